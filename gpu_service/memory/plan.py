@@ -126,6 +126,9 @@ def _attention_row(config: ModelConfig) -> int:
     if linear is None:
         return _cached_attention_row(config)
     # Projected and convolved; all heads' queries, keys, values, changes in float32, some of them twice.
+    if linear.step_rank:
+        # x and gates projected, convolved, steps of all channels, and what comes of them.
+        return max(_cached_attention_row(config), 6 * linear.value_size)
     recurrence = 3 * linear.num_value_heads * (2 * linear.key_head_dim + 2 * linear.value_head_dim)
     own = 3 * linear.conv_size + 2 * linear.value_size + 2 * recurrence
     return max(_cached_attention_row(config), own)

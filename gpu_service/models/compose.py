@@ -11,9 +11,10 @@ from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.attention import GQAttention
 from gpu_service.layers.gated_delta_net import GatedDeltaNet
 from gpu_service.layers.kimi_delta import KimiDeltaAttention
+from gpu_service.layers.mamba import Mamba
 from gpu_service.layers.mamba2 import Mamba2
 from gpu_service.layers.mla import Indexer, MLAttention, StepSelection
-from gpu_service.layers.states import StepSequences
+from gpu_service.layers.states import StateLayer, StepSequences
 from gpu_service.models.common import CausalLM, build_causal_lm
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import check_divisible, shard_config, stage_layers
@@ -64,7 +65,9 @@ def _attention_of(config: ModelConfig, dtype: torch.dtype, parallel: ParallelCon
     return attention
 
 
-def _linear_class(linear: LinearAttentionConfig) -> type[GatedDeltaNet | KimiDeltaAttention | Mamba2]:
+def _linear_class(linear: LinearAttentionConfig) -> Callable[..., StateLayer]:
+    if linear.step_rank:
+        return Mamba
     if linear.state_space:
         return Mamba2
     return KimiDeltaAttention if linear.channel_decay else GatedDeltaNet

@@ -39,6 +39,7 @@ from gpu_service.ops.registry import Implementation, Op
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.router import route
 from gpu_service.ops.sampling import argmax_and_finite, mask_logits, truncate_probabilities
+from gpu_service.ops.selective_scan import selective_scan_extend, selective_scan_update
 from gpu_service.ops.state_space import state_space_extend, state_space_update
 from moebius.errors import brief
 from moebius.progress import counted, phase
@@ -63,6 +64,8 @@ OPS: tuple[Op[..., Any], ...] = (
     causal_conv_extend,
     gated_delta_update,
     gated_delta_extend,
+    selective_scan_update,
+    selective_scan_extend,
     state_space_update,
     state_space_extend,
     gated_rms_norm,

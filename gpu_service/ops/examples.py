@@ -40,6 +40,8 @@ class Sizes:
     # Of a gated activation's output.
     intermediate: int = 128
     linear: LinearAttentionConfig = _SMALL_LINEAR
+    # Channels of Mamba, and elements of the state of each.
+    scan: tuple[int, int] = (40, 12)
     # Channels of the convolution; None: those of `linear`.
     channels: int | None = 300
     router: RouterConfig = _SMALL_ROUTER
@@ -70,8 +72,12 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
         vocabulary=config.vocab_size,
         storage=storage,
     )
-    if config.linear is not None:
-        sizes = replace(sizes, linear=config.linear, channels=None)
+    linear = config.linear
+    if linear is not None and linear.step_rank:
+        scan = linear.num_value_heads, linear.key_head_dim
+        sizes = replace(sizes, scan=scan, channels=linear.conv_size)
+    elif linear is not None:
+        sizes = replace(sizes, linear=linear, channels=None)
     if config.mla is not None and config.mla.indexer is not None:
         sizes = replace(sizes, index_dim=config.mla.indexer.head_dim)
     if config.block_indexer is not None:
@@ -194,6 +200,13 @@ class _Maker:
         sequences = self._sequences()
         return *self._state_space(sequences.neighbours[-1].rows.stop), sequences
 
+    def scan_update(self) -> tuple[Any, ...]:
+        return self._scan(3)
+
+    def scan_extend(self) -> tuple[Any, ...]:
+        sequences = self._sequences()
+        return *self._scan(sequences.neighbours[-1].rows.stop), sequences
+
     def gated_group_norm(self) -> tuple[Any, ...]:
         tokens, linear = self._sizes.tokens, self._sizes.linear
         size, gate = linear.value_size, self._random(tokens, linear.value_size + 4)[:, 4:]
@@ -306,6 +319,15 @@ class _Maker:
         states = self._random(5, *state, dtype=torch.float32)
         return columns[:, heads:], columns[:, :heads], *scalars, states, *self._slots()
 
+    def _scan(self, tokens: int) -> tuple[Any, ...]:
+        channels, state_dim = self._sizes.scan
+        x, gate = self._random(tokens, 2 * channels).chunk(2, dim=1)
+        a_log = self._random(channels, state_dim, dtype=torch.float32)
+        b, c = (self._random(tokens, state_dim + extra)[:, extra:] for extra in (3, 5))
+        states = self._random(5, channels, state_dim, 1, dtype=torch.float32)
+        d = self._random(channels, dtype=torch.float32)
+        return x, self._random(tokens, channels), b, c, gate, a_log, d, states, *self._slots()
+
     def _kimi(self, tokens: int) -> tuple[Any, ...]:
         linear = self._sizes.linear
         heads, key_dim = linear.num_value_heads, linear.key_head_dim
@@ -336,6 +358,8 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "gated_delta_extend": _Maker.delta_extend,
     "state_space_update": _Maker.state_space_update,
     "state_space_extend": _Maker.state_space_extend,
+    "selective_scan_update": _Maker.scan_update,
+    "selective_scan_extend": _Maker.scan_extend,
     "gated_rms_norm": _Maker.gated_norm,
     "gated_group_rms_norm": _Maker.gated_group_norm,
     "kimi_delta_update": _Maker.kimi_update,

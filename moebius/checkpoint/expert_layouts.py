@@ -130,6 +130,13 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
             *_PROJECTIONS,
             "backbone.layers.3.mixer.experts.7.up_proj.weight",
         ),
+        # Jamba's.
+        _separate(
+            "per_expert_feed_forward",
+            "feed_forward.experts.{expert}",
+            *_PROJECTIONS,
+            "model.layers.3.feed_forward.experts.7.gate_proj.weight",
+        ),
         # Granite's.
         ExpertTensorLayout(
             "stacked_linears",
@@ -157,7 +164,7 @@ _PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in LAYER_PREFIXES) + r")
 # router's bias, which Laguna keeps there.
 _ROUTED_EXPERT = re.compile(
     _PREFIX
-    + r"(?:(?:mlp|mixer)\.experts\.(?!e_score_correction_bias$)|experts\."
+    + r"(?:(?:mlp|mixer|feed_forward)\.experts\.(?!e_score_correction_bias$)|experts\."
     + r"|block_sparse_moe\.(?:experts|input_linear|output_linear)\."
     + r"|moe\.(?:(?:gate|up|down)_proj|experts|\d+)\.)"
 )

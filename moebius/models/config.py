@@ -194,6 +194,9 @@ class LinearAttentionConfig:
     decay_bound: float | None = None
     # Whether the checkpoint stores `A_log` as `[1, 1, heads, 1]`.
     decay_has_axes: bool = False
+    # Mamba instead of the delta rule, whose every channel is a head with a value of one element: width of the
+    # bottleneck that their steps come through. 0: another one.
+    step_rank: int = 0
 
     @property
     def key_size(self) -> int:
@@ -207,8 +210,8 @@ class LinearAttentionConfig:
 
     @property
     def conv_size(self) -> int:
-        """Channels of the convolution: queries, keys, values."""
-        return 2 * self.key_size + self.value_size
+        """Channels of the convolution: queries, keys, values; of Mamba values alone."""
+        return self.value_size if self.step_rank else 2 * self.key_size + self.value_size
 
 
 @dataclass(frozen=True, slots=True)

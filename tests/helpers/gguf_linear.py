@@ -61,6 +61,20 @@ def _by_kind(config: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 def linear_tensors(config: Any, name: str, shape: torch.Size, split: bool) -> Iterator[Converted]:
     """Nothing where the converter takes a tensor as any other; `split`: not as early files had it."""
     places = torch.arange(shape.numel()).reshape(shape)
+    if config.model_type == "jamba" and name.endswith("A_log"):
+        yield Converted(name, places, lambda values: -values.exp(), lambda values: (-values).log())
+    elif config.model_type == "jamba" and name.endswith("conv1d.weight"):
+        yield Converted(name, places.squeeze(1))
+    elif config.model_type == "jamba" and ".feed_forward.experts." in name:
+        # Gate, then up, in memory; in the file apart, under the names of most families.
+        block, last = f"blk.{name.split('.')[2]}", name.rpartition(".")[2]
+        parts = (
+            {"down": places}
+            if last == "down_proj"
+            else dict(zip(("gate", "up"), places.chunk(2, dim=1), strict=True))
+        )
+        for which, part in parts.items():
+            yield Converted(f"{block}.ffn_{which}_exps.weight", part, gguf=True)
     if config.model_type in MAMBA2:
         yield from _mamba2_tensors(config, name, places)
     if config.model_type not in LINEAR:

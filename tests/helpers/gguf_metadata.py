@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "glm_moe_dsa": "GLM_DSA",
     "gpt_oss": "GPT_OSS",
     "granitemoehybrid": "GRANITE_HYBRID",
+    "jamba": "JAMBA",
     "hunyuan_v1_moe": "HUNYUAN_MOE",
     "minimax_m2": "MINIMAXM2",
     "mixtral": "LLAMA",
@@ -57,6 +58,14 @@ def write_metadata(
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if kind in MAMBA2:
         write_mamba2(writer, config)
+        return
+    if kind == "jamba":
+        writer.add_head_count_kv(_by_layer(config, "full_attention", config.num_key_value_heads))
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_time_step_rank(config.mamba_dt_rank)
+        writer.add_expert_count(config.num_experts)
         return
     _write_rope(writer, config)
     _write_experts(writer, config)

@@ -287,6 +287,23 @@ CASES: dict[str, GgufModelCase] = {
             "tie_word_embeddings": True,
         },
     ),
+    "jamba": GgufModelCase(
+        "jamba",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_dt_rank": 32,
+        },
+    ),
     "nemotron_h": GgufModelCase(
         "nemotron_h",
         GgufTypes("Q4_0", "Q8_0", "Q8_0"),

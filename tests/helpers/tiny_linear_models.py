@@ -87,6 +87,42 @@ LINEAR_MODELS: dict[str, dict[str, Any]] = {
         },
         "shard_bytes": 60_000,
     },
+    # A state for each channel; no positions.
+    "jamba": {
+        "model_type": "jamba",
+        "changes": {
+            "num_hidden_layers": 4,
+            "rms_norm_eps": _EPSILON,
+            "head_dim": 8,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 10,
+        },
+    },
+    "jamba_wide_tied": {
+        "model_type": "jamba",
+        "changes": {
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 3 * _EPSILON,
+            "head_dim": 12,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "intermediate_size": 36,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "expert_layer_offset": 0,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 6,
+            "mamba_d_conv": 3,
+            "mamba_expand": 3,
+            "mamba_dt_rank": 14,
+            "tie_word_embeddings": True,
+        },
+        "shard_bytes": 60_000,
+    },
     # Layers that are one half only.
     "nemotron_h": {
         "model_type": "nemotron_h",

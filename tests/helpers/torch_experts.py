@@ -19,7 +19,7 @@ _STACKED = {"input_linear": "experts.gate_up_proj", "output_linear": "experts.do
 def _plain_name(name: str) -> str:
     """The name as most families have it."""
     name = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
-    name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+    name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.").replace(".feed_forward.", ".mlp.")
     if not name.endswith(".weight"):
         return name
     *path, matrix, suffix = name.replace(".block_sparse_moe.", ".mlp.").split(".")

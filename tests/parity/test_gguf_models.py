@@ -66,7 +66,7 @@ def test_dense_weights_may_be_computed_in_small_blocks(
     test_logits_are_those_of_the_dequantised_weights(name, gguf)
 
 
-REARRANGED = ("glm_moe_dsa", "granitemoehybrid", "nemotron_h", "qwen3_5_moe", "qwen3_next")
+REARRANGED = ("glm_moe_dsa", "granitemoehybrid", "jamba", "nemotron_h", "qwen3_5_moe", "qwen3_next")
 
 
 @pytest.mark.parametrize("name", REARRANGED)

@@ -24,8 +24,9 @@ from gpu_service.ops.linear_attention import (
 )
 from gpu_service.ops.norm import gated_group_rms_norm, gated_rms_norm, sigmoid_gated_rms_norm
 from gpu_service.ops.registry import Op
+from gpu_service.ops.selective_scan import selective_scan_extend, selective_scan_update
 from gpu_service.ops.state_space import state_space_extend, state_space_update
-from gpu_service.ops.triton import activation, block_attention, kv, state_space
+from gpu_service.ops.triton import activation, block_attention, kv, selective_scan, state_space
 from gpu_service.ops.triton import hyper_connections as hyper
 from gpu_service.ops.triton import kimi_delta as kimi
 from gpu_service.ops.triton import linear_attention as kernels
@@ -53,6 +54,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are c
         (kimi_delta_update, kimi.kimi_delta_update),
         (kimi_delta_extend, kimi.kimi_delta_extend),
         (gated_rms_norm, kernels.gated_rms_norm),
+        (selective_scan_update, selective_scan.selective_scan_update),
+        (selective_scan_extend, selective_scan.selective_scan_extend),
         (state_space_update, state_space.state_space_update),
         (state_space_extend, state_space.state_space_extend),
         (gated_group_rms_norm, state_space.gated_group_rms_norm),

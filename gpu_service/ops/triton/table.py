@@ -30,6 +30,7 @@ from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.triton.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.triton.router import route
 from gpu_service.ops.triton.sampling import argmax_and_finite, mask_logits
+from gpu_service.ops.triton.selective_scan import selective_scan_extend, selective_scan_update
 from gpu_service.ops.triton.state_space import (
     gated_group_rms_norm,
     state_space_extend,
@@ -57,6 +58,8 @@ IMPLEMENTATIONS = {
     "kimi_delta_extend": Implementation(kimi_delta_extend, supports_kimi_extend),
     "gated_rms_norm": Implementation(gated_rms_norm),
     "gated_group_rms_norm": Implementation(gated_group_rms_norm),
+    "selective_scan_update": Implementation(selective_scan_update),
+    "selective_scan_extend": Implementation(selective_scan_extend),
     "state_space_update": Implementation(state_space_update),
     "state_space_extend": Implementation(state_space_extend),
     "sigmoid_gated_rms_norm": Implementation(sigmoid_gated_rms_norm),

@@ -24,6 +24,7 @@ from typing import Literal
 #   flat         a matrix whose rows here follow one another
 #   flat_decay   such a matrix of decays
 #   taps         a convolution's weights, here with an axis of one input channel
+#   channel_taps the same of a convolution over another number of channels
 #   gate_half    the gate matrix of what here is one matrix of gates, then ups
 #   up_half      the other one
 #   mixed_part   queries, keys and values of linear attention, which here lie by key head
@@ -42,6 +43,7 @@ Change = Literal[
     "flat",
     "flat_decay",
     "taps",
+    "channel_taps",
     "gate_half",
     "up_half",
     "mixed_part",

@@ -94,8 +94,8 @@ def _log_of_negative(values: Floats) -> Floats:
 
 def _applied(function: Callable[[Floats], Floats]) -> Callable[[GgufModel, TensorInfo], TensorInfo]:
     def change(model: GgufModel, info: TensorInfo) -> TensorInfo:
-        if len(info.shape) != 1:
-            raise _misfit(model, info, "one axis")
+        if len(info.shape) > 2:
+            raise _misfit(model, info, "one or two axes")
         return replace(info, dtype="F32", derived=Applied(info, function))
 
     return change
@@ -109,6 +109,12 @@ def _taps(model: GgufModel, info: TensorInfo) -> TensorInfo:
     """`[channels, 1, width]`; the axis between is one that converters leave out."""
     if len(info.shape) != 2 or info.shape[0] != linear_heads(model).channels:
         raise _misfit(model, info, f"{linear_heads(model).channels} channels of as many taps")
+    return replace(info, shape=(info.shape[0], 1, info.shape[1]))
+
+
+def _channel_taps(model: GgufModel, info: TensorInfo) -> TensorInfo:
+    if len(info.shape) != 2:
+        raise _misfit(model, info, "channels of as many taps")
     return replace(info, shape=(info.shape[0], 1, info.shape[1]))
 
 
@@ -176,6 +182,7 @@ _STEPS: Mapping[Change, tuple[_Step, ...]] = {
     "flat": (_flat,),
     "flat_decay": (_flat, _applied(_log_of_negative)),
     "taps": (_taps,),
+    "channel_taps": (_channel_taps,),
     "tiled_rows": (_tiled(mixed=False),),
     "tiled_mixed": (_tiled(mixed=True),),
     "tiled_decay": (_tiled(mixed=False), _applied(_log_of_negative)),
