@@ -8,7 +8,7 @@ transformers initialises it to zero and would hide a bias that leaks into the we
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -233,26 +233,32 @@ def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int, publish: bo
 
 
 @torch.inference_mode()
-def greedy_answer(model: Any, prompt: list[int], count: int) -> list[int]:
+def greedy_answer(
+    model: Any, prompt: list[int], count: int, proposed: Sequence[int] | None = None
+) -> list[int]:
     """The tokens that transformers' whole forward finds best, one after another.
 
-    Decoding with its cache proposes them and one whole forward judges them all: of sparse attention the two
-    may differ. A proposal that is not the judge's is replaced from there on.
+    One whole forward judges all that is `proposed`, the tested engine's answer. A token that is not the judge's
+    is replaced; from there on, and where nothing is proposed, transformers' decoding with its cache proposes:
+    of sparse attention that may differ from the judge as well.
     """
     answer: list[int] = []
     while len(answer) < count:
         known, left = len(prompt) + len(answer), count - len(answer)
-        tokens = model.generate(
-            torch.tensor([prompt + answer]),
-            max_new_tokens=left,
-            min_new_tokens=left,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        proposed = tokens[0, known:].tolist()
+        if answer or proposed is None or len(proposed) != count:
+            tokens = model.generate(
+                torch.tensor([prompt + answer]),
+                max_new_tokens=left,
+                min_new_tokens=left,
+                do_sample=False,
+                eos_token_id=None,
+            )
+        else:
+            tokens = torch.tensor([[*prompt, *proposed]])
+        judged = tokens[0, known:].tolist()
         best = model(tokens).logits[0, known - 1 : -1].argmax(-1).tolist()
-        agreed = next((i for i in range(left) if best[i] != proposed[i]), left)
-        answer += proposed[:agreed] + best[agreed : agreed + 1]
+        agreed = next((i for i in range(left) if best[i] != judged[i]), left)
+        answer += judged[:agreed] + best[agreed : agreed + 1]
     return answer
 
 

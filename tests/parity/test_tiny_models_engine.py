@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -45,13 +46,10 @@ def kind(name: str) -> str:
 
 
 @pytest.fixture(scope="module", params=sorted(TINY_MODELS))
-def answered(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[list[int]]]:
-    """A checkpoint and what transformers answers to each prompt alone."""
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint and transformers' model of it."""
     directory = tmp_path_factory.mktemp("engine")
-    model = make_tiny_model(request.param, directory)
-    return directory, [greedy_answer(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    return directory, make_tiny_model(request.param, directory)
 
 
 def _run(directory: Path, gpu: GpuConfig) -> list[Request]:
@@ -83,15 +81,24 @@ def _run(directory: Path, gpu: GpuConfig) -> list[Request]:
     return requests
 
 
-@pytest.mark.covering(1, answered=kind)
-def test_synchronous_engine_says_what_transformers_says(answered: tuple[Path, list[list[int]]]) -> None:
-    directory, expected = answered
-    assert [request.output_token_ids for request in _run(directory, ROOMY)] == expected
+def _answers(model: Any, requests: list[Request]) -> list[list[int]]:
+    """What transformers answers to each prompt alone."""
+    return [
+        greedy_answer(model, prompt, NUM_TOKENS, request.output_token_ids)
+        for prompt, request in zip(PROMPTS, requests, strict=True)
+    ]
 
 
-@pytest.mark.covering(1, answered=lambda name: TINY_MODELS[name].model_type)
-def test_overlapped_preempting_engine_says_it_too(answered: tuple[Path, list[list[int]]]) -> None:
-    directory, expected = answered
+@pytest.mark.covering(1, tiny=kind)
+def test_synchronous_engine_says_what_transformers_says(tiny: tuple[Path, Any]) -> None:
+    directory, model = tiny
+    requests = _run(directory, ROOMY)
+    assert [request.output_token_ids for request in requests] == _answers(model, requests)
+
+
+@pytest.mark.covering(1, tiny=lambda name: TINY_MODELS[name].model_type)
+def test_overlapped_preempting_engine_says_it_too(tiny: tuple[Path, Any]) -> None:
+    directory, model = tiny
     requests = _run(directory, TIGHT)
-    assert [request.output_token_ids for request in requests] == expected
+    assert [request.output_token_ids for request in requests] == _answers(model, requests)
     assert sum(request.num_preemptions for request in requests) > 0
