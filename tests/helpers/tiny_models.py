@@ -238,9 +238,9 @@ def greedy_answer(
 ) -> list[int]:
     """The tokens that transformers' whole forward finds best, one after another.
 
-    One whole forward judges all that is `proposed`, the tested engine's answer. A token that is not the judge's
-    is replaced; from there on, and where nothing is proposed, transformers' decoding with its cache proposes:
-    of sparse attention that may differ from the judge as well.
+    One whole forward judges all that is `proposed`, the tested engine's answer. A token that is not the
+    judge's is replaced; from there on, and where nothing is proposed, transformers' decoding with its cache
+    proposes: of sparse attention that may differ from the judge as well.
     """
     answer: list[int] = []
     while len(answer) < count:

@@ -44,9 +44,11 @@ def _logits(directory: Path) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "name",
     [
-        "glm4_moe",
         "qwen3_next",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("ernie4_5_moe", "minimax_m2", "qwen3_moe")),
+        *(
+            pytest.param(n, marks=pytest.mark.full)
+            for n in ("ernie4_5_moe", "glm4_moe", "minimax_m2", "qwen3_moe")
+        ),
     ],
 )
 def test_triton_ops_give_the_references_logits(name: str, tiny: Callable[[str], tuple[Path, Any]]) -> None:

@@ -36,6 +36,7 @@ def test_engine_bench_end_to_end(tmp_path: Path) -> None:
     assert document["host"]["versions"]["torch"]
 
 
+@pytest.mark.full
 def test_prefill_bench_end_to_end(tmp_path: Path) -> None:
     """All experts of both layers are copied for each step of a prompt; on the servers none are."""
     model, target = tmp_path / "model", tmp_path / "out.json"

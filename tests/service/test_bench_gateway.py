@@ -9,10 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from moebius.app.bench.gateway.processes import cpu_seconds, descendants
 from moebius.app.bench.gateway.run import GatewayOptions, run
 
 
+@pytest.mark.full
 def test_every_figure_is_measured_together_with_its_limit(tmp_path: Path) -> None:
     """The streams run at the pace that was asked for, in front of both servers; heavy requests are answered
     (another status ends the bench), and the rows are in the file."""

@@ -46,7 +46,9 @@ def test_ranks_share_experts_and_come_back_together(
     assert "the group of ranks ends" in log
 
 
-@pytest.mark.parametrize("division", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "division", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.full)]
+)
 def test_ranks_stream_long_prompts_while_others_decode(
     division: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
