@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -138,6 +139,24 @@ def test_ops_do_not_wait_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
             if thread.name == "flashinfer-attention":
                 thread.join()
     assert "nvcc fatal" in next(log["error"] for log in _warnings(logs))
+
+
+def test_compilers_leave_the_processors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are measured while modules are compiled are chosen as on an idle machine."""
+    install_fake_flashinfer(monkeypatch)
+    from gpu_service.ops.flashinfer import COMPILER_NICENESS, compile_modules
+
+    found: list[int] = []
+
+    class Spec:
+        def build(self, verbose: bool) -> None:
+            command = [sys.executable, "-S", "-c", "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"]
+            found.append(int(subprocess.check_output(command)))
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    compile_modules([Spec(), Spec()])
+    assert found == [COMPILER_NICENESS] * 2
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own, "the caller's stays"
 
 
 def test_arguments_beyond_a_library_go_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
