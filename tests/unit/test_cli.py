@@ -6,9 +6,12 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from moebius.__main__ import direct
 from moebius.app import cli
@@ -121,6 +124,17 @@ for command in json.loads(sys.argv[1]):
 """
 
 
+def test_lists_of_commands_are_whole_sentences() -> None:
+    """What `-h` says of each command fits on its line of 80 columns: none ends in dots."""
+
+    def said(command: Any) -> Iterator[str]:
+        for name, below in getattr(command, "commands", {}).items():
+            yield f"{name}: {below.get_short_help_str(64)}"
+            yield from said(below)
+
+    assert [line for line in said(typer.main.get_command(cli.app)) if line.endswith("...")] == []
+
+
 def test_commands_without_torch(tmp_path: Path) -> None:
     """What does not compute with torch works where it is not installed; what does says so in one line."""
     model, nobody = str(tmp_path / "model"), "http://127.0.0.1:9"
@@ -143,7 +157,9 @@ def test_commands_without_torch(tmp_path: Path) -> None:
 
 WITHOUT_TRANSFORMERS = """
 import asyncio, json, sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 class NoTransformers:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "transformers":

@@ -47,7 +47,7 @@ def mailbox(
     jit_cache_dir: Annotated[str, typer.Option(help="Where compiled kernels are kept")] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Hand-off through the shared-memory mailbox: by host code, or from a GPU's stream."""
+    """Hand-off through the shared-memory mailbox. By host code, or from a GPU's stream."""
     if device == "cpu":
         from moebius.app.bench.mailbox import run
 
@@ -88,7 +88,7 @@ def decode(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Tokens per second, time to first token and inter-token latency of a running server."""
+    """Decode speed and latencies of a running server."""
     from moebius.app.bench.decode import run
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.client import ClientTls
@@ -127,7 +127,7 @@ def kernels(
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Milliseconds per MoE layer on the CPU, with the bandwidth and the peak of the same cores."""
+    """Milliseconds per MoE layer on the CPU. With the bandwidth and the peak of the same cores."""
     from moebius.app.bench.kernels import KernelsOptions, run
     from moebius.app.bench.kernels_inputs import parse_counts, parse_isa, parse_shapes
 
@@ -155,7 +155,7 @@ def quota(
     seconds: Annotated[float, typer.Option(min=0.1, help="Measuring time per row")] = 3.0,
     json_file: JsonFile = None,
 ) -> None:
-    """What an MoE layer keeps of its speed under a cgroup's CPU quota (needs root)."""
+    """Speed of an MoE layer under a CPU quota (needs root)."""
     from moebius.app.bench.quota import run
 
     run(share, seconds, json_file)
@@ -174,7 +174,7 @@ def load(
     directory: Annotated[Path, typer.Option(help="Where the checkpoint is written")] = Path("/dev/shm"),
     json_file: JsonFile = None,
 ) -> None:
-    """Reading, requantising and packing experts, compared with merely reading the same files."""
+    """Loading experts, compared with reading the files. Reading, requantising and packing."""
     from moebius.app.bench.load import LoadOptions, parse_shape, run
 
     sizes = parse_shape(shape, layers)
@@ -206,7 +206,7 @@ def engine(
     probe_mib: ProbeMib = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode and prefill speed of the engine, with the bound of what its experts really read."""
+    """Decode and prefill speed of the engine. With the bound of what its experts really read."""
     from moebius.app.bench.engine.run import EngineBenchOptions, run
     from moebius.app.bench.kernels_inputs import parse_counts
 
@@ -232,7 +232,7 @@ def masks(
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each kind; their median counts")] = 3,
     json_file: JsonFile = None,
 ) -> None:
-    """What outputs constrained to a JSON schema cost per token, next to the same without."""
+    """Cost per token of outputs bound to a JSON schema. Next to the same outputs without."""
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.masks import MaskOptions, run
 
@@ -255,7 +255,7 @@ def prefill(
     ] = "1",
     json_file: JsonFile = None,
 ) -> None:
-    """Prefill speed by prompt length, with the limit of the link for what was streamed."""
+    """Prefill speed by prompt length. With the limit of the link for what was streamed."""
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.prefill import PrefillOptions, run
 
@@ -283,7 +283,7 @@ def placement(
     probe_mib: ProbeMib = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode speed by share of experts on the GPU, for each static placement strategy."""
+    """Decode speed by share of experts on the GPU. For each static placement strategy."""
     from moebius.app.bench.engine.run import EngineBenchOptions
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.placement import PlacementOptions, run
@@ -317,7 +317,7 @@ def steps(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """What the GPU and the host do in decode steps: kernels, gaps between graphs, host functions."""
+    """What the GPU and the host do in decode steps. Kernels, gaps between graphs, host functions."""
     from moebius.app.bench.steps import StepsOptions, run
 
     log_warnings_only("bench")
@@ -333,7 +333,7 @@ def start(
     ] = True,
     json_file: JsonFile = None,
 ) -> None:
-    """Seconds until a model is served: cold, warm, and after the death of an expert server."""
+    """Seconds until a model is served. Cold, warm, and after the death of an expert server."""
     from moebius.app.bench.start import run
 
     run(with_checkpoint(config), json_file, cold)
@@ -355,7 +355,7 @@ def gateway(
     ] = "all",
     json_file: JsonFile = None,
 ) -> None:
-    """What the HTTP process costs: per streamed token, at the first byte, and next to heavy requests."""
+    """What the HTTP process costs. Per streamed token, at the first byte, and next to heavy requests."""
     from moebius.app.bench.gateway.run import GatewayOptions, run
     from moebius.app.bench.gateway.stalls import HEAVY
 
@@ -422,7 +422,7 @@ def serve(
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write TTFT and ITL as an SVG")] = None,
 ) -> None:
-    """Load on any OpenAI-compatible server: sweeps of request rate and concurrency, latencies, goodput."""
+    """Load on any OpenAI-compatible server. Sweeps of request rate and concurrency, latencies, goodput."""
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.serve import sweep
     from moebius.app.bench.serve.client import EndpointOptions

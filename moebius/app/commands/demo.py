@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
         config: MoebiusConfig,
         prompt: Annotated[str, typer.Option(help="What to ask")] = "What is the capital of France?",
     ) -> None:
-        """Build the demo model if need be, start everything, answer one question, stop everything."""
+        """Start the demo model, answer one question, stop. The model is built if need be."""
         from moebius.app.supervisor.plan import plan_processes
         from moebius.telemetry import configure_logging
 

@@ -52,7 +52,7 @@ def doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Warnings end with status 1, too")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Say what this host, or a Pod's node, lacks to serve fast, and what helps; exit status 1: a failure."""
+    """Say what this host lacks to serve fast, and what helps. Exit status 1: a failure."""
     from moebius.app.bench.output import write_json
     from moebius.app.doctor.checks import check_host
     from moebius.app.doctor.facts import read_facts

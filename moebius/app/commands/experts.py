@@ -66,7 +66,7 @@ def dump(
     file: Annotated[Path, typer.Option(help="Where to write: *.safetensors or *.json")],
     engine_address: EngineAddress = "",
 ) -> None:
-    """Write what was recorded, for --expert-statistics, and print how many experts a step touches."""
+    """Write what was recorded, for --expert-statistics. Prints how many experts a step touches."""
     from protos import engine_pb2 as pb
 
     file_format = file.suffix.removeprefix(".")

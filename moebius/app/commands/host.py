@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def topology() -> None:
-        """Print NUMA nodes, usable CPUs, memory and the cgroup's CPU limit."""
+        """Print NUMA nodes, usable CPUs, memory and the CPU limit."""
         from moebius.topology import Topology, format_cpu_list
 
         found = Topology.detect()
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def version() -> None:
-        """Print the versions of Moebius, its kernels and what it builds on."""
+        """Print the versions of Moebius, kernels and libraries."""
         from moebius.kernels import isa_level
 
         print(f"moebius {__version__}")

@@ -21,7 +21,7 @@ def add(
     requests_per_minute: Limit = None,
     tokens_per_minute: Limit = None,
 ) -> None:
-    """Make a key and print it: this once, as the file gets its hash only. A running gateway notices."""
+    """Make a key and print it. Only this once: the file gets its hash. A running gateway notices."""
     from moebius.api_keys import KeyLimits, add_key
 
     print(add_key(file, name, KeyLimits(requests_in_flight, requests_per_minute, tokens_per_minute)))

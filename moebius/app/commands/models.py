@@ -178,7 +178,7 @@ def random(
     seed: Annotated[int, typer.Option(min=0, help="Of all random numbers")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="0: one per allowed CPU")] = 0,
 ) -> None:
-    """Write a complete checkpoint of a published shape with random weights."""
+    """Write a checkpoint of a published shape with random weights."""
     from moebius.app.demo_model import rich_progress
     from moebius.app.random_model import RandomModelOptions, write_random_model
 
@@ -203,7 +203,7 @@ def download(
         Path | None, typer.Option(help="File with a bearer token for that host", metavar="FILE")
     ] = None,
 ) -> None:
-    """Fetch a checkpoint's files, go on where a fetch broke off, and compare their digests."""
+    """Download a checkpoint's files by URL. Goes on where a download broke off, and compares digests."""
     from moebius.app.checkpoint_download import Download, read_checksums
     from moebius.app.demo_model import rich_progress
 
@@ -223,7 +223,7 @@ def fetch(
     revision: Annotated[str, typer.Option(help="Branch, tag or commit; empty: main")] = "",
     offline: Annotated[bool, typer.Option("--offline", help="Only say where it was downloaded to")] = False,
 ) -> None:
-    """Download a model from the Hugging Face hub into its cache, as `serve` does, and print where."""
+    """Download a model from the Hugging Face hub. Into its cache, as `serve` does; prints where."""
     named = hub_model(model)
     if named is None:
         raise UserError(f"{model!r} is no name of the Hugging Face hub: owner/name")

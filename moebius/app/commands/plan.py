@@ -51,7 +51,7 @@ def plan(
         Path | None, typer.Option(help="Write values for the Helm chart there", metavar="FILE")
     ] = None,
 ) -> None:
-    """Say what a model takes and how fast it will be; exit status 1: it does not fit, and what would."""
+    """Say what a model takes and how fast it will be. Exit status 1: it does not fit, and what would."""
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.planning.capacity import Wish
     from moebius.app.planning.hardware import HardwareOptions

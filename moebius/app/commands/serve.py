@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     @with_settings()
     def serve(config: MoebiusConfig, dry_run: DryRun = False, print_config: PrintConfig = False) -> None:
-        """Start gateway, gpu_service and expert servers, and keep them running."""
+        """Start all processes of a model, and keep them running."""
         import structlog
 
         from moebius.api_keys import ApiKeys
@@ -105,7 +105,7 @@ def _add_services(app: typer.Typer) -> None:
     @app.command()
     @with_settings("model", "images", "gateway", "security", "telemetry")
     def gateway(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
-        """Run the HTTP process alone, in front of a gpu_service at --engine-address."""
+        """Run the HTTP process alone. It serves the engine at --engine-address."""
         config = _prepared(config, print_config)
         from gateway.main import run
 
@@ -114,7 +114,7 @@ def _add_services(app: typer.Typer) -> None:
     @app.command()
     @with_settings("model", "images", "gpu", "experts", "parallel", "placement", "security", "telemetry")
     def gpu(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
-        """Run one engine process (--rank N of several); it reaches experts as --expert-transport says."""
+        """Run one engine process alone, --rank N of several. It finds experts as --expert-transport says."""
         config = _prepared(config, print_config)
         from gpu_service.main import run
 
@@ -125,7 +125,7 @@ def _add_services(app: typer.Typer) -> None:
         "model", "images", "gpu", "experts", "parallel", "placement", "supervisor", "security", "telemetry"
     )
     def ranks(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
-        """Run all ranks of one engine that are of this host (--rank-hosts, --host-index); restart them.
+        """Run an engine's ranks of this host, and restart them. The hosts: --rank-hosts, --host-index.
 
         Expert servers and the gateway are started by others, as for `moebius gpu`.
         """
@@ -143,7 +143,7 @@ def _add_services(app: typer.Typer) -> None:
     @app.command()
     @with_settings("model", "experts", "placement", "security", "telemetry")
     def expert(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
-        """Run one expert server alone: share --split-index of --split-count.
+        """Run one expert server alone. Its share: --split-index of --split-count.
 
         What the placement settings put on GPUs is left out; the engine needs the same settings.
         Without MODEL it waits for a gRPC Expert.Load.

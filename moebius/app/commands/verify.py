@@ -37,7 +37,7 @@ def verify(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare the experts as they will be served with a reference; exit status 1: beyond a threshold."""
+    """Compare experts as served with a reference. Exit status 1: beyond a threshold."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -42,7 +42,10 @@ def _add_top(app: typer.Typer) -> None:
         client_key_file: ClientKeyFile = "",
         config: ConfigFile = None,
     ) -> None:
-        """Watch a running server: tokens/s, queue, KV cache, experts by layer, what limits a step. q: end."""
+        """Watch a running server in the terminal. q: end.
+
+        Tokens/s, queue, KV cache, experts by layer, what limits a step.
+        """
         from moebius.app.client import ApiClient, ClientTls
         from moebius.app.top import run
 
@@ -79,7 +82,7 @@ def _add_profile(app: typer.Typer) -> None:
         ] = Path("trace.json"),
         config: ConfigFile = None,
     ) -> None:
-        """One Chrome trace of a running engine and its expert servers, for https://ui.perfetto.dev.
+        """Write a trace of a running engine and its experts. For https://ui.perfetto.dev.
 
         GPU kernels or CPU operations, calls to expert servers, what each of their threads computes.
         """
