@@ -67,6 +67,8 @@ class AttentionLayer(NamedTuple):
     # `choose_blocks`; None: all of them.
     kept_blocks: torch.Tensor | None = None
     block_size: int = 0
+    # Positions of a chunk: a query sees those of its own chunk up to itself; None: no chunks.
+    chunk: int | None = None
 
 
 PLAIN = AttentionLayer()

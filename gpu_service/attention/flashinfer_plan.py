@@ -62,6 +62,8 @@ def unsupported_layers(config: ModelConfig) -> str:
     sizes = {(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in config.attention_shapes}
     if len(sizes) > 1:
         return "this model's layers have different numbers of heads, which FlashInfer is not used for here"
+    if any(shape.chunk is not None for shape in config.attention_shapes):
+        return "this model attends within chunks, which FlashInfer is not used for here"
     if config.block_indexer is not None:
         return "this model chooses blocks of tokens, which FlashInfer is not used for here"
     if config.attention_windows:

@@ -2,7 +2,7 @@
 
 Requests that compute one token share padded, masked calls of torch's attention (one per class of similar
 length); each prefill chunk gets its own. Keys are gathered by whole pages, because long contiguous rows copy
-fastest. What is gathered is planned once for each window that layers have (`GatherPlan`).
+fastest. What is gathered is planned once for each window or chunk that layers have (`GatherPlan`).
 """
 
 from __future__ import annotations
@@ -57,30 +57,56 @@ class GatherPlan:
 
 
 def plan_gathers(
-    inputs: ForwardInputs, table: torch.Tensor, page_size: int, dtype: torch.dtype, window: int | None
+    inputs: ForwardInputs,
+    table: torch.Tensor,
+    page_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+    chunk: int | None = None,
 ) -> GatherPlan:
-    """`table`: the step's block table as int64; pages that lie before the window are not read at all."""
+    """`table`: the step's block table as int64; pages before the window or chunk are not read at all."""
+    seen = FirstSeen(window, chunk)
     starts, chunks = inputs.query_start_loc, []
     by_length: dict[int, list[int]] = {}
     for index, kv_len in enumerate(inputs.seq_lens):
         begin, end = starts[index], starts[index + 1]
         if end - begin == 1:
-            num_pages = -(-kv_len // page_size) - _first_page(kv_len, 1, page_size, window)
+            num_pages = -(-kv_len // page_size) - seen(kv_len - 1) // page_size
             # Lengths within a factor of two share a group: padding at most doubles the copy.
             by_length.setdefault(num_pages.bit_length(), []).append(index)
         else:
-            chunks.append(_plan_chunk(begin, end, kv_len, table[index], page_size, dtype, window))
+            chunks.append(_plan_chunk(begin, end, kv_len, table[index], page_size, dtype, seen))
     all_rows = len(by_length) == 1 and not chunks
     groups = [
-        _plan_decode(requests, inputs, table, page_size, dtype, window, all_rows)
+        _plan_decode(requests, inputs, table, page_size, dtype, seen, all_rows)
         for requests in by_length.values()
     ]
     return GatherPlan(groups, chunks)
 
 
-def _first_page(kv_len: int, num_new: int, page_size: int, window: int | None) -> int:
-    """Of the pages that the first of the new tokens sees."""
-    return 0 if window is None else max(0, kv_len - num_new + 1 - window) // page_size
+@dataclass(frozen=True, slots=True)
+class FirstSeen:
+    """The earliest position that a query sees, by its own."""
+
+    window: int | None
+    chunk: int | None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether every query sees the first position."""
+        return self.window is None and self.chunk is None
+
+    def __call__(self, position: int) -> int:
+        """Of one query."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+    def of_rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """Of several, int64."""
+        if self.chunk is not None:
+            return positions // self.chunk * self.chunk
+        return positions * 0 if self.window is None else (positions + 1 - self.window).clamp_(min=0)
 
 
 def _plan_chunk(
@@ -90,20 +116,21 @@ def _plan_chunk(
     row: torch.Tensor,
     page_size: int,
     dtype: torch.dtype,
-    window: int | None,
+    seen: FirstSeen,
 ) -> Chunk:
     num_new = end - begin
-    first_page = _first_page(kv_len, num_new, page_size, window)
+    first_page = seen(kv_len - num_new) // page_size
     pages = row[first_page : -(-kv_len // page_size)]
+    own = range(kv_len - num_new, kv_len)
     kv_len -= first_page * page_size
     mask = None
-    if num_new < kv_len or (window is not None and window < kv_len):
-        future = kv_len - num_new + 1
+    if num_new < kv_len or seen(own.stop - 1):
         mask = torch.full((num_new, kv_len), float("-inf"), dtype=dtype, device=row.device)
-        mask.triu_(diagonal=future)
-        if window is not None:
-            past = torch.full_like(mask, float("-inf")).tril_(diagonal=future - 1 - window)
-            mask += past
+        mask.triu_(diagonal=kv_len - num_new + 1)
+        if not seen.is_first:
+            positions = torch.arange(own.start, own.stop, device=row.device)[:, None]
+            keys = torch.arange(kv_len, device=row.device) + first_page * page_size
+            mask.masked_fill_(keys < seen.of_rows(positions), float("-inf"))
     return Chunk(begin, end, pages, kv_len, mask)
 
 
@@ -113,18 +140,18 @@ def _plan_decode(
     table: torch.Tensor,
     page_size: int,
     dtype: torch.dtype,
-    window: int | None,
+    seen: FirstSeen,
     all_rows: bool,
 ) -> DecodeGroup:
     device, lengths = table.device, [inputs.seq_lens[i] for i in requests]
-    first_pages = [_first_page(length, 1, page_size, window) for length in lengths]
+    first_pages = [seen(length - 1) // page_size for length in lengths]
     num_pages = max(
         -(-length // page_size) - first for length, first in zip(lengths, first_pages, strict=True)
     )
     kv_lens = torch.tensor(lengths, device=device)[:, None]
     positions = torch.arange(num_pages * page_size, device=device)
     own = table if all_rows else table[torch.tensor(requests, device=device)]
-    if window is None:
+    if seen.is_first:
         pages = own[:, :num_pages]
         hidden = positions >= kv_lens
     else:
@@ -133,7 +160,7 @@ def _plan_decode(
         columns = (first + torch.arange(num_pages, device=device)).clamp_(max=own.shape[1] - 1)
         pages = own.gather(1, columns)
         positions = positions + first * page_size
-        hidden = (positions >= kv_lens) | (positions < kv_lens - window)
+        hidden = (positions >= kv_lens) | (positions < seen.of_rows(kv_lens - 1))
     mask = torch.zeros(len(requests), num_pages * page_size, dtype=dtype, device=device)
     mask.masked_fill_(hidden, float("-inf"))
     rows = None if all_rows else torch.tensor([inputs.query_start_loc[i] for i in requests], device=device)
@@ -205,7 +232,8 @@ class TorchReferenceAttention(AttentionBackend):
     def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
         super().__init__(config, kv_cache)
         self._table = torch.empty(0, dtype=torch.int64)
-        self._plans: dict[int | None, GatherPlan] = {}
+        # By window and chunk.
+        self._plans: dict[tuple[int | None, int | None], GatherPlan] = {}
         # Gathered pages of one layer, kept between calls: fresh memory of this size costs a page fault per
         # 4 KiB, which is more than the copy itself. A second one where pages must be converted, too.
         # Elements of a page in the layer that has most.
@@ -218,15 +246,15 @@ class TorchReferenceAttention(AttentionBackend):
         self._inputs, self._table = inputs, inputs.block_table.long()
         self._max_length = max(inputs.seq_lens, default=1)
         self._plans = {}
-        self._plan_of(None)
+        self._plan_of(None, None)
 
-    def _plan_of(self, window: int | None) -> GatherPlan:
-        """The step's plan for layers of this window, made when the first of them asks."""
-        plan = self._plans.get(window)
+    def _plan_of(self, window: int | None, chunk: int | None) -> GatherPlan:
+        """The step's plan for layers of this window or chunk, made when the first of them asks."""
+        plan = self._plans.get((window, chunk))
         if plan is None:
             cache = self.kv_cache
-            plan = plan_gathers(self._planned, self._table, cache.page_size, cache.dtype, window)
-            self._plans[window] = plan
+            plan = plan_gathers(self._planned, self._table, cache.page_size, cache.dtype, window, chunk)
+            self._plans[window, chunk] = plan
             if self._gathered.shape[0] < plan.most_pages * self._page_elements:
                 self._gathered = self._gathered.new_empty(plan.most_pages * self._page_elements)
                 if cache.is_quantised:
@@ -254,7 +282,7 @@ class TorchReferenceAttention(AttentionBackend):
         layer_id: int,
         layer: AttentionLayer,
     ) -> torch.Tensor:
-        plan, kept = self._plan_of(layer.window), layer.kept_blocks
+        plan, kept = self._plan_of(layer.window, layer.chunk), layer.kept_blocks
         if len(plan.decode_groups) == 1 and plan.decode_groups[0].rows is None:
             return self._decode(query, layer_id, plan.decode_groups[0], layer)
         output = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])

@@ -62,7 +62,8 @@ class TritonAttention(AttentionBackend):
         score_scale = self.config.softmax_scale * key_scale
         indices = (inputs.block_table, inputs.seq_lens_tensor, inputs.query_start_loc_tensor)
         if self._has_decodes:
-            kind = layer.window, query.shape[1], cache.kv_heads(layer_id), query.shape[2]
+            # A chunk holds no more keys than it is long.
+            kind = layer.window or layer.chunk, query.shape[1], cache.kv_heads(layer_id), query.shape[2]
             partial, scales = self._partial_of(*kind), (score_scale, value_scale)
             decode(query, pages, output, partial, *indices, *scales, min_split=self._min_split, layer=layer)
         if self._has_chunks:

@@ -35,11 +35,13 @@ def keys_per_split(length, num_splits, MINIMUM: tl.constexpr, BLOCK_N: tl.conste
 
 
 @jit
-def first_visible(length, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The earliest key that the last of `length` tokens sees; no window: 0."""
+def first_visible(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The earliest key that the last of `length` tokens sees; no window and no chunk: 0."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
+    if CHUNK > 0:
+        first = (length - 1) // CHUNK * CHUNK
     return first
 
 
@@ -85,8 +87,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     query_row_stride, query_head_stride, table_stride, num_splits, num_blocks, score_scale, value_scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MINIMUM: tl.constexpr,
-    SINGLE_SPLIT: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    SPARSE: tl.constexpr, LOG2_E: tl.constexpr,
+    SINGLE_SPLIT: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SPARSE: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
     """Program (request, KV head, split): all query heads of that KV head over the split's keys.
 
@@ -97,7 +99,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     if tl.load(query_starts + request + 1) - row != 1:
         return
     length = tl.load(seq_lens + request)
-    visible = first_visible(length, WINDOW)
+    visible = first_visible(length, WINDOW, CHUNK)
     share = keys_per_split(length - visible, num_splits, MINIMUM, BLOCK_N)
     begin = visible + split * share
     end = tl.minimum(begin + share, length)
@@ -144,7 +146,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 def _combine_kernel(  # type: ignore[no-untyped-def]
     output, partial_output, partial_lse, seq_lens, query_starts, num_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, MINIMUM: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_S: tl.constexpr, MINIMUM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program (request, head): the splits' results, weighted by how much of the softmax each holds."""
     request, head = tl.program_id(0), tl.program_id(1)
@@ -152,7 +154,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     if tl.load(query_starts + request + 1) - row != 1:
         return
     length = tl.load(seq_lens + request)
-    keys = length - first_visible(length, WINDOW)
+    keys = length - first_visible(length, WINDOW, CHUNK)
     used = tl.cdiv(keys, keys_per_split(keys, num_splits, MINIMUM, BLOCK_N))
     dim = tl.arange(0, BLOCK_D)
     first = (request * NUM_HEADS + head) * num_splits
@@ -208,7 +210,7 @@ def decode(
     tile = tile or decode_tile(num_heads // num_kv_heads, head_dim, query.dtype)
     num_requests, num_splits = seq_lens.shape[0], partial[0].shape[2] if partial else 1
     partial_output, partial_lse = partial or (output, output)
-    sinks, window = layer.sinks, layer.window or 0
+    sinks, window, chunk = layer.sinks, layer.window or 0, layer.chunk or 0
     kept, num_blocks, block_size = _blocks(layer)
 
     def launch(tile: Tile) -> None:
@@ -219,7 +221,7 @@ def decode(
             score_scale * LOG2_E, value_scale, GROUP=num_heads // num_kv_heads,
             NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
             BLOCK_G=tile.rows, BLOCK_D=tile.width, BLOCK_N=tile.keys, MINIMUM=min_split,
-            SINGLE_SPLIT=partial is None, PRECISION=tile.precision, WINDOW=window,
+            SINGLE_SPLIT=partial is None, PRECISION=tile.precision, WINDOW=window, CHUNK=chunk,
             HAS_SINKS=sinks is not None, SPARSE=block_size, LOG2_E=LOG2_E,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
@@ -227,22 +229,24 @@ def decode(
             _combine_kernel[(num_requests, num_heads)](
                 output, partial_output, partial_lse, seq_lens, query_starts, num_splits,
                 NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=tile.width, BLOCK_N=tile.keys, BLOCK_S=16,
-                MINIMUM=min_split, WINDOW=window,
+                MINIMUM=min_split, WINDOW=window, CHUNK=chunk,
             )  # fmt: skip
 
     variant = (
         tile, cache.shape[1:], cache.dtype, query.dtype, num_heads, window, sinks is None, partial is None,
-        block_size,
+        block_size, chunk,
     )  # fmt: skip
     launch_fitting("decode", variant, query.device, with_smaller(tile, tile.rows), launch)
 
 
 @jit
-def _hide(scores, position, own, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """-inf for keys after a row's own position, or before its window."""
+def _hide(scores, position, own, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """-inf for keys after a row's own position, or before its window or chunk."""
     scores = tl.where(position <= own, scores, float("-inf"))
     if WINDOW > 0:
         scores = tl.where(position > own - WINDOW, scores, float("-inf"))
+    if CHUNK > 0:
+        scores = tl.where(position >= own // CHUNK * CHUNK, scores, float("-inf"))
     return scores
 
 
@@ -252,8 +256,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     query_row_stride, query_head_stride, table_stride, num_blocks, score_scale, value_scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SPARSE: tl.constexpr,
-    LOG2_E: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPARSE: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head): BLOCK_Q consecutive queries of one request, all heads of that KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -275,7 +279,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     end = earlier + tl.minimum(offset + BLOCK_Q, num_new)
     maximum, total = empty_softmax(sinks, head, packed // GROUP < BLOCK_Q, BLOCK_M, HAS_SINKS, LOG2_E)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    begin = first_visible(earlier + offset + 1, WINDOW)
+    begin = first_visible(earlier + offset + 1, WINDOW, CHUNK)
     for first in range(begin, end, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         seen = position < end
@@ -293,7 +297,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         key = widened(tl.load(at, mask=wanted, other=0.0), q.dtype)
         value = widened(tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0), q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * score_scale
-        scores = _hide(scores, position[None, :], own[:, None], WINDOW)
+        scores = _hide(scores, position[None, :], own[:, None], WINDOW, CHUNK)
         if SPARSE > 0:
             scores = tl.where(chosen, scores, float("-inf"))
         maximum, total, weighted = _add_values(scores, value, maximum, total, weighted, PRECISION)
@@ -335,11 +339,12 @@ def prefill(
             score_scale * LOG2_E, value_scale, GROUP=group, NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim, PAGE_SIZE=page_size,
             BLOCK_M=tile.rows, BLOCK_Q=queries_per_tile, BLOCK_D=tile.width, BLOCK_N=tile.keys,
-            PRECISION=tile.precision, WINDOW=layer.window or 0, HAS_SINKS=sinks is not None,
-            SPARSE=block_size, LOG2_E=LOG2_E, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            PRECISION=tile.precision, WINDOW=layer.window or 0, CHUNK=layer.chunk or 0,
+            HAS_SINKS=sinks is not None, SPARSE=block_size, LOG2_E=LOG2_E,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
-    options = layer.window, sinks is None, block_size
+    options = layer.window, layer.chunk, sinks is None, block_size
     variant = tile, cache.shape[1:], cache.dtype, query.dtype, num_heads, *options
     tiles = with_smaller(tile, max(MIN_ROWS, next_power_of_2(group)))
     launch_fitting("prefill", variant, query.device, tiles, launch)

@@ -42,7 +42,10 @@ def kinds_of_layers(
     def sinks(shape: AttentionShape) -> torch.Tensor | None:
         return torch.zeros(shape.num_heads, dtype=dtype, device=device) if shape.has_sinks else None
 
-    return [(layer, shape, AttentionLayer(shape.window, sinks(shape))) for shape, layer in kinds.items()]
+    return [
+        (layer, shape, AttentionLayer(shape.window, sinks(shape), chunk=shape.chunk))
+        for shape, layer in kinds.items()
+    ]
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from gpu_service.layers.linear import (
 from gpu_service.layers.norm import FullWidthNorm, RMSNorm, make_norm, norm_full_width
 from gpu_service.ops.activation import GATE_ACTIVATIONS
 from gpu_service.ops.norm import rms_norm
-from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
+from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope, query_scales
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, kv_heads, query_heads
 from moebius.models.config import AttentionShape, ModelConfig
@@ -94,7 +94,7 @@ class GQAttention(nn.Module):
         self._value_scale, self._keys_are_values = config.value_scale, shape.keys_are_values
         self._norms_values, self._eps = config.value_norm, config.rms_norm_eps
         self._limit = config.qkv_limit
-        # Of the norm of values, which has no weight to load; made by `pack`.
+        # Of norms that have no weight to load; made by `pack`.
         self._ones: torch.Tensor | None = None
         query_rows, key_rows = queries.scaled(shape.head_dim), keys.scaled(shape.head_dim)
         value_rows, output_columns = keys.scaled(self._value_dim), queries.scaled(self._value_dim)
@@ -112,7 +112,9 @@ class GQAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             output_columns, config.hidden_size, bias=config.output_bias, dtype=dtype, parallel=parallel
         )
-        self._query_heads, self._window = queries, shape.window
+        self._query_heads, self._window, self._chunk = queries, shape.window, shape.chunk
+        self._unit_norm = config.unit_qk_norm
+        self._growth = config.unrotated_query_growth, config.unrotated_query_growth_length
         self.indexer = None if index_layer is None else BlockIndexer(index_layer, config, keys, dtype=dtype)
         gate = {"g_proj": queries}
         self.g_proj: FusedLinear | None = None
@@ -139,7 +141,7 @@ class GQAttention(nn.Module):
 
     def pack(self) -> None:
         """What is used but not loaded; the loader calls it once."""
-        if self._norms_values:
+        if self._norms_values or self._unit_norm:
             weight = self.o_proj.weight
             self._ones = torch.ones(self._value_dim, dtype=self._dtype, device=weight.device)
 
@@ -163,10 +165,12 @@ class GQAttention(nn.Module):
         num_rotated = self.num_heads + self.num_kv_heads
         rotated = projected[:, :keys_end].view(-1, num_rotated, self.head_dim)
         query, key = self._norm_and_rotate(rotated, rope)
+        if rope is None and self._growth[0]:
+            query = query * query_scales(context.inputs.positions + 1, *self._growth, query.dtype)
         value, gate = self._cached_value(values), projected[:, values_end:]
         backend = context.attention
         assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
-        layer = AttentionLayer(self._window, self.sinks)
+        layer = AttentionLayer(self._window, self.sinks, chunk=self._chunk)
         if self.indexer is not None and rope is not None:
             kept = self.indexer(hidden_states, rope, backend, context.inputs.slot_mapping)
             layer = layer._replace(kept_blocks=kept, block_size=self.indexer.block_size)
@@ -212,6 +216,9 @@ class GQAttention(nn.Module):
         heads = self._clipped(heads)
         if rope is not None:
             apply_rope(heads, rope)
+        if rope is not None and self._unit_norm:
+            assert self._ones is not None, "the loader calls `pack`"
+            heads = rms_norm(heads.contiguous(), self._ones, self._eps)
         query, key = heads[:, :num_heads], heads[:, num_heads:]
         if q_norm is not None and k_norm is not None:
             return q_norm(query.contiguous()), k_norm(key.contiguous())

@@ -160,6 +160,7 @@ class MoE(nn.Module):
         if config.latent_size:
             self.fc1_latent_proj = Linear(hidden_size, config.latent_size, bias=False, dtype=dtype)
             self.fc2_latent_proj = Linear(config.latent_size, hidden_size, bias=False, dtype=dtype)
+        self._weighs_inputs = config.router.weighs_inputs
         self._group = parallel.tensor_group
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -167,9 +168,14 @@ class MoE(nn.Module):
         topk_weights, topk_ids = self.gate(hidden_states, context.inputs.valid_rows)
         if context.recorder is not None:
             context.recorder.record(self.layer_id, topk_ids)
+        routed = hidden_states
+        if self._weighs_inputs:
+            # One expert a token: what it reads carries the weight, and its answer counts once.
+            routed = hidden_states * topk_weights.to(hidden_states.dtype)
+            topk_weights = torch.ones_like(topk_weights)
         collect = start_experts(
             self.layer_id,
-            self.expert_inputs(hidden_states),
+            self.expert_inputs(routed),
             topk_ids,
             topk_weights,
             context.experts,

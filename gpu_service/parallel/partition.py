@@ -179,6 +179,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
         num_layers=len(layers),
         linear=_own_linear(config, layers, parallel),
         attention_windows=config.attention_windows[layers.start : layers.stop],
+        attention_chunks=config.attention_chunks[layers.start : layers.stop],
         num_heads=query_heads(config, parallel).size,
         layer_num_heads=tuple(
             query_heads(config, parallel, heads).size

@@ -108,6 +108,14 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
             MatrixTemplate("experts.down_proj"),
             "model.language_model.layers.3.experts.gate_up_proj",
         ),
+        # Llama 4: [E, H, 2I] and [E, I, H].
+        ExpertTensorLayout(
+            "fused_feed_forward",
+            MatrixTemplate("feed_forward.experts.gate_up_proj", 0, 2, transposed=True),
+            MatrixTemplate("feed_forward.experts.gate_up_proj", 1, 2, transposed=True),
+            MatrixTemplate("feed_forward.experts.down_proj", transposed=True),
+            "language_model.model.layers.3.feed_forward.experts.gate_up_proj",
+        ),
         _fused(True, True, "fused_interleaved", "model.layers.3.mlp.experts.gate_up_proj"),
         # What GGUF files have, under canonical names; gate and up in one where their converter was asked to.
         ExpertTensorLayout(

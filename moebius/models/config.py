@@ -80,6 +80,8 @@ class RouterConfig:
     correction_bias_is_row: bool = False
     # Whether what an expert weighs is multiplied by a learned factor of its own, last.
     expert_scales: bool = False
+    # Whether what an expert reads is multiplied by its weight, not what it answers; with one expert a token.
+    weighs_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,8 @@ class AttentionShape:
     window: int | None  # Latest positions that a query sees, its own included; None: all.
     has_sinks: bool
     keys_are_values: bool  # Whether values have no projection of their own.
+    # Positions of a chunk: a query sees the earlier ones of its own chunk; None: no chunks.
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +290,12 @@ class ModelConfig:
     qk_norm: bool = False
     qk_norm_full_width: bool = False
     qk_norm_after_rope: bool = False
+    # Whether queries and keys of layers that rotate are divided by their root mean square afterwards.
+    unit_qk_norm: bool = False
+    # Of layers that do not rotate: queries at position p are multiplied by
+    # `1 + growth * ln(1 + floor((p + 1) / length))`.
+    unrotated_query_growth: float = 0.0
+    unrotated_query_growth_length: float = 1.0
     # Whether the checkpoint's norms hold their weight less 1 (not those inside linear attention).
     one_plus_weight_norms: bool = False
     # Whether the projections before attention have biases, and the one after it.
@@ -310,6 +320,9 @@ class ModelConfig:
     attention_scale: float | None = None
     # Per layer, the latest positions that a query sees, or None for all; empty: every layer sees all.
     attention_windows: tuple[int | None, ...] = ()
+    # Per layer, positions of a chunk, of which a query sees its own up to itself, or None; empty: no layer
+    # has chunks. A layer with a window has none.
+    attention_chunks: tuple[int | None, ...] = ()
     # Query heads of each layer, where layers differ; `num_heads` is the largest; empty: it is all layers'.
     layer_num_heads: tuple[int, ...] = ()
     # Rotary embedding of each layer, where layers differ, None where nothing is rotated; empty: `rope` is all
@@ -391,6 +404,7 @@ class ModelConfig:
     def attention_shape(self, layer: int) -> AttentionShape:
         """Of a layer that attends, by its index."""
         windows, sinks = self.attention_windows, self.sink_layers
+        chunk = self.attention_chunks[layer] if self.attention_chunks else None
         return AttentionShape(
             self.layer_num_heads[layer] if self.layer_num_heads else self.num_heads,
             self.layer_kv_heads[layer] if self.layer_kv_heads else self.num_kv_heads,
@@ -398,6 +412,8 @@ class ModelConfig:
             windows[layer] if windows else None,
             sinks[layer] if sinks else self.attention_sinks,
             bool(self.keys_as_values) and self.keys_as_values[layer],
+            # No sequence is longer than one chunk: there are none.
+            None if chunk is None or chunk >= self.max_model_len else chunk,
         )
 
     @property

@@ -45,6 +45,7 @@ class Geometry:
     sinks: bool = False
     # Tokens of a block; each row and KV head sees some of those before its own; 0: all of them.
     block_size: int = 0
+    chunk: int | None = None
 
     def config(self) -> ModelConfig:
         """A model of these heads; nothing else of it matters."""
@@ -134,7 +135,7 @@ def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
         random(total, geometry.num_heads),
         random(total, kv_heads),
         random(total, kv_heads),
-        AttentionLayer(geometry.window, sinks, *_random_blocks(geometry, inputs, generator)),
+        AttentionLayer(geometry.window, sinks, *_random_blocks(geometry, inputs, generator), geometry.chunk),
     )
 
 
@@ -198,6 +199,9 @@ def naive(case: Case) -> torch.Tensor:
         hidden = positions[None, :] > positions[-(end - begin) :, None]
         if case.layer.window is not None:
             hidden |= positions[None, :] <= positions[-(end - begin) :, None] - case.layer.window
+        if case.layer.chunk is not None:
+            chunk = positions // case.layer.chunk
+            hidden |= chunk[None, :] != chunk[-(end - begin) :, None]
         scores = scores.masked_fill(hidden, float("-inf"))
         if case.layer.kept_blocks is not None:
             kept = case.layer.kept_blocks[begin:end][..., positions // case.layer.block_size]

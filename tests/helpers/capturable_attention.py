@@ -51,6 +51,8 @@ class CapturableAttention(TorchReferenceAttention):
         hidden = positions >= lengths
         if layer.window is not None:
             hidden = hidden | (positions < lengths - layer.window)
+        if layer.chunk is not None:
+            hidden = hidden | (positions < (lengths - 1) // layer.chunk * layer.chunk)
         scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
         if layer.kept_blocks is not None:
             scores = scores + block_mask(layer, history.shape[1], scores.dtype)[:, :, None]

@@ -131,6 +131,7 @@ def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
             storage,
             window=kind.window,
             sinks=kind.has_sinks,
+            chunk=kind.chunk,
             block_size=0 if config.block_indexer is None else config.block_indexer.block_size,
         )
         for shape in ([(900, 1)], [(30, 1), (3, 7)]):

@@ -73,6 +73,16 @@ _MINIMAX_VISION: dict[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 28,
 }
+_LLAMA4_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vision_output_dim": 16,
+    "image_size": 28,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+}
 Tensor = torch.Tensor
 
 
@@ -210,6 +220,7 @@ TEXT_TOWERS: dict[str, TextTower] = {
     # A text model; transformers knows it as the text tower of its successor, with keys of its own.
     "step3p5": TextTower("Step3p7", _STEP_VISION, _without_vision, published_config=_step_config),
     "step3p7": TextTower("Step3p7", _STEP_VISION, published_config=_step_3_7_config),
+    "llama4": TextTower("Llama4", _LLAMA4_VISION),
     "minimax_m3_vl": TextTower(
         "MiniMaxM3VL",
         _MINIMAX_VISION,
@@ -250,6 +261,14 @@ _GLM5: dict[str, Any] = {
     "rms_norm_eps": 3e-2,
 }
 
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _STEP_FULL, _STEP_SLIDING = "full_attention", "sliding_attention"
 
 # Name -> fields of `TinyModel`; `changes` are those of the text model.
@@ -464,6 +483,40 @@ MULTIMODAL_MODELS: dict[str, dict[str, Any]] = {
             "index_local_blocks": 2,
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 1.0},
+        },
+        "shard_bytes": 60_000,
+    },
+    # Chunks are neither as long as a page nor as a chunk of a prompt.
+    "llama4": {
+        "model_type": "llama4",
+        "changes": {
+            "num_hidden_layers": 4,
+            "intermediate_size": 20,
+            "intermediate_size_mlp": 56,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 9,
+            "floor_scale": 4,
+            "attn_scale": 0.3,
+            "rope_parameters": _LLAMA3,
+        },
+    },
+    "llama4_every_other_moe_bias_tied": {
+        "model_type": "llama4",
+        "changes": {
+            "num_key_value_heads": 3,
+            "intermediate_size": 28,
+            "intermediate_size_mlp": 44,
+            "num_local_experts": 9,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1],
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_chunk_size": 5,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
         },
         "shard_bytes": 60_000,
     },

@@ -49,6 +49,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "both": {"window": 11, "sinks": True},
     "blocks": {"block_size": 3},
+    "chunk": {"chunk": 7},
+    "chunk and sinks": {"chunk": 32, "sinks": True},
     "blocks and sinks": {"block_size": 18, "sinks": True},
 }
 
@@ -109,6 +111,7 @@ def test_16_bit_types(name: str, dtype: torch.dtype, tolerance: float) -> None:
     window=st.one_of(st.none(), st.integers(1, 80)),
     sinks=st.booleans(),
     block_size=st.sampled_from([0, 1, 5, 32]),
+    chunk=st.sampled_from([None, 1, 9, 40]),
 )
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_any_geometry(
@@ -119,9 +122,20 @@ def test_any_geometry(
     window: int | None,
     sinks: bool,
     block_size: int,
+    chunk: int | None,
 ) -> None:
-    window = None if block_size else window
-    geometry = Geometry(group * 2, 2, 16, page_size, window=window, sinks=sinks, block_size=block_size)
+    """A layer has at most one of window, blocks and chunk."""
+    window, chunk = None if block_size or chunk else window, None if block_size else chunk
+    geometry = Geometry(
+        group * 2,
+        2,
+        16,
+        page_size,
+        window=window,
+        sinks=sinks,
+        block_size=block_size,
+        chunk=chunk,
+    )
     check(name, make_case(geometry, shape))
 
 

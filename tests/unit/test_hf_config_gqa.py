@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.config import BlockIndexerConfig, ModelConfig, ModelConfigError, ModelOverrides
 from moebius.models.read import read_geometry, read_model_config
 
 COMMON: dict[str, Any] = {
@@ -67,6 +67,26 @@ HUNYUAN = {key: value for key, value in COMMON.items() if key != "num_experts_pe
     "rope_theta": 100.0,
     "rope_scaling": {"type": "dynamic", "alpha": 16.0, "factor": 1.0, "mscale": 1.0},
 }
+
+
+# Published keys once more, with values of no model.
+MINIMAX_3 = EXPERTS_ONLY | {
+    "model_type": "minimax_m3_vl",
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "hidden_act": "swigluoai",
+    "moe_layer_freq": [0, 1, 1, 1],
+    "sparse_attention_config": {
+        "use_sparse_attention": True,
+        "sparse_num_index_heads": 2,
+        "sparse_index_dim": 8,
+        "sparse_block_size": 4,
+        "sparse_topk_blocks": 3,
+        "sparse_local_block": 1,
+        "sparse_attention_freq": [0, 0, 1, 1],
+    },
+}
+LLAMA4 = EXPERTS_ONLY | {"model_type": "llama4_text", "num_experts_per_tok": 1, "attention_chunk_size": 16}
 
 
 def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
@@ -151,6 +171,31 @@ def test_minimax_m2(tmp_path: Path) -> None:
     spelled = {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}}
     assert _read(tmp_path, MINIMAX, rotary_dim="absent", **spelled).rope == config.rope
     assert _moe_layers(tmp_path, MINIMAX) == (0, 1, 2, 3)
+
+
+def test_minimax_m3(tmp_path: Path) -> None:
+    """Layers that choose and layers that route are listed apart."""
+    config = _read(tmp_path, MINIMAX_3)
+    assert config.block_indexer == BlockIndexerConfig(8, 4, 3, 1, frozenset({2, 3}))
+    assert config.moe.layers == {1, 2, 3}
+    assert (config.moe.intermediate_size, config.intermediate_size) == (48, 12288)
+    section = MINIMAX_3["sparse_attention_config"]
+    off = _read(tmp_path, MINIMAX_3, sparse_attention_config=section | {"use_sparse_attention": False})
+    assert off.block_indexer is None
+    for key, value in (("sparse_num_index_heads", 4), ("sparse_init_block", 1), ("sparse_local_block", 9)):
+        with pytest.raises(ModelConfigError, match=key):
+            _read(tmp_path, MINIMAX_3, sparse_attention_config=section | {key: value})
+
+
+def test_llama4(tmp_path: Path) -> None:
+    """Chunks count where a sequence may be longer than one; only one expert's input can be weighed."""
+    config = _read(tmp_path, LLAMA4)
+    assert [config.attention_shape(layer).chunk for layer in range(4)] == [16, 16, 16, None]
+    assert [rope is None for rope in config.layer_ropes] == [False, False, False, True]
+    short = read_model_config(tmp_path, ModelOverrides(max_model_len=16))
+    assert [shape.chunk for shape in short.attention_shapes] == [None] * 4
+    with pytest.raises(ModelConfigError, match="num_experts_per_tok"):
+        read_model_config(tmp_path, ModelOverrides(top_k=2))
 
 
 def test_hunyuan_v1_moe(tmp_path: Path) -> None:

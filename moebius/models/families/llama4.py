@@ -1,0 +1,123 @@
+"""Llama 4: chunks of the context in layers that rotate, all of it in those that do not; one routed expert.
+
+Text; images are not read. Source: the configuration class of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moebius.models.common import FULL, read_common
+from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, TensorNames, drop, rename
+from moebius.models.rope import read_rope
+
+_CHUNKED = "chunked_attention"
+# Of training, of images, and what other engines need to know.
+_HARMLESS = (
+    "boi_token_index",
+    "boi_token_id",
+    "eoi_token_index",
+    "eoi_token_id",
+    "for_llm_compressor",
+    "image_token_index",
+    "image_token_id",
+    "router_jitter_noise",
+    "vision_config",
+)
+
+
+def _rotating(hf: HfKeys, num_layers: int) -> list[bool]:
+    """`no_rope_layers` says 1 of layers that do rotate; without it, every fourth does not."""
+    interval = hf.integer("no_rope_layer_interval", default=4)
+    flags = list(hf.integers("no_rope_layers")) or [int((i + 1) % interval != 0) for i in range(num_layers)]
+    if len(flags) != num_layers or not set(flags) <= {0, 1}:
+        raise hf.error("no_rope_layers", flags, f"{num_layers} of 0 and 1")
+    return [bool(flag) for flag in flags]
+
+
+def _chunks(hf: HfKeys, rotating: list[bool]) -> tuple[int | None, ...]:
+    """By `layer_types`; without it, layers that rotate see their own chunk."""
+    kinds = hf.strings("layer_types") or tuple(_CHUNKED if rotates else FULL for rotates in rotating)
+    if len(kinds) != len(rotating) or not set(kinds) <= {FULL, _CHUNKED}:
+        raise hf.error("layer_types", list(kinds), f"{len(rotating)} of {FULL} and {_CHUNKED}")
+    if _CHUNKED not in kinds or hf.is_null("attention_chunk_size"):
+        hf.skip("attention_chunk_size")
+        return ()
+    chunk = hf.integer("attention_chunk_size", default=8192)
+    return tuple(chunk if kind == _CHUNKED else None for kind in kinds)
+
+
+def _read_moe(hf: HfKeys, num_layers: int, size: int) -> MoeConfig:
+    step = hf.integer("interleave_moe_layer_step", default=1)
+    listed = hf.integers("moe_layers") or tuple(range(step - 1, num_layers, step))
+    if any(not 0 <= layer < num_layers for layer in listed):
+        raise hf.error("moe_layers", list(listed), f"layers from 0 to {num_layers - 1}")
+    router = RouterConfig(
+        num_experts=hf.integer("num_local_experts", default=16),
+        top_k=hf.integer("num_experts_per_tok", default=1),
+        score="sigmoid",
+        weighs_inputs=True,
+    )
+    return MoeConfig(router, size, size, frozenset(listed))
+
+
+def _read_growth(hf: HfKeys) -> tuple[float, float]:
+    """Of queries in layers that do not rotate; switched on by a number, too."""
+    tuned: Any = hf.value("attn_temperature_tuning")
+    if tuned is not None and tuned not in (0, 1, 4, False, True):
+        raise hf.error("attn_temperature_tuning", tuned, "true or false")
+    scale, length = hf.number("attn_scale", default=0.1), hf.number("floor_scale", default=8192)
+    return (scale if tuned is None or tuned else 0.0), length
+
+
+def read_llama4(hf: HfKeys) -> ModelConfig:
+    """`intermediate_size` is that of experts, routed and shared; `intermediate_size_mlp` of dense layers."""
+    hf.skip(*_HARMLESS)
+    size = hf.integer("intermediate_size")
+    dense = hf.integer("intermediate_size_mlp", default=16384)
+    common = read_common(hf.with_values(attention_chunk_size=None), dense_size=dense)
+    num_layers, head_dim, bias = common["num_layers"], common["head_dim"], common["attention_bias"]
+    rotating = _rotating(hf, num_layers)
+    rope = read_rope(hf, head_dim, default_theta=500000.0, interleaved=True)
+    growth, length = _read_growth(hf)
+    return ModelConfig(
+        **common,
+        model_type="llama4",
+        output_bias=bias,
+        rope=rope,
+        layer_ropes=tuple(rope if rotates else None for rotates in rotating),
+        attention_chunks=_chunks(hf, rotating),
+        unit_qk_norm=hf.boolean("use_qk_norm", default=True),
+        unrotated_query_growth=growth,
+        unrotated_query_growth_length=length,
+        moe=_read_moe(hf, num_layers, size),
+    )
+
+
+_PUBLISHED, _LAYER = "language_model.model.layers.*.feed_forward.", "model.layers.*.mlp."
+_TEXT, _MODEL = "model.layers.*.feed_forward.", "model."
+_LAYERS = tuple(
+    rename(prefix + stored, _LAYER + canonical)
+    for prefix in (_PUBLISHED, _TEXT)
+    for stored, canonical in (
+        ("router.**", "gate.**"),
+        ("shared_expert.**", "shared_experts.**"),
+        ("**", "**"),
+    )
+)
+_NAMES = TensorNames(
+    (
+        ROTARY,
+        drop("vision_model.**"),
+        drop("multi_modal_projector.**"),
+        *_LAYERS,
+        rename("language_model.lm_head.**", "lm_head.**"),
+        rename("language_model.model.**", "model.**"),
+    ),
+    ("fused_feed_forward", "per_expert_feed_forward"),
+)
+
+FAMILIES = tuple(Family(name, read_llama4, _NAMES) for name in ("llama4", "llama4_text"))
