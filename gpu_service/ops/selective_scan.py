@@ -70,12 +70,13 @@ def selective_scan_extend(
     `[T, C]`.
     """
 
-    def extend(*own: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        *rows, state = own
-        outputs = []
-        for begin in range(0, rows[0].shape[0], CHUNK):
-            chunk = (part[begin : begin + CHUNK] for part in rows[:5])
-            output, state = scan(*chunk, a_log, d, state)
+    def extend(
+        x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, gate: torch.Tensor, *others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, state = [], others[-1]
+        for begin in range(0, x.shape[0], CHUNK):
+            own = slice(begin, begin + CHUNK)
+            output, state = scan(x[own], dt[own], b[own], c[own], gate[own], a_log, d, state)
             outputs.append(output)
         return torch.cat(outputs), state
 

@@ -46,7 +46,7 @@ class GgufTypes:
 
     def of(self, name: str, shape: tuple[int, ...]) -> str:
         """The type of a GGUF tensor."""
-        is_plain = ".ffn_gate_inp." in name or ".ssm_conv1d." in name or name.endswith("_norm.weight")
+        is_plain = ".ffn_gate_inp." in name or ".ssm_conv1d" in name or name.endswith("_norm.weight")
         if len(shape) == 1 or is_plain or not name.endswith(".weight"):
             return "F32"
         if "_exps." in name:

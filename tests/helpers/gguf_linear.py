@@ -75,6 +75,8 @@ def linear_tensors(config: Any, name: str, shape: torch.Size, split: bool) -> It
         )
         for which, part in parts.items():
             yield Converted(f"{block}.ffn_{which}_exps.weight", part, gguf=True)
+    if config.model_type == "kimi_linear":
+        yield from _kimi_tensors(name, places)
     if config.model_type in MAMBA2:
         yield from _mamba2_tensors(config, name, places)
     if config.model_type not in LINEAR:
@@ -146,3 +148,19 @@ def _mamba2_tensors(config: Any, name: str, places: torch.Tensor) -> Iterator[Co
         yield Converted(published, pairs.reshape(places.shape))
     elif published != name:
         yield Converted(published, places)
+
+
+def _kimi_tensors(name: str, places: torch.Tensor) -> Iterator[Converted]:
+    """In memory one convolution, and a module for decays, which were published as part of the layer."""
+    stem, _, last = name.replace("forget_gate.", "").rpartition(".")
+    if last == "A_log":
+        yield Converted(f"{stem}.A_log", places, lambda values: -values.exp(), lambda values: (-values).log())
+    elif last == "dt_bias":
+        yield Converted(f"{stem}.dt_proj.bias", places)
+    elif name.endswith("conv1d.weight"):
+        block = f"blk.{name.split('.')[2]}"
+        for part, own in zip("qkv", places.chunk(3), strict=True):
+            stored = own.squeeze(1)[None, :, None]
+            yield Converted(f"{block}.ssm_conv1d_{part}.weight", stored, gguf=True)
+    elif "forget_gate." in name:
+        yield Converted(f"{stem}.{last}", places)

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "gpt_oss": "GPT_OSS",
     "granitemoehybrid": "GRANITE_HYBRID",
     "jamba": "JAMBA",
+    "kimi_linear": "KIMI_LINEAR",
     "hunyuan_v1_moe": "HUNYUAN_MOE",
     "minimax_m2": "MINIMAXM2",
     "mixtral": "LLAMA",
@@ -58,6 +59,18 @@ def write_metadata(
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if kind in MAMBA2:
         write_mamba2(writer, config)
+        return
+    if kind == "kimi_linear":
+        _write_latent(writer, config, latent_split)
+        writer.add_head_count_kv(_by_layer(config, "full_attention", 1))
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_kda_head_dim(config.linear_head_dim)
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(1)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         return
     if kind == "jamba":
         writer.add_head_count_kv(_by_layer(config, "full_attention", config.num_key_value_heads))

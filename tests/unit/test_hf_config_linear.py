@@ -19,6 +19,7 @@ from gpu_service.parallel.partition import check_divisible, shard_config
 from moebius.errors import ConfigError
 from moebius.models.config import LinearAttentionConfig, ModelConfig, ModelConfigError
 from moebius.models.read import read_geometry, read_model_config
+from tests.helpers.published_checkpoints import Published
 
 # With the sizes of Qwen3-Next-80B-A3B.
 NEXT: dict[str, Any] = {
@@ -176,6 +177,67 @@ def test_what_kimi_linear_has_not_is_named(tmp_path: Path, changes: dict[str, An
     """Most of it is Kimi-K3's, which has the same `model_type`."""
     with pytest.raises(ModelConfigError, match=complaint):
         _read(tmp_path, KIMI, **changes)
+
+
+NEMOTRON = Published.load("nemotron-3-super-120b-a12b").config
+JAMBA = Published.load("jamba-1.5-mini").config
+
+
+def test_layers_of_one_half_are_read(tmp_path: Path) -> None:
+    """Of 88 layers 8 have a cache, 40 a state and 40 experts, which work in a narrower space."""
+    config = _read(tmp_path, NEMOTRON)
+    linear = config.linear
+    assert linear is not None
+    assert config.attention_layers == (7, 16, 25, 36, 47, 58, 69, 78)
+    assert (len(linear.layers), len(config.moe.layers), config.num_dense_layers) == (40, 40, 0)
+    assert [layer for layer in range(88) if config.has_mlp(layer)] == list(config.moe_layer_ids)
+    geometry = read_geometry(tmp_path)
+    assert (geometry.hidden_size, geometry.is_gated, config.hidden_size) == (1024, False, 4096)
+    assert bytes_per_page(config, 16, torch.bfloat16) == 8 * 16 * 2 * 2 * 128 * 2
+    assert state_bytes(config) == 40 * (128 * 128 * 64 * 4 + 3 * (8192 + 2 * 8 * 128) * 2)
+    own = shard_config(config, ParallelContext(stage=1, num_stages=2))
+    assert own.attention_layers == (3, 14, 25, 34)
+    assert (len(own.layer_halves), own.has_mlp(0)) == (44, config.has_mlp(44))
+    # By names instead of letters.
+    names = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+    kinds = [names[letter] for letter in NEMOTRON["hybrid_override_pattern"]]
+    listed = {"layers_block_type": kinds, "hybrid_override_pattern": "absent", "num_hidden_layers": "absent"}
+    assert _read(tmp_path, NEMOTRON, **listed) == config
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "complaint"),
+    [
+        (NEMOTRON, {"hybrid_override_pattern": "MEM*X"}, "allowed: M, mamba"),
+        (NEMOTRON, {"hybrid_override_pattern": "M*M*"}, "layers of the kind moe"),
+        (NEMOTRON, {"hybrid_override_pattern": "ME*E"}, "num_hidden_layers = 88"),
+        (NEMOTRON, {"n_shared_experts": 2}, "n_shared_experts"),
+        (NEMOTRON, {"mlp_hidden_act": "gelu"}, "'relu2'"),
+        (NEMOTRON, {"use_conv_bias": False}, "use_conv_bias"),
+        (NEMOTRON, {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+        (JAMBA, {"num_experts": 1}, "2 or more"),
+        (JAMBA, {"attn_layer_offset": 8}, "less than 8"),
+        (JAMBA, {"mamba_proj_bias": True}, "mamba_proj_bias"),
+    ],
+)
+def test_what_mamba_models_have_not_is_named(
+    tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ModelConfigError, match=complaint):
+        _read(tmp_path, base, **changes)
+
+
+def test_jamba_is_read(tmp_path: Path) -> None:
+    """A state for each channel, whose inputs alone are convolved."""
+    config = _read(tmp_path, JAMBA)
+    linear = config.linear
+    assert linear is not None
+    assert config.attention_layers == (4, 12, 20, 28)
+    assert (linear.conv_size, linear.step_rank, config.moe_layer_ids) == (8192, 256, tuple(range(1, 32, 2)))
+    assert state_bytes(config) == 28 * (8192 * 16 * 4 + 3 * 8192 * 2)
+    rank = shard_config(config, ParallelContext(tp_rank=1, tp_size=4)).linear
+    assert rank is not None
+    assert (rank.conv_size, rank.num_value_heads) == (2048, 2048)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from typing import Literal
 #   decay        -exp(A_log) of linear attention, here A_log
 #   flat         a matrix whose rows here follow one another
 #   flat_decay   such a matrix of decays
+#   axes_decay   decays that here have the shape [1, 1, heads, 1]
 #   taps         a convolution's weights, here with an axis of one input channel
 #   channel_taps the same of a convolution over another number of channels
 #   gate_half    the gate matrix of what here is one matrix of gates, then ups
@@ -42,6 +43,7 @@ Change = Literal[
     "decay",
     "flat",
     "flat_decay",
+    "axes_decay",
     "taps",
     "channel_taps",
     "gate_half",

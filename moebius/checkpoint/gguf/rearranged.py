@@ -94,8 +94,6 @@ def _log_of_negative(values: Floats) -> Floats:
 
 def _applied(function: Callable[[Floats], Floats]) -> Callable[[GgufModel, TensorInfo], TensorInfo]:
     def change(model: GgufModel, info: TensorInfo) -> TensorInfo:
-        if len(info.shape) > 2:
-            raise _misfit(model, info, "one or two axes")
         return replace(info, dtype="F32", derived=Applied(info, function))
 
     return change
@@ -103,6 +101,10 @@ def _applied(function: Callable[[Floats], Floats]) -> Callable[[GgufModel, Tenso
 
 def _flat(model: GgufModel, info: TensorInfo) -> TensorInfo:
     return replace(info, shape=(math.prod(info.shape),))
+
+
+def _axes(model: GgufModel, info: TensorInfo) -> TensorInfo:
+    return replace(info, shape=(1, 1, math.prod(info.shape), 1))
 
 
 def _taps(model: GgufModel, info: TensorInfo) -> TensorInfo:
@@ -113,9 +115,9 @@ def _taps(model: GgufModel, info: TensorInfo) -> TensorInfo:
 
 
 def _channel_taps(model: GgufModel, info: TensorInfo) -> TensorInfo:
-    if len(info.shape) != 2:
-        raise _misfit(model, info, "channels of as many taps")
-    return replace(info, shape=(info.shape[0], 1, info.shape[1]))
+    """Some files have an axis of one before the channels as well."""
+    width = info.shape[-1]
+    return replace(info, shape=(math.prod(info.shape) // width, 1, width))
 
 
 def _tiled(mixed: bool) -> Callable[[GgufModel, TensorInfo], TensorInfo]:
@@ -181,6 +183,7 @@ _STEPS: Mapping[Change, tuple[_Step, ...]] = {
     "decay": (_applied(_log_of_negative),),
     "flat": (_flat,),
     "flat_decay": (_flat, _applied(_log_of_negative)),
+    "axes_decay": (_axes, _applied(_log_of_negative)),
     "taps": (_taps,),
     "channel_taps": (_channel_taps,),
     "tiled_rows": (_tiled(mixed=False),),

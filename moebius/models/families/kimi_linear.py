@@ -5,6 +5,10 @@ Sources: Kimi Linear (arXiv:2510.26692), and the configuration class of transfor
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from moebius.checkpoint.gguf.family import Config, GgufFamily, latent
+from moebius.checkpoint.gguf.names import gguf_layer, gguf_linear
 from moebius.models.common import (
     FULL,
     listed_or_after_dense,
@@ -17,6 +21,10 @@ from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla, read_moe
 from moebius.models.names import ROTARY, TensorNames, rename
+
+if TYPE_CHECKING:
+    # Few processes need the package that knows the format's types.
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 LINEAR = "linear_attention"
 # Of rotary embedding, which no layer has; what follows from other keys; and of training.
@@ -100,6 +108,51 @@ def read_kimi_linear(hf: HfKeys) -> ModelConfig:
     )
 
 
+_GGUF_KEYS = {
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "num_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+
+
+def _gguf(keys: MetadataKeys, config: Config) -> Config:
+    """Layers with a decay have linear attention, of as many heads as their queries say."""
+    own, count = keys.layers_with("ssm_a"), config["num_hidden_layers"]
+    if not own:
+        raise keys.error("block_count", count, "a layer with ssm_a")
+    head_dim = keys.integer("kda.head_dim")
+    # What the file does not say, llama.cpp's code decides.
+    norms = keys.get("expert_weights_norm")
+    return latent(keys, config) | {
+        "norm_topk_prob": True if norms is None else bool(norms),
+        "linear_attn_config": {
+            "full_attn_layers": [layer + 1 for layer in range(count) if layer not in own],
+            "kda_layers": [layer + 1 for layer in own],
+            "head_dim": head_dim,
+            "num_heads": keys.model.tensors[f"blk.{own[0]}.attn_q.weight"].shape[0] // head_dim,
+            "short_conv_kernel_size": keys.integer("ssm.conv_kernel"),
+        },
+    }
+
+
+_GGUF_RULES = (
+    *(
+        gguf_layer(f"ssm_conv1d_{part}.weight", f"self_attn.{part}_conv1d.weight", "channel_taps")
+        for part in ("q", "k", "v")
+    ),
+    *gguf_linear("ssm_f_a", "self_attn.f_a_proj"),
+    *gguf_linear("ssm_f_b", "self_attn.f_b_proj"),
+    *gguf_linear("ssm_g_a", "self_attn.g_a_proj"),
+    *gguf_linear("ssm_g_b", "self_attn.g_b_proj"),
+    *gguf_linear("ssm_beta", "self_attn.b_proj"),
+    gguf_layer("ssm_a", "self_attn.A_log", "axes_decay"),
+    gguf_layer("ssm_dt.bias", "self_attn.dt_bias"),
+    *gguf_linear("ssm_norm", "self_attn.o_norm"),
+)
 # Transformers writes the dense layers' MLPs under this name as well.
 _MLP = rename("model.layers.*.block_sparse_moe.**", "model.layers.*.mlp.**")
 
@@ -108,5 +161,6 @@ FAMILIES = (
         "kimi_linear",
         read_kimi_linear,
         TensorNames((ROTARY, _MLP), ("per_expert_w123", "per_expert"), mtp_layers=True),
+        gguf=(GgufFamily("kimi-linear", _GGUF_KEYS, 2, derive=_gguf, rules=_GGUF_RULES),),
     ),
 )
