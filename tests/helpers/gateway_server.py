@@ -51,7 +51,7 @@ def _port(server: uvicorn.Server) -> int:
 
 
 def _wait_ready(url: str) -> None:
-    end = time.monotonic() + 60
-    while (answer := httpx.get(f"{url}/ready")).status_code != 200:
+    end = time.monotonic() + 180
+    while (answer := httpx.get(f"{url}/ready", timeout=60)).status_code != 200:
         assert time.monotonic() < end, answer.text
         time.sleep(0.02)

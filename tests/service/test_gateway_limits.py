@@ -64,7 +64,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     config = gateway_config(
         address, max_body_mib=2, prompt_workers=2, prompt_timeout_s=0.5, prompt_memory_gib=0.5
     )
-    with serving(engine, address), running_gateway(config) as url:
+    with pytest.MonkeyPatch.context() as patch, serving(engine, address), running_gateway(config) as url:
+        patch.setattr("gateway.prompts.pool._WALL_FACTOR", 200)  # bounds are of processor time, however busy
         yield Setup(url, engine)
 
 

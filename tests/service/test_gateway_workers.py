@@ -74,8 +74,8 @@ class Gateway:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for it."""
-        end = time.monotonic() + 60
+        """Waits for it; processes start slowly on a busy machine."""
+        end = time.monotonic() + 240
         while not condition():
             assert time.monotonic() < end, self.log.read_text()
             assert self.process.poll() is None, self.log.read_text()
