@@ -123,12 +123,14 @@ class Scheduler:
         """As `turns.py` says; None: no prompt needs a step of its own, or none of the two has anything."""
         turns = self.turns
         if not self._prompts_of(self._long_prompts):
+            turns.ended()
             return None
-        long_first = turns.left <= 0
+        long_first = turns.is_due
         for is_long in (long_first, not long_first):
             batch = self._schedule_long() if is_long else self._schedule_main(self._is_long, self._is_long)
             if batch is not None:
-                turns.left = turns.steps_between if batch.is_prompt_turn else turns.left - 1
+                to_come = sum(prompt.need for prompt in self._prompts_of(self._long_prompts))
+                turns.took(batch.is_prompt_turn, to_come, turns.chunk or self.limits.prefill_chunk_max)
                 return batch
         return None
 
@@ -144,7 +146,7 @@ class Scheduler:
         return batch
 
     def _is_long(self, request: Request, need: int) -> bool:
-        return self.turns.is_due(request, need, self.limits.max_num_batched_tokens)
+        return self.turns.takes(request, need, self.limits.max_num_batched_tokens)
 
     def _long_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         return [prompt for prompt in prompts if self._is_long(prompt.request, prompt.need)]

@@ -5,6 +5,10 @@ steps take turns instead: one of long prompts alone, of up to `prefill_chunk_max
 experts (each rank its part of them, over its own link), then so many steps of everybody else that those who
 decode have had the device as long. A step with both would copy all experts for 512 rows and every token.
 
+Others' steps stand between a prompt's, none before its first one or after its last: with n steps there are
+n - 1 such places. So more of them stand there, such that both have had the device as long when the prompt
+ends; a prompt of one step leaves nothing to divide.
+
 `PromptTurns` is the scheduler's: it only counts, so that all ranks plan the same. `TurnPace` is the first
 rank's: from the time that steps took it says how many to count; the engine tells all ranks at one place.
 """
@@ -20,7 +24,9 @@ from gpu_service.scheduler.lane import is_plain_text
 # Steps of others between two of prompts: until times are known, and at most.
 _UNKNOWN, _MOST = 8, 256
 # Weight of the newest time; changes of a number that are not worth a message to all ranks.
-_NEWEST, _UNTOLD = 0.3, 0.25
+_NEWEST, _UNTOLD = 0.3, 0.04
+# So many times the usual number of others' steps follow a step of prompts at most.
+_LONGEST = 2.0
 
 
 @dataclass
@@ -29,23 +35,47 @@ class PromptTurns:
 
     # Whether steps of prompts alone stream their experts.
     streams: bool = False
-    # Steps of everybody else between two of long prompts, and how many of them are to come.
-    steps_between: int = _UNKNOWN
-    left: int = 0
+    # Steps of everybody else that take as long as one of long prompts; how many come before the next one.
+    steps_between: float = _UNKNOWN
+    left: float = 0.0
+    # Steps of everybody else that prompts have had the time of since long ones wait, less those that came.
+    owed: float = 0.0
     # Tokens of a step of prompts while others decode; None: `prefill_chunk_max`.
     chunk: int | None = None
 
-    def is_due(self, request: Request, need: int, usual: int) -> bool:
+    def takes(self, request: Request, need: int, usual: int) -> bool:
         """Whether a prompt is left to a step of its own: it needs more than one of `usual` tokens."""
         return self.streams and need > usual and is_plain_text(request)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is one of long prompts: to the nearest whole number of others' steps."""
+        return self.left < 0.5
+
+    def took(self, is_prompts: bool, tokens_to_come: int, most: int) -> None:
+        """A step was planned, after which long prompts need so many tokens, at `most` of them in a step."""
+        if not is_prompts:
+            self.left -= 1
+            self.owed = max(self.owed - 1, -self.steps_between)
+            return
+        # Bounded: prompts also go on where nobody else has anything to compute.
+        self.owed = min(self.owed + self.steps_between, _LONGEST * self.steps_between)
+        to_come = -(-tokens_to_come // most)
+        # What is owed now and will be for the steps to come, in as many parts as there are steps to come.
+        each = self.steps_between + self.owed / max(1, to_come)
+        self.left = max(0.0, min(each, _LONGEST * self.steps_between))
+
+    def ended(self) -> None:
+        """No long prompts are left."""
+        self.left = self.owed = 0.0
 
     def read(self, message: str) -> None:
         """What `TurnPace.message` wrote; empty: nothing is streamed."""
         self.streams = bool(message)
         if message:
-            steps, chunk = map(int, message.split())
-            self.steps_between, self.chunk = steps, chunk
-            self.left = min(self.left, steps)
+            steps, chunk = message.split()
+            self.steps_between, self.chunk = float(steps), int(chunk)
+            self.left = min(self.left, _LONGEST * self.steps_between)
 
 
 class TurnPace:
@@ -57,7 +87,7 @@ class TurnPace:
         """
         self._chunk_max, self._usual, self._max_added_s = chunk_max, usual, max_added_s
         self._decode_s = self._prompts_s = 0.0
-        self._steps, self._chunk = _UNKNOWN, chunk_max
+        self._steps, self._chunk = float(_UNKNOWN), chunk_max
 
     def committed(self, batch: Batch, seconds: float) -> None:
         """A step has ended that had the device so long."""
@@ -69,7 +99,7 @@ class TurnPace:
         elif batch.is_uniform_decode:
             self._decode_s = _mean(self._decode_s, seconds)
         if self._decode_s and self._prompts_s:
-            steps = max(1, min(_MOST, round(self._prompts_s / self._decode_s)))
+            steps = max(1.0, min(float(_MOST), self._prompts_s / self._decode_s))
             if abs(steps - self._steps) > _UNTOLD * self._steps:
                 self._steps = steps
 
@@ -85,7 +115,7 @@ class TurnPace:
 
     def message(self, streams: bool) -> str:
         """For `PromptTurns.read` of every rank."""
-        return f"{self._steps} {self._chunk}" if streams else ""
+        return f"{self._steps:.2f} {self._chunk}" if streams else ""
 
 
 def _mean(before: float, newest: float) -> float:

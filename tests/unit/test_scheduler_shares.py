@@ -12,6 +12,7 @@ from gpu_service.engine.step import Batch
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import RowResult, Scheduler
+from gpu_service.scheduler.turns import PromptTurns
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 
 PAGE, SEQS = 4, 8
@@ -202,3 +203,22 @@ def test_no_short_prompt_starts_with_pages_that_an_older_one_will_take() -> None
     while scheduler.has_work:
         step(scheduler)
     assert scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("steps_between", [1.0, 3.3, 10.4])
+@pytest.mark.parametrize("steps", [2, 3, 4, 9, 30])
+def test_turns_divide_the_time_until_a_prompt_ends(steps: int, steps_between: float) -> None:
+    """Between its first step and its last one others have as many steps as take as long as all of its own."""
+    turns = PromptTurns(streams=True, steps_between=steps_between)
+    others = 0
+    for step in range(steps):
+        between = 0
+        while not turns.is_due:
+            turns.took(False, (steps - step) * 100, 100)
+            between += 1
+        assert between <= 2 * steps_between + 0.5
+        others += between
+        turns.took(True, (steps - step - 1) * 100, 100)
+    assert abs(others - steps * steps_between) <= 1
+    turns.ended()
+    assert turns.is_due
