@@ -33,15 +33,26 @@ from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 # Smallest and largest of each kind: linear attention and heads of 256, most heads of latents with and
-# without a choice, windows with sinks and experts with biases, chosen blocks; what of that takes most
-# of a device.
+# without a choice, windows with sinks and experts with biases or without a gate, chosen blocks, states of
+# channels; what of that takes most of a device.
 MODELS = {
     "key": ("qwen3.5-397b-a17b", "deepseek-v3.2"),
-    "covering": ("qwen3.5-397b-a17b", "deepseek-v3.2", "gpt-oss-120b", "minimax-m3"),
+    "covering": (
+        "qwen3.5-397b-a17b",
+        "deepseek-v3.2",
+        "gpt-oss-120b",
+        "minimax-m3",
+        "jamba-1.5-mini",
+        "nemotron-3-super-120b-a12b",
+    ),
     "all": tuple(sorted(path.stem for path in FIXTURES.glob("*.json"))),
 }
 FORMATS = {"key": ("fp8_block",), "covering": ("bfloat16", "mxfp4"), "all": ALL_FORMATS}
-LAYERS = {"key": ("qwen3.5-397b-a17b",), "covering": ("gpt-oss-120b",), "all": MODELS["all"]}
+LAYERS = {
+    "key": ("qwen3.5-397b-a17b",),
+    "covering": ("gpt-oss-120b", "nemotron-3-super-120b-a12b"),
+    "all": MODELS["all"],
+}
 # Rows that between them take every tile of the grouped products, with two experts of which one is chosen.
 _EXPERT_ROWS = (8, 20, 60, 200, 400)
 

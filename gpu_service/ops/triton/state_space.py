@@ -174,6 +174,7 @@ def state_space_extend(
         xbc, dt, a_log, dt_bias, d, states, reads, writes, sequences.starts, output, xbc.stride(0),
         dt.stride(0), **_sizes(xbc, states), CHUNK=MIN_BLOCK if is_exact else CHUNK,
         BLOCK_S=max(MIN_BLOCK, next_power_of_2(state_dim)), BLOCK_D=columns,
-        PRECISION="ieee" if is_exact else "tf32",
+        # Tiles of 128 states leave four warps too few registers.
+        PRECISION="ieee" if is_exact else "tf32", num_warps=8 if state_dim > 64 and not is_exact else 4,
     )  # fmt: skip
     return output
