@@ -66,7 +66,7 @@ for folder in $(env | sed -n 's/^PIP_FIND_LINKS=//p') \
 done
 mkdir -p "$root/root/.config/pip"
 cp ~/.config/pip/pip.conf "$root/root/.config/pip/" 2>/dev/null || cp ~/.pip/pip.conf "$root/root/.config/pip/" 2>/dev/null || true
-git -C "$project" archive --prefix=moebius/ HEAD | tar -x -C "$root/root"
+git clone --quiet --depth 1 "file://$project" "$root/root/moebius"
 # keep NAME DIRECTORY: what a program keeps in this directory of the root stays in the cache for the next run.
 keep() { mkdir -p "$cache/$1" "$root$2" && mount --bind "$cache/$1" "$root$2"; }
 keep pip /root/.cache/pip
