@@ -80,6 +80,7 @@ inside() {
   local settings=()
   for name in $pass; do settings+=("$name=${!name}"); done
   ${ALONE:+alone} env -i ${settings[@]+"${settings[@]}"} HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
+    CCACHE_BASEDIR=/ CCACHE_NOHASHDIR=1 \
     PATH=/usr/sbin:/usr/bin:/sbin:/bin chroot "$root" /bin/sh -ec "cd /root/moebius; $1"
 }
 say() { echo "newcomer $suite $((SECONDS / 60)):$(printf %02d $((SECONDS % 60))): $*"; }
