@@ -137,10 +137,11 @@ def test_preempted_equals_not(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_experts"), [("deepseek_v3", 12), ("glm_moe_dsa_shared_groups_biased_tied", 12)]
+    ("name", "num_experts"),
+    [("deepseek_v3", 12), ("glm_moe_dsa_shared_groups_biased_tied", 12), ("minimax_m3_vl", 10)],
 )
-def test_latent_attention(tmp_path: Path, name: str, num_experts: int) -> None:
-    """Over all latents, and over those that layers choose or take over: padded, preempted, chosen anew."""
+def test_latents_and_choices(tmp_path: Path, name: str, num_experts: int) -> None:
+    """All latents, those that layers choose or take over, and blocks: padded, preempted, chosen anew."""
     make_tiny_model(name, tmp_path)
     model = tiny_model(tmp_path, HOST), DenseExperts(tmp_path, num_experts)
     wanted = requests(4, GREEDY)

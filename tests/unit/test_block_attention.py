@@ -11,9 +11,13 @@ import torch
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.attention import base
 from gpu_service.attention.torch_reference import TorchReferenceAttention
-from gpu_service.cache.kv_cache import KVCache
+from gpu_service.attention.warm_up import warm_up_attention
+from gpu_service.cache.kv_cache import KVCache, page_bytes
+from gpu_service.memory.plan import StepSize, activation_bytes
 from gpu_service.ops.block_attention import best_blocks, block_scores
 from gpu_service.ops.triton import block_attention as triton_block_attention
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import shard_config
 from moebius.models.config import BlockIndexerConfig
 from tests.helpers.attention_cases import Case, Geometry, Shape, make_case
 
@@ -111,3 +115,47 @@ def test_short_sequences_do_not_choose() -> None:
     backend = TorchReferenceAttention(config, KVCache(config, case.cache.num_pages, 4, torch.float32))
     backend.plan(case.inputs)
     assert backend.choose_blocks(torch.zeros(7, 2, SIZES.head_dim), 0) is None
+
+
+@pytest.mark.parametrize("storage", [None, torch.float8_e4m3fn])
+def test_pages_hold_the_keys_that_layers_choose_by(storage: torch.dtype | None) -> None:
+    """In the type of activations, planned as they are allocated, of a stage its own layers', and cleared."""
+    layers = frozenset({1})
+    config = replace(Geometry().config(), dtype="float32", block_indexer=replace(SIZES, layers=layers))
+    cache = KVCache(config, 6, 4, torch.float32, storage_dtype=storage)
+    assert cache.nbytes == 6 * page_bytes(config, 4, storage or torch.float32)
+    keys = cache.index_keys
+    assert keys is not None
+    assert keys.pages(0).shape == (6, 4, SIZES.head_dim)
+    keys.pages(0).fill_(float("nan"))
+    cache.zero_pages([2, 3])
+    assert keys.pages(0).isnan().flatten(1).all(1).tolist() == [True, True, False, False, True, True]
+    stages = [shard_config(config, ParallelContext(stage=stage, num_stages=2)) for stage in range(2)]
+    assert stages[0].block_indexer is None
+    assert stages[1].block_indexer == replace(SIZES, layers=frozenset({0}))
+
+
+def test_the_plan_counts_what_a_choice_takes() -> None:
+    """A mask of blocks for each token, and scores of as many as are scored at once."""
+    dense = replace(Geometry().config(), max_model_len=5000)
+    sparse, step = replace(dense, block_indexer=SIZES), StepSize(300, 1)
+    needed, less = (activation_bytes(config, step, SOLO, False) for config in (sparse, dense))
+    masks = 300 * dense.num_kv_heads * 1000
+    assert needed - less >= masks + 4 * min(masks, base.MAX_BLOCK_SCORES)
+
+
+def test_blocks_are_chosen_before_any_request() -> None:
+    """What choosing compiles is there when service begins: of short and of long sequences."""
+    config = replace(Geometry().config(), block_indexer=SIZES)
+    backend = TorchReferenceAttention(config, KVCache(config, 2, 4, torch.float32))
+    chosen: list[bool] = []
+    choose = backend.choose_blocks
+
+    def counted(query: torch.Tensor, index_layer: int) -> torch.Tensor | None:
+        kept = choose(query, index_layer)
+        chosen.append(kept is not None)
+        return kept
+
+    backend.choose_blocks = counted  # type: ignore[method-assign]
+    warm_up_attention(backend, 64)
+    assert set(chosen) == {True, False}
