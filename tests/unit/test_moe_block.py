@@ -194,3 +194,25 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
 def test_building_allocates_nothing() -> None:
     model = build_model(CONFIG)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("shared", [0, 7])
+def test_experts_of_a_latent_space_are_given_and_give_its_rows(shared: int) -> None:
+    """What they answer is projected before anything is added to it; who compares them is told the same."""
+    events: list[str] = []
+    moe = MoeConfig(ROUTER, 5, shared, frozenset({3}), expert_activation="relu2", latent_size=4)
+    block = MoE(3, HIDDEN, moe, "relu2", dtype=torch.float32).to_empty(device="cpu")
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    experts, rows = RecordingExperts(events), torch.randn(5, HIDDEN)
+    output = block(rows, _context(experts))
+    assert block.fc1_latent_proj is not None
+    assert block.fc2_latent_proj is not None
+    assert experts.submitted[1].shape == (5, 4)
+    torch.testing.assert_close(experts.submitted[1], rows @ block.fc1_latent_proj.weight.T)
+    torch.testing.assert_close(block.expert_inputs(rows), experts.submitted[1])
+    expected = torch.ones(5, 4) @ block.fc2_latent_proj.weight.T
+    if block.shared_experts is not None:
+        up, down = block.shared_experts.gate_up_proj.weight, block.shared_experts.down_proj.weight
+        expected = expected + (rows @ up.T).relu().square() @ down.T
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-4)
