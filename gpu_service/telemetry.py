@@ -17,6 +17,7 @@ from gpu_service.engine.step import Batch
 from gpu_service.request import Request
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+_TIMES = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 
 
@@ -35,6 +36,9 @@ class EngineMetrics:
         self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Of these, from the prefix cache")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens")
         self.preemptions = self._counter("num_preemptions", "Outputs that had to give up their pages")
+        self.request_preemptions = self._histogram(
+            "request_num_preemptions", "How often an output had to give up its pages", _TIMES
+        )
         self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens per step", _TOKENS)
         self.queue_time = self._histogram("request_queue_time_seconds", "Submitted to admitted", _SECONDS)
         self.prefill_time = self._histogram(
@@ -229,6 +233,7 @@ class EngineTelemetry:
     def _record(self, delta: OutputDelta, times: Times) -> None:
         if delta.error_message == NON_FINITE_LOGITS:
             self.metrics.non_finite.inc()
+        self.metrics.request_preemptions.observe(delta.request.num_preemptions)
         end = time.time_ns()
         borders = (times.submitted, times.admitted, times.first_token, end)
         if times.admitted:

@@ -65,5 +65,7 @@ def test_counters_add_up() -> None:
     assert value("vllm:prefix_cache_hits_total", labels) == 28
     assert value("vllm:generation_tokens_total", labels) == 24
     assert value("vllm:request_prefill_time_seconds_count", labels) == 2
+    assert value("vllm:request_num_preemptions_count", labels) == 3
+    assert value("vllm:request_num_preemptions_sum", labels) == 0
     assert value("vllm:iteration_tokens_total_count", labels) is not None
     assert value("moebius:nonfinite_logits_total", labels) == 1

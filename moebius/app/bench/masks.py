@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +70,20 @@ class MaskResult:
     tokens_per_second: float
     step_seconds: float
     unconstrained_step_seconds: float  # of the same streams without any constraint, in the same run
+    # Of the engine's process, all threads, per step and with its share of prefill: not what others take, so
+    # that a machine with other work can compare, too. Expert servers are processes of their own.
+    cpu_step_seconds: float
+    unconstrained_cpu_step_seconds: float
 
     @property
     def added(self) -> float:
         """What constraints add to a step, as a share of it."""
         return self.step_seconds / self.unconstrained_step_seconds - 1
+
+    @property
+    def added_cpu_seconds(self) -> float:
+        """What constraints add to a step in processor time."""
+        return self.cpu_step_seconds - self.unconstrained_cpu_step_seconds
 
 
 _TABLE = BenchTable[MaskResult](
@@ -83,6 +93,7 @@ _TABLE = BenchTable[MaskResult](
     Column("step ms", lambda row: f"{row.step_seconds * 1e3:.2f}", 8),
     Column("limit ms", lambda row: f"{row.unconstrained_step_seconds * 1e3:.2f}", 8),
     Column("added", lambda row: f"{row.added * 100:+.1f} %", 8),
+    Column("added CPU ms", lambda row: f"{row.added_cpu_seconds * 1e3:+.2f}", 12),
 )
 
 
@@ -109,6 +120,7 @@ def measure(
     kinds = sorted({0, streams // 2, streams})
     steps: dict[int, list[float]] = {kind: [] for kind in kinds}
     speeds: dict[int, list[float]] = {kind: [] for kind in kinds}
+    processors: dict[int, list[float]] = {kind: [] for kind in kinds}
     # The first round pays for what is compiled and loaded at first use, and is not counted.
     for number in range(options.rounds + 1):
         for kind in kinds:
@@ -116,6 +128,7 @@ def measure(
                 streams, options.prompt_len, engine.built.model_config.vocab_size, number
             )
             constraints = compiler.make(_endless_records(), kind) if kind else []
+            before = time.process_time()
             running = engine.submit(prompts, options.max_tokens, 1.0, constraints)
             running.wait(options.max_tokens)
             try:
@@ -125,11 +138,20 @@ def measure(
                     f"{streams} streams: {error}; max_num_seqs and the KV pool must hold all"
                 ) from None
             if number:
+                processors[kind].append((time.process_time() - before) / options.max_tokens)
                 steps[kind].append(window.seconds / max(1, window.steps))
                 speeds[kind].append(window.tokens_per_second)
-    without = statistics.median(steps[0])
+    without, cpu_without = statistics.median(steps[0]), statistics.median(processors[0])
     return [
-        MaskResult(streams, kind, statistics.median(speeds[kind]), statistics.median(steps[kind]), without)
+        MaskResult(
+            streams,
+            kind,
+            statistics.median(speeds[kind]),
+            statistics.median(steps[kind]),
+            without,
+            statistics.median(processors[kind]),
+            cpu_without,
+        )
         for kind in kinds
     ]
 
