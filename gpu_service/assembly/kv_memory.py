@@ -12,7 +12,7 @@ import torch
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import PagedCache, make_cache, page_bytes
-from gpu_service.cache.state_cache import StateCache
+from gpu_service.cache.state_cache import StateSlots
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream
 from gpu_service.experts.resident.experts import ResidentExperts
@@ -68,8 +68,13 @@ class CacheShape:
 
 
 def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> CacheShape:
-    """The cache's shape by the settings."""
+    """The cache's shape by the settings. Raises UserError for 8 bits of a model that has no such cache."""
     dtype = TORCH_DTYPES[rank_config.dtype]
+    if rank_config.compressed is not None and gpu.kv_cache_dtype != "auto":
+        raise UserError(
+            f"kv_cache_dtype: {gpu.kv_cache_dtype!r} is not supported for {rank_config.model_type}, whose "
+            "entries stand for several tokens each; allowed: auto"
+        )
     storage = E4M3 if gpu.kv_cache_dtype == "fp8_e4m3" else dtype
     return CacheShape(rank_config, gpu.page_size, dtype, storage, device)
 
@@ -95,7 +100,7 @@ class KvMemory(ABC):
         model: CausalLM,
         geometry: MoeGeometry | None,
         resident: ResidentExperts | None,
-        states: StateCache | None = None,
+        states: StateSlots | None = None,
         streamed: StreamedExperts | None = None,
         lane_stream: DeviceStream | None = None,
     ) -> int:
@@ -114,7 +119,7 @@ class SharedKvMemory(KvMemory):
         model: CausalLM,
         geometry: MoeGeometry | None,
         resident: ResidentExperts | None,
-        states: StateCache | None = None,
+        states: StateSlots | None = None,
         streamed: StreamedExperts | None = None,
         lane_stream: DeviceStream | None = None,
     ) -> int:
@@ -142,7 +147,7 @@ class DeviceKvMemory(KvMemory):
         model: CausalLM,
         geometry: MoeGeometry | None,
         resident: ResidentExperts | None,
-        states: StateCache | None = None,
+        states: StateSlots | None = None,
         streamed: StreamedExperts | None = None,
         lane_stream: DeviceStream | None = None,
     ) -> int:

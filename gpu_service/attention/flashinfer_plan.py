@@ -83,10 +83,11 @@ def unsupported_device(device: torch.device) -> str:
 def attention_modules(config: ModelConfig, dtype: torch.dtype, storage_dtype: torch.dtype) -> list[Any]:
     """What the wrappers of grouped-query attention will compile (`JitSpec`s), so that it can be done before.
 
-    Of a rank's own configuration; empty where FlashInfer is not used, and for latents, whose wrappers compile
-    at their first plan.
+    Of a rank's own configuration; empty where FlashInfer is not used, for latents, whose wrappers compile
+    at their first plan, and for compressed attention.
     """
-    if config.mla is not None or unsupported_layers(config) or unsupported_types(dtype, config.head_dim):
+    others = config.mla is not None or config.compressed is not None
+    if others or unsupported_layers(config) or unsupported_types(dtype, config.head_dim):
         return []
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 

@@ -1,7 +1,7 @@
 """Which attention backend a model's cache gets on a device: decided once, at start.
 
-A cache of keys and values takes grouped-query attention, a cache of latents latent attention; the setting
-`attention_backend` means the same for both.
+A cache of keys and values takes grouped-query attention, a cache of latents latent attention, one of entries
+compressed attention; the setting `attention_backend` means the same for all.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import structlog
 import torch
 
 from gpu_service.attention.base import AttentionBackend
+from gpu_service.attention.compressed.base import CompressedAttentionBackend, CompressedDimensions
 from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
-from gpu_service.cache.kv_cache import MlaCache, PagedCache
+from gpu_service.cache.kv_cache import CompressedCache, MlaCache, PagedCache
 from moebius.errors import UserError, brief
 from moebius.models.config import ModelConfig
 
@@ -156,18 +157,41 @@ def _sentence(refused: dict[str, str]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in refused.items())
 
 
-def _mla_entry(name: str, module: str, class_name: str) -> BackendEntry:
+def _entry_like(name: str, module: str, class_name: str) -> BackendEntry:
     """The same package is needed as for grouped-query attention."""
     base = ATTENTION_BACKENDS[name]
-    path = f"gpu_service.attention.mla.{module}"
+    path = f"gpu_service.attention.{module}"
     return BackendEntry(path, class_name, base.package, base.install, base.needs_cuda, base.cost)
 
 
 MLA_BACKENDS: dict[str, BackendEntry] = {
-    "flashinfer": _mla_entry("flashinfer", "flashinfer_backend", "FlashInferMlaAttention"),
-    "triton": _mla_entry("triton", "triton_backend", "TritonMlaAttention"),
-    "torch": _mla_entry("torch", "torch_reference", "TorchMlaAttention"),
+    "flashinfer": _entry_like("flashinfer", "mla.flashinfer_backend", "FlashInferMlaAttention"),
+    "triton": _entry_like("triton", "mla.triton_backend", "TritonMlaAttention"),
+    "torch": _entry_like("torch", "mla.torch_reference", "TorchMlaAttention"),
 }
+
+COMPRESSED_BACKENDS: dict[str, BackendEntry] = {
+    "triton": _entry_like("triton", "compressed.triton_backend", "TritonCompressedAttention"),
+    "torch": _entry_like("torch", "compressed.torch_reference", "TorchCompressedAttention"),
+}
+
+
+def compressed_dimensions(config: ModelConfig) -> CompressedDimensions:
+    """Of a rank's own configuration. Raises ValueError for a model that compresses nothing."""
+    sizes = config.compressed
+    if sizes is None:
+        raise ValueError(f"{config.model_type} has no compressed attention")
+    return CompressedDimensions(
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        window=sizes.window,
+        rates=sizes.rates,
+        sparse_layers=sizes.sparse_layers,
+        top_k=sizes.top_k,
+        index_num_heads=sizes.index_num_heads,
+        index_head_dim=sizes.index_head_dim,
+        softmax_scale=config.softmax_scale,
+    )
 
 
 def mla_dimensions(config: ModelConfig) -> MlaDimensions:
@@ -189,7 +213,7 @@ def mla_dimensions(config: ModelConfig) -> MlaDimensions:
     )
 
 
-Attention = AttentionBackend | MlaAttentionBackend
+Attention = AttentionBackend | MlaAttentionBackend | CompressedAttentionBackend
 
 
 def make_attention(
@@ -204,10 +228,11 @@ def make_attention(
     `try_out` runs a candidate as the service will; one that it raises for is not taken. Raises UserError when
     a backend asked for by name is missing or can not serve this model.
     """
-    entries, sizes = (
-        (MLA_BACKENDS, mla_dimensions(config))
-        if isinstance(cache, MlaCache)
-        else (ATTENTION_BACKENDS, config)
-    )
+    entries: dict[str, BackendEntry] = ATTENTION_BACKENDS
+    sizes: ModelConfig | MlaDimensions | CompressedDimensions = config
+    if isinstance(cache, MlaCache):
+        entries, sizes = MLA_BACKENDS, mla_dimensions(config)
+    elif isinstance(cache, CompressedCache):
+        entries, sizes = COMPRESSED_BACKENDS, compressed_dimensions(config)
     chosen: Attention = choose_backend(entries, sizes, cache, torch.device(device), name, try_out)
     return chosen

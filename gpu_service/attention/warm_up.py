@@ -6,14 +6,17 @@ one that is first compiled in service would stall everybody for a second.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
+from gpu_service.attention.compressed.base import CompressedAttentionBackend, Compression
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.registry import Attention
 from gpu_service.engine.step import ForwardInputs
+from gpu_service.ops.rope import RopeTable
 from moebius.models.config import AttentionShape, ModelConfig
 
 # Tiles hold 16, 64 or 128 rows, a query times the heads of its group; these reach all of them.
@@ -54,11 +57,14 @@ def warm_up_attention(attention: Attention, capacity: int) -> None:
 
     All requests' pages are the dummy page, so that nothing is read or written that belongs to anyone.
     """
-    cache = attention.cache if isinstance(attention, MlaAttentionBackend) else attention.kv_cache
+    cache = attention.kv_cache if isinstance(attention, AttentionBackend) else attention.cache
     columns = -(-capacity // cache.page_size)
     for step in warm_up_steps(capacity):
         inputs = _dummy_inputs(step, columns, cache.device)
         num_rows = inputs.query_start_loc[-1]
+        if isinstance(attention, CompressedAttentionBackend):
+            _attend_compressed(attention, inputs)
+            continue
         attention.plan(inputs)
         if isinstance(attention, MlaAttentionBackend):
             _attend_latents(attention, num_rows)
@@ -101,6 +107,38 @@ def _attend_latents(attention: MlaAttentionBackend, num_rows: int) -> None:
     else:
         query_latent = zeros(sizes.num_heads, sizes.latent_dim)
         attention.forward(query_latent, query[..., sizes.nope_dim :], latent, key_rope, 0, selection)
+
+
+def _attend_compressed(attention: CompressedAttentionBackend, inputs: ForwardInputs) -> None:
+    """One layer of each kind; the latest tokens are of slots of this step only."""
+    cache, sizes = attention.cache, attention.dimensions
+    num_rows, requests = inputs.query_start_loc[-1], len(inputs.seq_lens)
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=cache.dtype, device=cache.device)
+
+    slots = torch.arange(requests, device=cache.device)
+    attention.plan(replace(inputs, state_reads=slots, state_writes=slots + requests))
+    kinds = {(rate, layer in sizes.sparse_layers): layer for layer, rate in enumerate(sizes.rates)}
+    for (rate, is_sparse), layer in kinds.items():
+        selection, pages = None, [cache.pages(layer)] if rate else []
+        if is_sparse:
+            pages.append(cache.index_keys(layer))
+        for entries in pages:
+            size, parts = entries.shape[2], 1 + is_sparse
+            rotary = torch.zeros(num_rows, 1, 2, dtype=cache.dtype, device=cache.device)
+            offsets = torch.zeros(rate, parts * size, device=cache.device)
+            how = Compression(rate, offsets, zeros(size), 1e-6, RopeTable(rotary, rotary, True))
+            row, kept = 2 * parts * size, parts * rate - 1
+            attention.compress(zeros(num_rows, row), zeros(2 * requests, kept, row), entries, how)
+        if is_sparse and attention.selects:
+            weights = zeros(num_rows, sizes.index_num_heads).float()
+            query = zeros(num_rows, sizes.index_num_heads, sizes.index_head_dim)
+            selection = attention.select(query, weights, layer)
+        window = zeros(2 * requests, sizes.window - 1, sizes.head_dim)
+        query, keys = zeros(num_rows, sizes.num_heads, sizes.head_dim), zeros(num_rows, sizes.head_dim)
+        sinks = torch.zeros(sizes.num_heads, device=cache.device)
+        attention.attend(query, keys, window, layer, sinks, selection)
 
 
 def _dummy_inputs(step: list[tuple[int, int]], columns: int, device: torch.device) -> ForwardInputs:

@@ -1,4 +1,5 @@
-"""The device tensors of paged attention: keys and values of heads, or latents with an indexer's keys.
+"""The device tensors of paged attention: keys and values of heads, latents with an indexer's keys, or
+entries that stand for several tokens each, with the keys to choose them by.
 
 One tensor of pages per layer. `page_pool.py` knows who owns a page, `radix_cache.py` whose tokens are cached.
 Latents: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
@@ -13,6 +14,7 @@ import torch
 from gpu_service.cache.fp8 import E4M3, quantise_e4m3
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.ops.kv import append_kv
+from moebius.models.attention_config import CompressedAttentionConfig
 from moebius.models.config import ModelConfig
 
 
@@ -285,11 +287,83 @@ def mla_bytes_per_page(
     return num_layers * page_size * (latent_dim + rope_dim) * dtype.itemsize
 
 
-PagedCache = KVCache | MlaCache
+def entries_per_page(rate: int, page_size: int) -> int:
+    """Places in a page for entries of `rate` tokens each; 0: the layer has none.
+
+    An entry lies in the page of its last token, so that pages of fewer tokens may have none, but a place.
+    """
+    return -(-page_size // rate) if rate else 0
+
+
+class CompressedCache(LayerPages):
+    """Of compressed attention: entries of all layers, `[num_pages, places, head_dim]` each, which are keys
+    and values of all heads.
+
+    The entry that ends with token t of a request is in the place `t % page_size // rate` of the token's page.
+    In layers with an indexer, `index_keys` has its keys of the same entries in the same places. Tokens that
+    are in no entry yet, and the window, are in `state_cache.RecentTokens`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        storage_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`config` is the rank's own. Raises ValueError as `LayerPages`, and for 8-bit storage."""
+        super().__init__("compressed", (), num_pages, page_size, dtype, device, storage_dtype)
+        if self.is_quantised:
+            raise ValueError(f"compressed pages of {storage_dtype} are not supported; allowed: {dtype}")
+        sizes = config.compressed
+        assert sizes is not None, "the family's reader fills `compressed`"
+        self.rates = sizes.rates
+        self._layers = [self._pages(rate, config.head_dim) for rate in sizes.rates]
+        self._index_keys = {
+            layer: self._pages(sizes.rates[layer], sizes.index_head_dim)
+            for layer in sorted(sizes.sparse_layers)
+        }
+
+    def _pages(self, rate: int, row: int) -> torch.Tensor:
+        shape = (self.num_pages, entries_per_page(rate, self.page_size), row)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers, keys of indexers included."""
+        return super().nbytes + sum(keys.nbytes for keys in self._index_keys.values())
+
+    def index_keys(self, layer_id: int) -> torch.Tensor:
+        """Of a layer with an indexer, `[num_pages, places, index_head_dim]`."""
+        return self._index_keys[layer_id]
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """As in `LayerPages`; keys of indexers, too."""
+        if not pages:
+            return
+        index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
+        for tensor in (*self._layers, *self._index_keys.values()):
+            tensor.view(torch.uint8).index_fill_(0, index, 0)
+
+
+def compressed_bytes_per_page(
+    sizes: CompressedAttentionConfig, head_dim: int, page_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes one page takes over all layers."""
+    entries = sum(entries_per_page(rate, page_size) for rate in sizes.rates) * head_dim
+    places = sum(entries_per_page(sizes.rates[layer], page_size) for layer in sizes.sparse_layers)
+    return (entries + places * sizes.index_head_dim) * dtype.itemsize
+
+
+PagedCache = KVCache | MlaCache | CompressedCache
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     """Bytes one page takes over all layers; `dtype` is what pages hold of latents, keys and values."""
+    if config.compressed is not None:
+        return compressed_bytes_per_page(config.compressed, config.head_dim, page_size, dtype)
     if config.mla is None:
         return bytes_per_page(config, page_size, dtype)
     mla, indexer = config.mla, config.mla.indexer
@@ -310,6 +384,8 @@ def make_cache(
     storage_dtype: torch.dtype | None = None,
 ) -> PagedCache:
     """The cache of a rank whose own configuration is `config`; the rest is as in the classes."""
+    if config.compressed is not None:
+        return CompressedCache(config, num_pages, page_size, dtype, device, storage_dtype)
     if config.mla is None:
         return KVCache(config, num_pages, page_size, dtype, device, storage_dtype=storage_dtype)
     indexer = config.mla.indexer

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from gpu_service.cache.radix_cache import PrefixHandle, RadixCache
 from gpu_service.cache.request_states import RequestStates, StatePool, num_snapshots
-from gpu_service.cache.state_cache import StateCache
+from gpu_service.cache.state_cache import StateSlots
 from gpu_service.request import Request
 from moebius.config import GpuConfig
 
@@ -272,7 +272,7 @@ class RequestCache:
         self.pool.check_integrity(owned, (page for node in self.tree.nodes() for page in node.pages))
 
 
-def make_request_cache(gpu: GpuConfig, states: StateCache | None, num_pages: int) -> RequestCache:
+def make_request_cache(gpu: GpuConfig, states: StateSlots | None, num_pages: int) -> RequestCache:
     """The books on pages, prefixes and, where there are some, states."""
     pool = PagePool(num_pages)
     if states is None:

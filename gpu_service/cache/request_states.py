@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from gpu_service.cache.state_cache import ZERO_SLOT, StateCache, make_states, state_bytes
+from gpu_service.cache.state_cache import ZERO_SLOT, StateSlots, make_states, state_bytes
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.engine.step import Batch
 from gpu_service.request import Request
@@ -30,7 +30,7 @@ class StatePool:
     """Slots with counts of holders. The last slot freed is the first handed out again."""
 
     def __init__(self, num_slots: int) -> None:
-        """`num_slots` includes slot 0, as in `StateCache`."""
+        """`num_slots` includes slot 0, as in `StateSlots`."""
         if num_slots < 2:
             raise ValueError(f"num_slots must be at least 2 (slot 0 is all zeros), got {num_slots}")
         self.num_slots = num_slots
@@ -98,7 +98,7 @@ def all_states_bytes(gpu: GpuConfig, rank_config: ModelConfig) -> int:
     return (num_state_slots(gpu) + 1) * state_bytes(rank_config)
 
 
-def allocate_states(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> StateCache | None:
+def allocate_states(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> StateSlots | None:
     """All slots that the settings ask for; None where no layer has a state."""
     return make_states(rank_config, num_state_slots(gpu), TORCH_DTYPES[rank_config.dtype], device)
 

@@ -1,4 +1,5 @@
-"""The device tensors of linear attention: what its layers remember of a request, whatever its length.
+"""The device tensors of what layers remember of a request, whatever its length: states of linear attention,
+and the latest tokens of compressed attention.
 
 Knows layers and slots; who holds a slot, `cache/state_pool.py` knows. A step reads the states that an
 earlier step left in one slot and writes its own into another one, never the same: so a step can be run
@@ -12,39 +13,56 @@ import math
 import numpy as np
 import torch
 
+from moebius.models.attention_config import CompressedAttentionConfig
 from moebius.models.config import LinearAttentionConfig, ModelConfig
 
 # What a request starts from: zeros, never written.
 ZERO_SLOT = 0
 
 
-class StateCache:
-    """States of all linear-attention layers.
-
-    Per layer `[num_slots + 1, conv_width - 1, conv_size]` in the activations' dtype, the latest inputs of
-    the convolution, oldest first; and `[num_slots + 1, num_value_heads, key_head_dim, value_head_dim]` in
-    float32, the recurrent state. Slot 0 is `ZERO_SLOT`; the last one, `dummy_slot`, is what padding writes.
+class StateSlots:
+    """Slots 0 to `num_slots` of every layer: slot 0 is `ZERO_SLOT`; the last one, `dummy_slot`, is what
+    padding writes.
     """
 
-    def __init__(
-        self, config: LinearAttentionConfig, num_slots: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, num_slots: int, device: torch.device | str) -> None:
         """`num_slots` includes slot 0. Raises ValueError unless there is another one."""
         if num_slots < 2:
             raise ValueError(f"states need num_slots >= 2 (slot 0 is all zeros), got {num_slots}")
         self.num_slots = num_slots
         self.dummy_slot = num_slots
         self.device = torch.device(device)
-        recent = (num_slots + 1, config.conv_width - 1, config.conv_size)
-        heads = (num_slots + 1, config.num_value_heads, config.key_head_dim, config.value_head_dim)
-        layers = range(len(config.layers))
-        self._conv = [_zeros(recent, dtype, self.device) for _ in layers]
-        self._recurrent = [_zeros(heads, torch.float32, self.device) for _ in layers]
+        self._tensors: list[torch.Tensor] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers."""
-        return sum(tensor.nbytes for tensor in (*self._conv, *self._recurrent))
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    def _make(self, row: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made = _zeros((self.num_slots + 1, *row), dtype, self.device)
+        self._tensors.append(made)
+        return made
+
+
+class StateCache(StateSlots):
+    """States of all linear-attention layers.
+
+    Per layer `[num_slots + 1, conv_width - 1, conv_size]` in the activations' dtype, the latest inputs of
+    the convolution, oldest first; and `[num_slots + 1, num_value_heads, key_head_dim, value_head_dim]` in
+    float32, the recurrent state.
+    """
+
+    def __init__(
+        self, config: LinearAttentionConfig, num_slots: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """As in `StateSlots`."""
+        super().__init__(num_slots, device)
+        recent = (config.conv_width - 1, config.conv_size)
+        heads = (config.num_value_heads, config.key_head_dim, config.value_head_dim)
+        layers = range(len(config.layers))
+        self._conv = [self._make(recent, dtype) for _ in layers]
+        self._recurrent = [self._make(heads, torch.float32) for _ in layers]
 
     def conv(self, layer: int) -> torch.Tensor:
         """Inputs of the layer's convolution, all slots; `layer` counts the linear-attention layers."""
@@ -53,6 +71,50 @@ class StateCache:
     def recurrent(self, layer: int) -> torch.Tensor:
         """States of the layer's recurrence (the delta rule), all slots."""
         return self._recurrent[layer]
+
+
+class RecentTokens(StateSlots):
+    """Of compressed attention: what its layers need of a request's latest tokens, oldest first.
+
+    Per layer `window` `[num_slots + 1, window - 1, head_dim]`, keys; and of what is still to be compressed a
+    tensor for each kind of entries (`entry_rows`): `[num_slots + 1, tokens, row]`. All in the activations'
+    type. A row of a token before the first one holds anything.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """As in `StateSlots`; `config` is the rank's own."""
+        super().__init__(num_slots, device)
+        sizes = config.compressed
+        assert sizes is not None, "the family's reader fills `compressed`"
+        window = (sizes.window - 1, config.head_dim)
+        layers = range(len(sizes.rates))
+        self._windows = [self._make(window, dtype) for _ in layers]
+        self._recent = [
+            [self._make(shape, dtype) for shape in entry_rows(sizes, config.head_dim, layer)]
+            for layer in layers
+        ]
+
+    def window(self, layer: int) -> torch.Tensor:
+        """Keys of the latest tokens but one, all slots."""
+        return self._windows[layer]
+
+    def recent(self, layer: int) -> list[torch.Tensor]:
+        """What is to be compressed, all slots: for attention, then for the indexer."""
+        return self._recent[layer]
+
+
+def entry_rows(sizes: CompressedAttentionConfig, head_dim: int, layer: int) -> list[tuple[int, int]]:
+    """Of each kind of a layer's entries, how many tokens before a new one its entry may need, and the
+    elements of a row: values, then logits of their weights. Of overlapping entries both are there twice.
+    """
+    rate = sizes.rates[layer]
+    if not rate:
+        return []
+    if layer not in sizes.sparse_layers:
+        return [(rate - 1, 2 * head_dim)]
+    return [(2 * rate - 1, 4 * size) for size in (head_dim, sizes.index_head_dim)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -64,7 +126,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Bytes of one slot over all layers; 0 for a model without linear attention."""
+    """Bytes of one slot over all layers; 0 for a model whose layers have none."""
+    if config.compressed is not None:
+        return config.dtype_bytes * _recent_elements(config.compressed, config.head_dim)
     linear = config.linear
     if linear is None:
         return 0
@@ -73,8 +137,16 @@ def state_bytes(config: ModelConfig) -> int:
     return len(linear.layers) * (conv + recurrent)
 
 
+def _recent_elements(sizes: CompressedAttentionConfig, head_dim: int) -> int:
+    layers = range(len(sizes.rates))
+    recent = (math.prod(shape) for layer in layers for shape in entry_rows(sizes, head_dim, layer))
+    return len(layers) * (sizes.window - 1) * head_dim + sum(recent)
+
+
 def make_states(
     config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> StateCache | None:
+) -> StateSlots | None:
     """The states of a rank whose own configuration is `config`; None where no layer has one."""
+    if config.compressed is not None:
+        return RecentTokens(config, num_slots, dtype, device)
     return None if config.linear is None else StateCache(config.linear, num_slots, dtype, device)

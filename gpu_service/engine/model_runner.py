@@ -16,7 +16,7 @@ from opentelemetry import context as otel_context
 
 from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache
-from gpu_service.cache.state_cache import StateCache
+from gpu_service.cache.state_cache import StateSlots
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs
 from gpu_service.engine.sampler import Sampler, token_logprobs
 from gpu_service.engine.step import (
@@ -105,7 +105,7 @@ class ModelRunner:
         recorder: ExpertRecorder | None = None,
         encoder: ImageEncoder | None = None,
         has_mrope: bool = False,
-        states: StateCache | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         """`encoder`: of a model with vision; `has_mrope`: its plans bring positions by axis."""
         self.model = model

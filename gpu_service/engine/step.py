@@ -36,7 +36,7 @@ from gpu_service.vision.features import ImageFeatures, ImagePlan
 if TYPE_CHECKING:
     from gpu_service.attention.registry import Attention
     from gpu_service.cache.kv_cache import PagedCache
-    from gpu_service.cache.state_cache import StateCache
+    from gpu_service.cache.state_cache import StateSlots
     from gpu_service.expert_recorder import ExpertRecorder
     from gpu_service.experts.client import ExpertClient
     from gpu_service.experts.resident.experts import ResidentExperts
@@ -144,7 +144,7 @@ class ForwardInputs:
     ] = None
     # What image tokens of the step are in the residual stream; None: there are none.
     image_features: ImageFeatures | None = None
-    # Slots of `StateCache`, no slot both read and written; None: the model has no linear attention.
+    # Slots of `StateSlots`, no slot both read and written; None: the model keeps no states.
     # Padding starts from the state of zeros, slot 0.
     state_reads: Annotated[
         Tensor | None, TensorField("R", int64, captured=True, feature=Feature.LINEAR_ATTENTION)
@@ -462,6 +462,6 @@ class ForwardContext:
     # None: nothing can be recorded of routing.
     recorder: ExpertRecorder | None = None
     # None: the model has no linear attention.
-    states: StateCache | None = None
+    states: StateSlots | None = None
     # Called between layers, and wherever a layer's launch takes long: who launches the step has other work.
     between_layers: Callable[[], None] | None = None

@@ -11,7 +11,7 @@ from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream
 from gpu_service.layers.linear import empty_parameter
 from gpu_service.layers.norm import RMSNorm
-from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
+from gpu_service.ops.hyper_connections import collapse_streams, mix_streams, weigh_streams
 from gpu_service.ops.rope import RopeTable
 from moebius.models.config import ModelConfig
 
@@ -37,12 +37,31 @@ class HyperConnection(nn.Module):
         return mix_streams(half(hidden_states), streams, post, comb)
 
 
+class HyperHead(nn.Module):
+    """Weights of the last sum of streams, float32; attribute names are those of transformers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.hyper is not None, "the family's reader fills `hyper`"
+        self._norm_eps, self._eps = config.rms_norm_eps, config.hyper.eps
+        num = config.hyper.num_streams
+        self.hc_fn = empty_parameter(num, num * config.hidden_size, dtype=torch.float32)
+        self.hc_base = empty_parameter(num, dtype=torch.float32)
+        self.hc_scale = empty_parameter(1, dtype=torch.float32)
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        """Streams `[T, N, H]` to `[T, H]`, weighed by sigmoids that depend on all of them."""
+        return weigh_streams(streams, self.hc_fn, self.hc_base, self.hc_scale, self._norm_eps, self._eps)
+
+
 class HyperStreams(ResidualStream):
-    """The N streams of each token where other models have one sum; read as their mean."""
+    """The N streams of each token where other models have one sum; read as their mean, or weighed."""
 
     def __init__(self, total: torch.Tensor, num_streams: int) -> None:
         """`total` `[T, N * H]`: a token's streams, one after another; changed in place."""
         super().__init__(total)
+        # Weighs the streams at their end; None: their mean is read. Filled by the backbone.
+        self.head: HyperHead | None = None
         # A view: what a stage hands to the next is `sum`, their concatenation.
         self.streams = total.view(total.shape[0], num_streams, -1)
 
@@ -52,8 +71,8 @@ class HyperStreams(ResidualStream):
         return HyperStreams(hidden_states.repeat(1, num_streams), num_streams)
 
     def normed(self, norm: RMSNorm) -> torch.Tensor:
-        """The norm of the streams' mean, `[T, H]`."""
-        output: torch.Tensor = norm(self.streams.mean(1))
+        """The norm of what the streams end as, `[T, H]`."""
+        output: torch.Tensor = norm(self.streams.mean(1) if self.head is None else self.head(self.streams))
         return output
 
 

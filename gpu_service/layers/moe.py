@@ -14,16 +14,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.engine.step import ForwardContext
+from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.experts.client import ExpertCall, ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
-from gpu_service.ops.router import route
+from gpu_service.ops.router import route, weigh_chosen
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, even_shard
+from moebius.checkpoint.errors import CheckpointError
 from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
 
 
@@ -85,26 +86,49 @@ class Router(nn.Module):
     widened once at load instead of at every step. The correction bias is always float32.
     """
 
-    def __init__(self, hidden_size: int, config: RouterConfig, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, hidden_size: int, config: RouterConfig, *, hashed_tokens: int = 0, dtype: torch.dtype
+    ) -> None:
+        """`hashed_tokens`: the size of the vocabulary where a token's id chooses its experts, else 0."""
         super().__init__()
         gate_dtype = torch.float32 if config.float32_gate else dtype
         self.weight = empty_parameter(config.num_experts, hidden_size, dtype=gate_dtype)
         shape = (1, config.num_experts) if config.correction_bias_is_row else (config.num_experts,)
         self.e_score_correction_bias = (
-            empty_parameter(*shape, dtype=torch.float32) if config.correction_bias else None
+            empty_parameter(*shape, dtype=torch.float32)
+            if config.correction_bias and not hashed_tokens
+            else None
         )
+        # Experts of each token id.
+        self.tid2eid: nn.Parameter | None = None
+        if hashed_tokens:
+            self.tid2eid = empty_parameter(hashed_tokens, config.top_k, dtype=torch.int32)
         self.bias = empty_parameter(config.num_experts, dtype=gate_dtype) if config.gate_bias else None
         self.expert_scales = (
             empty_parameter(config.num_experts, dtype=torch.float32) if config.expert_scales else None
         )
         self._config = config
 
+    def pack(self) -> None:
+        """Checks what was loaded; the loader calls it once. Raises CheckpointError for an unknown expert."""
+        if self.tid2eid is not None and self.tid2eid.numel():
+            least, most = (int(bound) for bound in self.tid2eid.aminmax())
+            if least < 0 or most >= self._config.num_experts:
+                raise CheckpointError(
+                    f"tid2eid has expert {least if least < 0 else most}; allowed: 0 to "
+                    f"{self._config.num_experts - 1}"
+                )
+
     def forward(
-        self, hidden_states: torch.Tensor, valid_rows: torch.Tensor | None = None
+        self, hidden_states: torch.Tensor, inputs: ForwardInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid."""
+        valid_rows = inputs.valid_rows
         logits = functional.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
         bias = self.e_score_correction_bias
+        if self.tid2eid is not None:
+            chosen = self.tid2eid.index_select(0, inputs.input_ids)
+            return weigh_chosen(logits, chosen, self._config, valid_rows)
         weights, ids = route(logits, None if bias is None else bias.flatten(), self._config, valid_rows)
         if self.expert_scales is not None:
             weights = weights * self.expert_scales[ids.clamp(min=0).long()]
@@ -129,13 +153,14 @@ class MoE(nn.Module):
         activation: str,
         *,
         limit: float = math.inf,
+        hashed_tokens: int = 0,
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
     ) -> None:
-        """`limit` is the shared experts', see `MLP`."""
+        """`limit` is the shared experts', see `MLP`; `hashed_tokens` the router's."""
         super().__init__()
         self.layer_id = layer_id
-        self.gate = Router(hidden_size, config.router, dtype=dtype)
+        self.gate = Router(hidden_size, config.router, hashed_tokens=hashed_tokens, dtype=dtype)
         shared_size = config.shared_intermediate_size
         self.shared_experts = (
             MLP(
@@ -165,7 +190,7 @@ class MoE(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`, float32 where there is no latent space: who adds it rounds once."""
-        topk_weights, topk_ids = self.gate(hidden_states, context.inputs.valid_rows)
+        topk_weights, topk_ids = self.gate(hidden_states, context.inputs)
         if context.recorder is not None:
             context.recorder.record(self.layer_id, topk_ids)
         routed = hidden_states
@@ -231,7 +256,7 @@ class MoEWithOwnNorms(MoE):
     ) -> torch.Tensor:
         """`[T, H]` after the layer's norm and the stream `[T, H]` before it to a new `[T, H]`."""
         assert self.shared_experts is not None, "the layer's MLP"
-        weights, ids = self.gate(self.router_norm(residual), context.inputs.valid_rows)
+        weights, ids = self.gate(self.router_norm(residual), context.inputs)
         if context.recorder is not None:
             context.recorder.record(self.layer_id, ids)
         inputs: torch.Tensor = self.input_norm(residual)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from gpu_service.cache.state_cache import StateCache
 from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.layers.linear import CheckpointPart, empty_parameter
 from gpu_service.ops.linear_attention import (
@@ -130,7 +131,7 @@ class StateLayer(nn.Module):
 
     def _states(self, context: ForwardContext) -> LayerStates:
         inputs, states = context.inputs, context.states
-        assert states is not None, "a model with linear attention needs states"
+        assert isinstance(states, StateCache), "a model with linear attention needs states"
         assert inputs.state_reads is not None
         assert inputs.state_writes is not None
         return LayerStates(

@@ -20,6 +20,7 @@ import torch
 from gpu_service.device.stream import stream_of
 from gpu_service.loader.names import Target, expected_names, wanted_name
 from gpu_service.loader.sources import (
+    INTEGERS,
     LoadContext,
     PlainSource,
     QuantisedSource,
@@ -96,7 +97,8 @@ class _Search:
     def locate(self, name: str, target: Target) -> None:
         """Find the source of one expected name, or note what is wrong with it."""
         info = self.finder.tensors.get(name)
-        if info is not None and info.dtype in FLOATS:
+        counts = not target.module.get_parameter(target.parameter).is_floating_point()
+        if info is not None and info.dtype in (INTEGERS if counts else FLOATS):
             self._take_plain(name, info, target)
         elif len(target.shape) == 2 and self._is_quantised(name):
             self._take_quantised(name, target)
@@ -104,7 +106,8 @@ class _Search:
             self.problems["missing"].append(name)
         else:
             self.used.add(info.name)
-            self.problems["mis-typed"].append(f"{info.name} {info.dtype} (allowed {', '.join(FLOATS)})")
+            allowed = ", ".join(INTEGERS if counts else FLOATS)
+            self.problems["mis-typed"].append(f"{info.name} {info.dtype} (allowed {allowed})")
 
     def _take_plain(self, name: str, info: TensorInfo, target: Target) -> None:
         self.used.add(info.name)

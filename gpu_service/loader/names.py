@@ -35,8 +35,8 @@ class Target:
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# A module outside of layers, other than embedding and head.
-_NORM = "model.norm"
+# Modules outside of layers, other than embedding and head.
+_LAST = ("model.norm", "model.hc_head")
 
 
 def wanted_name(
@@ -68,7 +68,7 @@ def wanted_name(
 def _is_of_stage(canonical: str, config: ModelConfig, parallel: ParallelContext) -> bool:
     if _module(canonical) == EMBEDDING:
         return parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)
-    return parallel.is_last_stage or _module(canonical) not in (_NORM, HEAD)
+    return parallel.is_last_stage or _module(canonical) not in (*_LAST, HEAD)
 
 
 def _module(canonical: str) -> str:

@@ -36,6 +36,8 @@ _BLOCK_ELEMENTS = 1 << 18
 _BLOCK_ROWS = 8
 # Elements of a tensor that are computed from others before they go into the parameter.
 _DERIVED_ELEMENTS = 1 << 22
+# Types of tables of numbers that are no weights.
+INTEGERS = ("I64", "I32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def target_rows(target: Target, parameter: str, device: torch.device) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class PlainSource:
-    """A tensor stored as floats, converted to the parameter's dtype."""
+    """A tensor stored as floats, or of whole numbers, converted to the parameter's dtype."""
 
     info: TensorInfo
 
@@ -96,7 +98,8 @@ class PlainSource:
         for begin in range(first, last, step):
             end = min(begin + step, last)
             array = context.reader.read_slice(self.info, slice(begin, end), picked)
-            check_values(array, self.info.dtype, self.info.name, output.dtype == torch.bfloat16)
+            if self.info.dtype not in INTEGERS:
+                check_values(array, self.info.dtype, self.info.name, output.dtype == torch.bfloat16)
             output[begin - first : end - first].copy_(as_torch(array, self.info.dtype))
 
     def _step(self, num_rows: int) -> int:

@@ -136,7 +136,11 @@ def _attention_row(config: ModelConfig) -> int:
 
 def _cached_attention_row(config: ModelConfig) -> int:
     """The same of a layer that has a cache of tokens."""
-    mla = config.mla
+    mla, sizes = config.mla, config.compressed
+    if sizes is not None:
+        # Queries, normed, rotated and attended to; the groups' outputs; both kinds of rows to compress.
+        heads = 4 * config.q_size + 2 * sizes.output_groups * sizes.output_rank
+        return heads + 8 * (config.head_dim + sizes.index_head_dim) + 2 * sizes.q_lora_rank
     if mla is None:
         # Gates of elements are projected with the queries, and their weights are a tensor of their own.
         gates = 2 * config.q_size if config.element_gate else 0
@@ -162,6 +166,10 @@ def _selection_row(config: ModelConfig) -> int:
         # Queries twice, the key, and a byte for each block of the longest sequence.
         heads, num_blocks = config.num_kv_heads, -(-config.max_model_len // blocks.block_size)
         return (2 * heads + 2) * blocks.head_dim * config.dtype_bytes + heads * num_blocks
+    sizes = config.compressed
+    if sizes is not None and sizes.sparse_layers:
+        query = 2 * sizes.index_num_heads * sizes.index_head_dim * config.dtype_bytes
+        return query + 4 * (config.hidden_size + 2 * sizes.index_num_heads + sizes.top_k)
     indexer = config.mla.indexer if config.mla is not None else None
     if indexer is None:
         return 0
@@ -221,7 +229,7 @@ DENSE, RESIDENT, RING = "dense weights", "resident experts", "expert streaming r
 VISION, IMAGES = "vision tower", "images"
 GRAPHS, WORKSPACE, ACTIVATIONS = "CUDA graphs", "workspaces", "activations"
 LANE = "prefill lane"
-STATES = "states of linear attention"
+STATES = "states of requests"
 CONTEXT, SLACK, KV = "CUDA context", "allocator slack", "KV cache"
 
 

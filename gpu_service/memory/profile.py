@@ -11,7 +11,7 @@ import torch
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache
-from gpu_service.cache.state_cache import ZERO_SLOT, StateCache
+from gpu_service.cache.state_cache import ZERO_SLOT, StateSlots
 from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.experts.client import ExpertClient, ExpertClientStats, Ticket, add_to
 from gpu_service.experts.resident.experts import ResidentExperts
@@ -73,7 +73,7 @@ def profile_activations(
     memory: DeviceMemory | None,
     sample: Callable[[torch.Tensor], object] = lambda logits: logits.softmax(-1).sort(-1),
     resident: ResidentExperts | None = None,
-    states: StateCache | None = None,
+    states: StateSlots | None = None,
     vocab_size: int = 1,
     streamed: StreamedExperts | None = None,
 ) -> int:
@@ -122,7 +122,7 @@ def _run(model: ProfiledModel, context: ForwardContext, sample: Callable[[torch.
     sample(model.compute_logits(hidden_states[context.inputs.logits_indices]))
 
 
-def with_dummy_states(inputs: ForwardInputs, states: StateCache) -> ForwardInputs:
+def with_dummy_states(inputs: ForwardInputs, states: StateSlots) -> ForwardInputs:
     """The step of one request, from the state of zeros to the slot that no request has."""
     device = inputs.positions.device
     return replace(

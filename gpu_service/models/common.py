@@ -18,7 +18,7 @@ from gpu_service.layers.decoder import (
     SingleLayer,
     gather_logits,
 )
-from gpu_service.layers.hyper_connections import HyperDecoderLayer, HyperStreams
+from gpu_service.layers.hyper_connections import HyperDecoderLayer, HyperHead, HyperStreams
 from gpu_service.layers.linear import Packed
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import make_norm
@@ -55,6 +55,8 @@ class Backbone(nn.Module):
         )
         self.layers = nn.ModuleList(layers)
         self.norm = make_norm(config, size, dtype=dtype) if last else None
+        weighs = config.hyper is not None and config.hyper.weighs_last
+        self.hc_head = HyperHead(config) if last and weighs else None
         ropes = config.layer_ropes or (config.rope,) * config.num_layers
         # One table for each kind of layer, and which one a layer takes.
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
@@ -81,6 +83,8 @@ class Backbone(nn.Module):
             hidden_states = stream.sum()
             self._parallel.send_to_next_stage(hidden_states)
             return hidden_states
+        if isinstance(stream, HyperStreams):
+            stream.head = self.hc_head
         return stream.normed(self.norm)
 
     def _begin(self, inputs: ForwardInputs) -> ResidualStream:
@@ -188,7 +192,17 @@ def make_mlp(
     if config.is_moe_layer(layer_id) and config.moe.own_norms:
         return MoEWithOwnNorms(layer_id, config, dtype=dtype, parallel=parallel)
     if config.is_moe_layer(layer_id):
-        return MoE(layer_id, size, config.moe, activation, limit=limit, dtype=dtype, parallel=parallel)
+        tokens = config.vocab_size if layer_id in config.moe.hash_layers else 0
+        return MoE(
+            layer_id,
+            size,
+            config.moe,
+            activation,
+            limit=limit,
+            hashed_tokens=tokens,
+            dtype=dtype,
+            parallel=parallel,
+        )
     width = config.intermediate_size
     alpha = config.moe.expert_alpha
     return MLP(size, width, activation, limit=limit, alpha=alpha, dtype=dtype, parallel=parallel)

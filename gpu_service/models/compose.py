@@ -1,4 +1,4 @@
-"""From a model's description to its layers: attention, latent attention or linear attention in each."""
+"""From a model's description to its layers: attention, latent, compressed or linear attention in each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import nn
 
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.attention import GQAttention
+from gpu_service.layers.compressed import CompressedAttention, StepTables
+from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.layers.gated_delta_net import GatedDeltaNet
 from gpu_service.layers.kimi_delta import KimiDeltaAttention
 from gpu_service.layers.mamba import Mamba
@@ -34,7 +36,10 @@ def build_model(
     """
     check_divisible(config, parallel)
     dtype = dtype or TORCH_DTYPES[config.dtype]
-    attention = _attention_of(config, dtype, parallel)
+    if config.compressed is not None:
+        attention = _compressed_attention(config, dtype, torch.device(device), parallel)
+    else:
+        attention = _attention_of(config, dtype, parallel)
     model = build_causal_lm(config, attention, dtype=dtype, device=torch.device(device), parallel=parallel)
     return model.eval()
 
@@ -61,6 +66,21 @@ def _attention_of(config: ModelConfig, dtype: torch.dtype, parallel: ParallelCon
         if layer_id not in states:
             return cached(layer_id)
         return linear_class(states[layer_id], config, sequences, dtype=dtype, parallel=parallel)
+
+    return attention
+
+
+def _compressed_attention(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, parallel: ParallelContext
+) -> _MakeAttention:
+    """All layers keep the latest tokens, and those that compress have entries."""
+    assert config.rope is not None, "the family's reader fills `rope`"
+    rotary = RotaryEmbedding(config.rope, config.max_model_len, dtype=dtype, device=device)
+    tables, first_layer = StepTables(rotary), stage_layers(config, parallel).start
+
+    def attention(layer_id: int) -> nn.Module:
+        layer = first_layer + layer_id
+        return CompressedAttention(layer_id, layer, config, tables, dtype=dtype, parallel=parallel)
 
     return attention
 

@@ -15,7 +15,8 @@ from gpu_service.ops.linear import GROUP
 from gpu_service.ops.linear_attention import Sequences, make_sequences
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
-from moebius.models.config import HyperConnectionConfig, LinearAttentionConfig, ModelConfig, RouterConfig
+from moebius.models.attention_config import HyperConnectionConfig
+from moebius.models.config import LinearAttentionConfig, ModelConfig, RouterConfig
 
 _SMALL_LINEAR = LinearAttentionConfig(2, 4, 16, 64, 4, frozenset())
 _SMALL_HYPER = HyperConnectionConfig(3, 4, 1e-6)
@@ -84,8 +85,33 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
         sizes = replace(sizes, index_dim=config.block_indexer.head_dim)
     if config.hyper is not None:
         sizes = replace(sizes, hyper=config.hyper)
+    kinds = _rotated_kinds(config)
+    # Where no layer rotates, what would is tried with sizes of no model.
+    small = SMALL.queries, SMALL.keys, SMALL.head_dim, SMALL.rotary_dim, SMALL.interleaved
+    kinds = kinds or dict.fromkeys([small])
+    return tuple(
+        replace(
+            sizes,
+            tokens=tokens,
+            queries=queries,
+            keys=keys,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+        )
+        for tokens in (_DECODE, _CHUNK)
+        for queries, keys, head_dim, rotary_dim, interleaved in kinds
+    )
+
+
+def _rotated_kinds(config: ModelConfig) -> dict[tuple[int, int, int, int, bool], None]:
+    """Query and key heads, elements of a head and of them rotated, and the pairing, of each kind of layer."""
     kinds: dict[tuple[int, int, int, int, bool], None] = {}
-    if config.mla is None:
+    if config.compressed is not None:
+        # The ends of heads are rotated.
+        rotated = config.compressed.rope_dim
+        kinds = dict.fromkeys([(config.num_heads, 1, rotated, rotated, True)])
+    elif config.mla is None:
         layer_ropes = config.layer_ropes or (config.rope,) * config.num_layers
         ropes = (layer_ropes[layer] or config.rope for layer in config.attention_layers)
         # Where nothing is rotated, what would rotate is tried with whole heads.
@@ -103,22 +129,7 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
         # Only the parts that carry a position are rotated, of all heads' queries and of one key.
         rotated = config.mla.qk_rope_head_dim
         kinds = dict.fromkeys([(config.num_heads, 1, rotated, rotated, config.rope.interleaved)])
-    # Where no layer rotates, what would is tried with sizes of no model.
-    small = SMALL.queries, SMALL.keys, SMALL.head_dim, SMALL.rotary_dim, SMALL.interleaved
-    kinds = kinds or dict.fromkeys([small])
-    return tuple(
-        replace(
-            sizes,
-            tokens=tokens,
-            queries=queries,
-            keys=keys,
-            head_dim=head_dim,
-            rotary_dim=rotary_dim,
-            interleaved=interleaved,
-        )
-        for tokens in (_DECODE, _CHUNK)
-        for queries, keys, head_dim, rotary_dim, interleaved in kinds
-    )
+    return kinds
 
 
 class _Maker:

@@ -60,6 +60,24 @@ def collapse_streams(
     return Collapsed(collapsed, 2 * post.sigmoid(), weights)
 
 
+def weigh_streams(
+    streams: torch.Tensor,
+    projection: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+) -> torch.Tensor:
+    """The streams `[T, N, H]` as one, `[T, H]`, once at the end of a model: `pre` of `collapse_streams`.
+
+    projection `[N, N * H]`, base `[N]` and scale `[1]` float32. Some launches of torch's: once a step.
+    """
+    mixed = project_streams(streams, projection)
+    mixed = mixed * torch.rsqrt(streams.flatten(1).float().square().mean(-1, keepdim=True) + norm_eps)
+    pre = (mixed * scale + base).sigmoid() + eps
+    return (pre[..., None] * streams).sum(1).to(streams.dtype)
+
+
 def project_streams(streams: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     """Of the streams before their norm, which is one factor of a token: float32 `[T, (2 + N) * N]`."""
     return functional.linear(streams.flatten(1).float(), projection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from gpu_service.ops.registry import Op
 from moebius.models.config import RouterConfig
@@ -17,6 +18,8 @@ def _scores(router_logits: torch.Tensor, config: RouterConfig) -> torch.Tensor:
         return logits.softmax(dim=-1)
     if config.score == "sigmoid":
         return logits.sigmoid()
+    if config.score == "sqrt_softplus":
+        return functional.softplus(logits).sqrt()
     return logits
 
 
@@ -50,7 +53,27 @@ def route(
     if config.top_groups < config.num_groups:
         choice = _mask_groups(choice, config)
     ids = choice.topk(config.top_k, dim=-1, sorted=False).indices
-    weights = scores.gather(-1, ids)
+    return _finished(scores, ids, config, valid_rows)
+
+
+def weigh_chosen(
+    router_logits: torch.Tensor,
+    ids: torch.Tensor,
+    config: RouterConfig,
+    valid_rows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `route`, with experts that are chosen already: int32 `[T, top_k]`, which may be overwritten.
+
+    No kernel of its own: some small launches, in the few layers that have it.
+    """
+    return _finished(_scores(router_logits, config), ids, config, valid_rows)
+
+
+def _finished(
+    scores: torch.Tensor, ids: torch.Tensor, config: RouterConfig, valid_rows: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of the chosen, and their ids where rows are valid."""
+    weights = scores.gather(-1, ids.long())
     if config.post == "renormalize":
         weights = weights / (weights.sum(dim=-1, keepdim=True) + config.renormalize_epsilon)
     elif config.post == "softmax":

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 
 from gpu_service.parallel.context import ParallelContext
 from moebius.errors import ConfigError
-from moebius.models.config import BlockIndexerConfig, LinearAttentionConfig, MlaConfig, ModelConfig
+from moebius.models.attention_config import CompressedAttentionConfig
+from moebius.models.config import (
+    BlockIndexerConfig,
+    LinearAttentionConfig,
+    MlaConfig,
+    ModelConfig,
+)
 
 # Rows of a rank's part of the head: products of GPUs like multiples of 8.
 _VOCAB_MULTIPLE = 8
@@ -122,6 +128,7 @@ def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
             f"allowed: 1 to {config.num_layers}"
         )
     _check_linear_attention(config, parallel)
+    _check_output_groups(config, parallel)
     _check_choices_stay(config, parallel)
 
 
@@ -159,6 +166,26 @@ def _own_blocks(config: ModelConfig, layers: range) -> BlockIndexerConfig | None
     return replace(indexer, layers=own) if own else None
 
 
+def _own_compressed(config: ModelConfig, layers: range) -> CompressedAttentionConfig | None:
+    """Compressed attention of a stage, whose layers count from its first one."""
+    sizes = config.compressed
+    if sizes is None:
+        return None
+    sparse = frozenset(layer - layers.start for layer in sizes.sparse_layers if layer in layers)
+    return replace(sizes, rates=sizes.rates[layers.start : layers.stop], sparse_layers=sparse)
+
+
+def _check_output_groups(config: ModelConfig, parallel: ParallelContext) -> None:
+    """Raises ConfigError where a group of heads that is projected as one would be divided."""
+    groups = 0 if config.compressed is None else config.compressed.output_groups
+    if groups % parallel.tp_size:
+        allowed = ", ".join(str(n) for n in range(1, groups + 1) if groups % n == 0)
+        raise ConfigError(
+            f"tensor_parallel_size: {parallel.tp_size} does not divide the {groups} groups of heads that are "
+            f"projected together; allowed for this model: {allowed}"
+        )
+
+
 def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
     """What attention, KV cache and memory planning of this rank work with: its own heads, layers and widths.
 
@@ -173,6 +200,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
         config.moe,
         shared_intermediate_size=even_shard(_shared_size(config), rank, size).size,
         layers=frozenset(layer - layers.start for layer in config.moe.layers if layer in layers),
+        hash_layers=frozenset(layer - layers.start for layer in config.moe.hash_layers if layer in layers),
     )
     return replace(
         config,
@@ -200,6 +228,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
         moe=moe,
         mla=_own_choices(config, layers),
         block_indexer=_own_blocks(config, layers),
+        compressed=_own_compressed(config, layers),
     )
 
 

@@ -26,6 +26,8 @@ LAYER_PREFIXES = (
     "language_model.model.layers.",
     "language_model.model.blocks.",
     "backbone.layers.",
+    # DeepSeek-V4.
+    "layers.",
 )
 
 
@@ -97,6 +99,9 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
             "w3",
             "w2",
             "model.layers.3.block_sparse_moe.experts.7.w1.weight",
+        ),
+        _separate(
+            "per_expert_ffn", "ffn.experts.{expert}", "w1", "w3", "w2", "layers.3.ffn.experts.7.w1.weight"
         ),
         _fused(False, False, "fused", _FUSED),  # [E, 2I, H] and [E, H, I]
         _fused(False, True, "fused_transposed", _FUSED),  # [E, H, 2I] and [E, I, H]
@@ -172,7 +177,7 @@ _PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in LAYER_PREFIXES) + r")
 # router's bias, which Laguna keeps there.
 _ROUTED_EXPERT = re.compile(
     _PREFIX
-    + r"(?:(?:mlp|mixer|feed_forward)\.experts\.(?!e_score_correction_bias$)|experts\."
+    + r"(?:(?:mlp|mixer|feed_forward|ffn)\.experts\.(?!e_score_correction_bias$)|experts\."
     + r"|block_sparse_moe\.(?:experts|input_linear|output_linear)\."
     + r"|moe\.(?:(?:gate|up|down)_proj|experts|\d+)\.)"
 )

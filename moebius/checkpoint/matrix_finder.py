@@ -78,12 +78,20 @@ class MatrixFinder:
         if plain is not None and plain.dtype in FLOATS:
             return PLAIN
         fitting = self._applying(name)
+        likely: WeightScheme | None = None
         for scheme in fitting:
             codes = self.tensors.get(side_name(name, scheme.codes.suffix))
             if codes is None or codes.dtype not in scheme.codes.dtypes:
                 continue
-            if self._has_scale(scheme, name, codes, template):
+            if not self._has_scale(scheme, name, codes, template):
+                continue
+            likely = likely or scheme
+            # Codes of one type may have scales of several names.
+            scales = [role for role in scheme.roles if role.role == "scales"]
+            if all(side_name(name, role.suffix) in self.tensors for role in scales):
                 return scheme
+        if likely is not None:
+            return likely
         if plain is not None and not any(plain.dtype in scheme.codes.dtypes for scheme in fitting):
             known = ", ".join(sorted({scheme.name for scheme in fitting})) or "no quantisation"
             raise CheckpointError(

@@ -26,6 +26,8 @@ Config = Mapping[str, Any]
 GROUP_SIZES = (32, 64, 128)
 # Rows and columns that share a scale of fp8 blocks.
 BLOCK = [128, 128]
+# DeepSeek-V4's, next to `quantization_config` or in it.
+_EXPERT_DTYPE = "expert_dtype"
 
 
 def unsupported(key: str, value: object, allowed: str) -> CheckpointError:
@@ -79,7 +81,8 @@ def _quantisation_config(directory: str | Path) -> Config | None:
         if isinstance(place, dict):
             for key in _KEYS:
                 if isinstance(place.get(key), dict):
-                    return dict(place[key])
+                    outside = {_EXPERT_DTYPE: place[_EXPERT_DTYPE]} if _EXPERT_DTYPE in place else {}
+                    return {**outside, **place[key]}
     for name, read in _OWN_FILES.items():
         path = Path(directory) / name
         if path.is_file():
@@ -109,7 +112,10 @@ def _fp8(config: Config) -> tuple[WeightScheme, ...]:
     if block is not None:
         if list(block) != BLOCK:
             raise unsupported("weight_block_size", block, str(BLOCK))
-        return (schemes.fp8("fp8", "block", "weight_scale_inv"),)
+        blocks = tuple(schemes.fp8("fp8", "block", suffix) for suffix in ("weight_scale_inv", "scale"))
+        # DeepSeek-V4: its experts' pairs of codes have the names of its blocks' codes.
+        is_fp4 = require(config, _EXPERT_DTYPE, ("fp4", "fp8", None)) == "fp4"
+        return (*blocks, schemes.mxfp4("fp4 experts", "weight", "scale")) if is_fp4 else blocks
     return tuple(
         schemes.fp8("fp8", strategy, suffix)
         for suffix in ("weight_scale", "weight_scale_inv")

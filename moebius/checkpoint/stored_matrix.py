@@ -139,6 +139,9 @@ class StoredMatrix:
         check_values(stored, array.tensor.dtype, array.tensor.name)
         if self.scheme.bytes_in_words:
             return unpack_bytes(stored, transposed)
+        if self.scheme.layout == "mxfp4":
+            # Pairs of codes, whatever the checkpoint calls their bytes.
+            return stored.view(np.uint8)
         return stored.T if transposed and self.scheme.layout == "plain" else stored
 
     def _row_begin(self, rows: range) -> int:

@@ -198,7 +198,8 @@ def _gptq_roles(group_size: int, per_word: int) -> tuple[StoredRole, ...]:
 def mxfp4(name: str, codes: str, scales: str) -> WeightScheme:
     """OCP MXFP4: two e2m1 a byte, an e8m0 scale per 32."""
     roles = (
-        StoredRole("codes", codes, ("U8",), 1, 2),
+        # DeepSeek-V4 calls its pairs signed.
+        StoredRole("codes", codes, ("U8", "I8"), 1, 2),
         StoredRole("scales", scales, ("U8", "F8_E8M0"), 1, 32),
     )
     return WeightScheme(name, roles, layout="mxfp4", group_size=32, packed_format="mxfp4")

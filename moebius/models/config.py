@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import Literal
 
 from moebius.checkpoint.errors import CheckpointError
+from moebius.models.attention_config import CompressedAttentionConfig, HyperConnectionConfig
 
-ScoreFunction = Literal["softmax", "sigmoid", "none"]
+ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "none"]
 GroupScore = Literal["max", "top2_sum"]
 RouterPost = Literal["none", "renormalize", "softmax"]
 GateActivation = Literal["sigmoid", "softplus"]
@@ -112,6 +113,8 @@ class MoeConfig:
     # Whether router and routed experts read the residual stream under norms of their own, and both their sum
     # and that of the always-active experts are normed before they are added.
     own_norms: bool = False
+    # Layers where a token's id alone chooses its experts, by a table of the checkpoint; all others route.
+    hash_layers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,15 +231,6 @@ class AttentionShape:
     keys_are_values: bool  # Whether values have no projection of their own.
     # Positions of a chunk: a query sees the earlier ones of its own chunk; None: no chunks.
     chunk: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HyperConnectionConfig:
-    """Several residual streams instead of one; see `gpu_service.ops.hyper_connections`."""
-
-    num_streams: int
-    iterations: int  # Of Sinkhorn's normalisation of the weights between streams.
-    eps: float  # Added to weights and to the sums that they are divided by.
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +356,8 @@ class ModelConfig:
     block_indexer: BlockIndexerConfig | None = None  # None: no layer chooses blocks of tokens.
     vision: VisionConfig | None = None  # None: the model is text-only, or is served without its tower.
     linear: LinearAttentionConfig | None = None  # None: every layer attends.
+    # None: no layer compresses what it attends to. Else `num_kv_heads` is 1, and the window is here.
+    compressed: CompressedAttentionConfig | None = None
     hyper: HyperConnectionConfig | None = None  # None: layers add to one residual stream.
     # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
     unread_keys: tuple[str, ...] = field(default=(), compare=False)

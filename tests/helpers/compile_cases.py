@@ -14,11 +14,14 @@ from pathlib import Path
 
 import torch
 
+from gpu_service.attention.compressed.triton_backend import TritonCompressedAttention
 from gpu_service.attention.flashinfer_plan import list_pages
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
-from gpu_service.attention.registry import mla_dimensions
+from gpu_service.attention.registry import compressed_dimensions, mla_dimensions
 from gpu_service.attention.triton_backend import TritonAttention
+from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.fp8 import E4M3
+from gpu_service.cache.kv_cache import CompressedCache
 from gpu_service.experts.resident.experts import make_slots
 from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
@@ -86,6 +89,8 @@ def cases(extent: str) -> Iterator[Case]:
             for sizes in sizes_of(config, storage):
                 yield Case(f"ops {label}", partial(_ops, sizes))
             attend = _attend if config.mla is None else _attend_latents
+            if config.compressed is not None:
+                attend = _attend_compressed
             yield Case(f"attention {label}", partial(attend, config, storage))
     for shape in dict.fromkeys(_layer(published(name)) for name in LAYERS[extent]):
         for weights in FORMATS[extent]:
@@ -159,6 +164,15 @@ def _attend_latents(config: ModelConfig, storage: torch.dtype | None) -> None:
         for new in (1, 200):
             case = make_mla_case(chosen, [(900, new)], 64, BF16, storage)
             run_absorbed(case, TritonMlaAttention(chosen, case.cache))
+
+
+def _attend_compressed(config: ModelConfig, storage: torch.dtype | None) -> None:
+    """A layer of each kind, all entries and a choice; pages of 8 bits are refused before."""
+    if storage is not None:
+        return
+    dimensions = replace(compressed_dimensions(config), top_k=256)
+    cache = CompressedCache(config, 2, 16, BF16)
+    warm_up_attention(TritonCompressedAttention(dimensions, cache), 2048)
 
 
 def _layer(config: ModelConfig) -> Shape:

@@ -146,6 +146,12 @@ def _mxfp4(weights: Floats, codes: str) -> Encoded:
     return {codes: found.tensors["blocks"], "weight_scale": found.tensors["scales"]}, found.weights
 
 
+def _deepseek_fp4(weights: Floats) -> Encoded:
+    found = mxfp4(weights)
+    tensors = {"weight": found.tensors["blocks"].view(np.int8), "scale": found.tensors["scales"]}
+    return tensors, found.weights
+
+
 def _kimi_int4(weights: Floats) -> Encoded:
     """Groups of 32 with `weight_shape` as int32."""
     found = compressed_int4(weights, 32)
@@ -172,6 +178,12 @@ _MORE: dict[str, ModelFormat] = {
     "fp8_block_bfloat16_scales": ModelFormat(lambda w: _fp8_block(w, "weight_scale_inv", "bfloat16"), _FP8),
     "fp8_block_e8m0_scales": ModelFormat(
         lambda w: _fp8_block(w, "weight_scale_inv", "e8m0"), _FP8, {"weight_scale_inv": "F8_E8M0"}
+    ),
+    "fp8_block_deepseek_v4": ModelFormat(
+        lambda w: _fp8_block(w, "scale", "e8m0"), _FP8, {"scale": "F8_E8M0"}
+    ),
+    "fp4_deepseek_v4": ModelFormat(
+        _deepseek_fp4, {**_FP8, "expert_dtype": "fp4"}, {"weight": "I8", "scale": "F8_E8M0"}
     ),
     "fp8_block_compressed": ModelFormat(
         lambda w: _fp8_block(w, "weight_scale", "bfloat16"), compressed(_FP8_BLOCK, "float-quantized")

@@ -11,6 +11,12 @@ from typing import Any
 
 from tests.helpers.tiny_mla_models import MLA_SIZES, MLA_YARN
 
+_WINDOW, _SPARSE, _HEAVY = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
+
 # Name -> fields of `TinyModel`.
 DSA_MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {
@@ -101,6 +107,69 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
             "attention_bias": True,
             "tie_word_embeddings": True,
             "rope_parameters": MLA_YARN,
+        },
+        "shard_bytes": 60_000,
+    },
+    # Entries are neither as long as a page nor as a chunk, and windows shorter than the tests' prompts.
+    "deepseek_v4": {
+        "model_type": "deepseek_v4",
+        "changes": {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "q_lora_rank": 28,
+            "partial_rotary_factor": 0.5,
+            "layer_types": [_WINDOW, _SPARSE, _HEAVY, _SPARSE],
+            "compress_rates": {_SPARSE: 3, _HEAVY: 5},
+            "sliding_window": 6,
+            "o_groups": 3,
+            "o_lora_rank": 10,
+            "index_n_heads": 20,
+            "index_head_dim": 12,
+            "index_topk": 4,
+            "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+            "n_routed_experts": 10,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 0.7,
+            "hc_mult": 4,
+            "rms_norm_eps": 3e-2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 16.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    },
+    "deepseek_v4_three_streams_tied": {
+        "model_type": "deepseek_v4",
+        "changes": {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "q_lora_rank": 22,
+            "partial_rotary_factor": 0.4,
+            "layer_types": [_HEAVY, _SPARSE, _WINDOW],
+            "compress_rates": {_SPARSE: 4, _HEAVY: 7},
+            "compress_rope_theta": 5000.0,
+            "sliding_window": 9,
+            "o_groups": 2,
+            "o_lora_rank": 14,
+            "index_n_heads": 16,
+            "index_head_dim": 14,
+            "index_topk": 3,
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "scoring_func": "sigmoid",
+            "routed_scaling_factor": 2.5,
+            "swiglu_limit": 0.4,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 3,
+            "hc_eps": 1e-4,
+            "rms_norm_eps": 3e-2,
+            "tie_word_embeddings": True,
         },
         "shard_bytes": 60_000,
     },

@@ -195,7 +195,11 @@ def _randomize(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
-        if name.endswith(("norm.weight", "norm_f.weight")):
+        if name.endswith(".tid2eid"):
+            # Experts of each token, all of them different.
+            experts = torch.rand(tensor.shape[0], model.config.n_routed_experts, generator=generator)
+            tensor.copy_(experts.argsort(-1)[:, : tensor.shape[1]])
+        elif name.endswith(("norm.weight", "norm_f.weight")):
             tensor.copy_((0 if adds_one and ".linear_attn." not in name else 1) + 0.2 * noise)
         elif name.endswith("bias"):
             tensor.copy_(0.5 * noise)

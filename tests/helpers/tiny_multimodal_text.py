@@ -197,6 +197,44 @@ class TextTower:
             index.write_text(json.dumps(content | {"weight_map": names}))
 
 
+class TextModel(TextTower):
+    """A text model by itself, which was released with other names than transformers writes."""
+
+    def config(self, text: dict[str, Any]) -> Any:
+        import transformers
+
+        return getattr(transformers, f"{self.stem}Config")(**text)
+
+    def model(self, config: Any) -> Any:
+        import transformers
+
+        return getattr(transformers, f"{self.stem}ForCausalLM")(config)
+
+
+def _deepseek_v4_names(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """DeepSeek-V4: without a prefix, and norms of keys called so."""
+    name = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.")
+    for written, released in (("embed_tokens.", "embed."), ("hc_head.hc_", "hc_head_")):
+        name = name.replace(written, released)
+    return name, tensor
+
+
+def _deepseek_v4_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """As DeepSeek writes it, where transformers has other keys since."""
+    rates, ropes = written["compress_rates"], written["rope_parameters"]
+    new = ("compress_rates", "rope_parameters", "partial_rotary_factor", "mlp_layer_types")
+    kept = {key: value for key, value in written.items() if key not in new}
+    scaling = {key: value for key, value in ropes["compress"].items() if key not in ("rope_theta", *new)}
+    hashed = [kind == "hash_moe" for kind in written["mlp_layer_types"]]
+    assert hashed == sorted(hashed, reverse=True), "hash layers come first"
+    return kept | {
+        "compress_rate_csa": rates["compressed_sparse_attention"],
+        "compress_rate_hca": rates["heavily_compressed_attention"],
+        "num_hash_layers": sum(hashed),
+        "rope_scaling": {key: scaling[key] for key in scaling if key != "attention_factor"},
+    }
+
+
 def _fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Qwen3.5-MoE, in one file: all experts of a layer in two tensors."""
     apart = [name for name in tensors if re.search(r"\.experts\.\d+\.", name)]
@@ -212,6 +250,7 @@ def _fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 TEXT_TOWERS: dict[str, TextTower] = {
+    "deepseek_v4": TextModel("DeepseekV4", {}, _deepseek_v4_names, published_config=_deepseek_v4_config),
     "qwen3_5_moe": TextTower("Qwen3_5Moe", _QWEN_3_5_VISION, fuses_experts=True),
     "qwen3_vl_moe": TextTower("Qwen3VLMoe", _QWEN_VISION, _transpose_experts),
     "glm4v_moe": TextTower("Glm4vMoe", _GLM_VISION),

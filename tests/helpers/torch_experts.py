@@ -20,6 +20,8 @@ def _plain_name(name: str) -> str:
     """The name as most families have it."""
     name = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
     name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.").replace(".feed_forward.", ".mlp.")
+    if ".ffn.experts." in name:
+        name = "model." + name.removeprefix("model.").replace(".ffn.", ".mlp.")
     if not name.endswith(".weight"):
         return name
     *path, matrix, suffix = name.replace(".block_sparse_moe.", ".mlp.").split(".")
@@ -74,7 +76,7 @@ class TorchExperts:
         x = hidden_state.float()
         if self.config["model_type"].startswith("gemma4"):
             return down @ (functional.gelu(gate @ x, approximate="tanh") * (up @ x))
-        if self.config["model_type"] == "glm5_next":
+        if self.config["model_type"] in ("deepseek_v4", "glm5_next"):
             limit = self.config.get("text_config", self.config)["swiglu_limit"]
             return down @ (functional.silu((gate @ x).clamp(max=limit)) * (up @ x).clamp(-limit, limit))
         if self.config["model_type"] == "minimax_m3_vl":

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.attention.compressed import torch_reference as compressed_reference
 from gpu_service.attention.mla import torch_reference
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.attention.registry import mla_dimensions
@@ -49,9 +50,13 @@ def test_choices_matter_and_are_clear(name: str, tmp_path: Path, monkeypatch: py
         return select(scores, lengths, top_k)
 
     monkeypatch.setattr(torch_reference, "select_tokens", watch)
+    monkeypatch.setattr(compressed_reference, "select_tokens", watch)
     make_tiny_model(name, tmp_path)
     _, sparse = load_runner(tmp_path).prefill(PROMPT)
-    top_k = DSA_MODELS[name]["changes"]["index_topk"]
+    changes = DSA_MODELS[name]["changes"]
+    # Rows up to which no more are to choose from: tokens, or entries of several.
+    rate = changes.get("compress_rates", {}).get("compressed_sparse_attention", 1)
+    top_k = (changes["index_topk"] + 1) * rate - 1
     rewrite(tmp_path, index_topk=len(PROMPT))
     _, dense = load_runner(tmp_path).prefill(PROMPT)
     torch.testing.assert_close(sparse[:top_k], dense[:top_k], rtol=0, atol=LOGITS_FLOAT32_SELF)

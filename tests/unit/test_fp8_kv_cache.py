@@ -78,7 +78,11 @@ def test_half_the_memory_and_the_same_rules() -> None:
 
 
 @pytest.mark.covering(1, name=lambda name: TINY_MODELS[name].model_type)
-@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+@pytest.mark.parametrize(
+    # Compressed attention has no such pages.
+    "name",
+    sorted(name for name in TINY_MODELS if TINY_MODELS[name].model_type != "deepseek_v4"),
+)
 def test_a_models_predictions_stay_close(name: str, tmp_path: Path) -> None:
     """Mean KL divergence of the next token's distribution, wherever the prompt is cut.
 

@@ -33,7 +33,7 @@ def _configs(draw: st.DrawFn) -> RouterConfig:
     return RouterConfig(
         num_experts=num_groups * group_size,
         top_k=draw(st.integers(1, min(8, top_groups * group_size))),
-        score=draw(st.sampled_from(["softmax", "sigmoid", "none"])),
+        score=draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus", "none"])),
         correction_bias=draw(st.booleans()),
         num_groups=num_groups,
         top_groups=top_groups,
@@ -66,7 +66,7 @@ def test_equal_scores_take_the_lowest_ids() -> None:
     assert ids.tolist() == [[1, 2, 3], [0, 1, 2]]
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "none"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus", "none"])
 @pytest.mark.parametrize("groups", [(1, 1), (3, 1)])
 def test_ids_of_broken_logits_are_valid_and_distinct(score: str, groups: tuple[int, int]) -> None:
     """A request whose logits are NaN fails by itself; its row must not send others astray."""

@@ -153,7 +153,7 @@ def test_the_engine_takes_what_was_planned(tmp_path: Path, name: str) -> None:
     assert plan.kv.pages == pages
     assert planned["engine: KV cache"] == shape.make(pages).nbytes
     states = allocate_states(config.gpu, model.rank_config, torch.device("cpu"))
-    assert planned.get("engine: states of linear attention", 0) == (states.nbytes if states else 0)
+    assert planned.get("engine: states of requests", 0) == (states.nbytes if states else 0)
     geometry = read_geometry(tmp_path)
     dtype = TORCH_DTYPES[model.config.dtype]
     held = make_resident_experts(config, geometry, torch.device("cpu"), dtype)

@@ -27,6 +27,7 @@ NAMES = sorted(file.stem for file in FIXTURES.glob("*.json"))
 FORMATS = {
     "deepseek-v3": "fp8_block",
     "deepseek-v3.2": "fp8_block",
+    "deepseek-v4-flash": "mxfp4",
     "gpt-oss-120b": "mxfp4",
     "gpt-oss-20b": "mxfp4",
     "kimi-k2": "fp8_block",

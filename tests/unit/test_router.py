@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from gpu_service.layers.moe import Router
 from gpu_service.ops.router import route
+from moebius.checkpoint.errors import CheckpointError
 from moebius.models.config import RouterConfig
 from tests.tolerances import OP_FLOAT32
 
@@ -88,3 +91,34 @@ def test_output_types_are_the_expert_client_contract() -> None:
     weights, ids = route(torch.randn(5, 8, dtype=torch.bfloat16), None, RouterConfig(8, 3, "softmax"))
     assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
     assert weights.shape == ids.shape == (5, 3)
+
+
+def test_a_tokens_id_chooses_its_experts_and_scores_weigh_them() -> None:
+    """As a table says; rows of padding choose nobody, and the table is as before."""
+    config = RouterConfig(6, 2, "sqrt_softplus", post="renormalize", scale=1.5)
+    router = Router(4, config, hashed_tokens=5, dtype=torch.float32)
+    assert router.e_score_correction_bias is None
+    assert router.tid2eid is not None
+    table = torch.tensor([[0, 1], [5, 2], [3, 4], [1, 0], [2, 2]], dtype=torch.int32)
+    router.weight = torch.nn.Parameter(torch.randn(6, 4), requires_grad=False)
+    router.tid2eid = torch.nn.Parameter(table.clone(), requires_grad=False)
+    router.pack()
+    rows, ids = torch.randn(3, 4), torch.tensor([1, 3, 1])
+    inputs = SimpleNamespace(input_ids=ids, valid_rows=torch.tensor([True, True, False]))
+    weights, chosen = router(rows, inputs)
+    assert chosen.tolist() == [[5, 2], [1, 0], [-1, -1]]
+    scores = torch.nn.functional.softplus(rows @ router.weight.T).sqrt()
+    expected = scores[:2].gather(1, table[ids[:2]].long())
+    expected = 1.5 * expected / expected.sum(1, keepdim=True)
+    torch.testing.assert_close(weights[:2], expected)
+    assert torch.equal(router.tid2eid, table)
+
+
+@pytest.mark.parametrize("expert", [-1, 6])
+def test_a_table_with_unknown_experts_is_refused(expert: int) -> None:
+    """What a server was asked for that it does not have could be anything."""
+    router = Router(4, RouterConfig(6, 2, "sqrt_softplus"), hashed_tokens=2, dtype=torch.float32)
+    table = torch.tensor([[0, expert], [1, 2]], dtype=torch.int32)
+    router.tid2eid = torch.nn.Parameter(table, requires_grad=False)
+    with pytest.raises(CheckpointError, match=f"expert {expert}; allowed: 0 to 5"):
+        router.pack()

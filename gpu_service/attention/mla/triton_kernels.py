@@ -206,10 +206,14 @@ _BLOCK_SCORES = 1024
 def _score_kernel(  # type: ignore[no-untyped-def]
     query, head_weights, keys, scores, block_table, seq_lens, query_starts, first_row, end_row, num_requests,
     table_stride, score_stride, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROW: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, POOL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PLACES: tl.constexpr, STEP: tl.constexpr, POOL: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of a request's rows, block of pools): the weighted sum of ReLU over all heads."""
+    """Program (tile of a request's rows, block of pools): the weighted sum of ReLU over all heads.
+
+    A page has PLACES for keys, one for each STEP tokens.
+    """
     tile, first = tl.program_id(0), tl.program_id(1) * BLOCK_N
     request, first_tile = request_of_tile(tile, query_starts, num_requests, first_row, BLOCK_Q)
     start, stop = tl.load(query_starts + request), tl.load(query_starts + request + 1)
@@ -223,7 +227,7 @@ def _score_kernel(  # type: ignore[no-untyped-def]
         # The key of a pool is with its last token.
         last = position * POOL + POOL - 1
         page = tl.load(block_table + request * table_stride + last // PAGE_SIZE, mask=seen, other=0)
-        slot = page.to(tl.int64) * PAGE_SIZE + last % PAGE_SIZE
+        slot = page.to(tl.int64) * PLACES + last % PAGE_SIZE // STEP
         key = tl.load(keys + slot[:, None] * ROW + at[None, :], mask=seen[:, None] & in_dim[None, :],
                       other=0.0)  # fmt: skip
         for row in range(begin, end):
@@ -326,6 +330,49 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         tl.store(selection + row.to(tl.int64) * WIDTH + column, token, mask=column < WIDTH)
 
 
+def choose_pools(
+    query: torch.Tensor,
+    head_weights: torch.Tensor,
+    keys: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    longest: int,
+    pool: int,
+    top_k: int,
+    page_size: int,
+    scratch: torch.Tensor,
+) -> torch.Tensor:
+    """`index_scores` and `select_tokens` of `torch_reference.py` for every row of a step: int32 `[T, top_k]`.
+
+    A row chooses among the pools of so many tokens that end up to it. keys `[num_pages, places, row]`, a key
+    being the first elements of a row: with a place for each of the `page_size` tokens of a page, that of a
+    pool is in its last token's; with fewer places, pools have theirs alone. The rest as in `choose_tokens`.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    longest, places = max(1, longest // pool), keys.shape[1]
+    chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=query.device)
+    batch, (block_keys, block_heads) = scratch.shape[0] // longest, _BLOCKS[query.dtype.itemsize]
+    query, head_weights = query.contiguous(), head_weights.contiguous()
+    for first_row in range(0, num_rows, batch):
+        rows = min(batch, num_rows - first_row)
+        tiles = num_row_tiles(rows, seq_lens.shape[0], _BLOCK_ROWS)
+        _score_kernel[(tiles, -(-longest // block_keys))](
+            query, head_weights, keys, scratch, block_table, seq_lens, query_starts, first_row,
+            first_row + rows, seq_lens.shape[0], block_table.stride(0), longest,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, ROW=keys.shape[2], PAGE_SIZE=page_size, PLACES=places,
+            STEP=1 if places == page_size else pool, POOL=pool, BLOCK_Q=_BLOCK_ROWS,
+            BLOCK_H=min(block_heads, max(MIN_ROWS, next_power_of_2(num_heads))),
+            BLOCK_D=max(MIN_ROWS, next_power_of_2(head_dim)), BLOCK_N=block_keys,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        )  # fmt: skip
+        _choose_kernel[(rows,)](
+            scratch, chosen, seq_lens, query_starts, first_row, seq_lens.shape[0], longest,
+            TOP_K=top_k, POOL=pool, BLOCK_K=next_power_of_2(top_k), BLOCK=_BLOCK_SCORES,
+        )  # fmt: skip
+    return chosen
+
+
 def choose_tokens(
     query: torch.Tensor,
     head_weights: torch.Tensor,
@@ -337,34 +384,15 @@ def choose_tokens(
     index: IndexDimensions,
     scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """`index_scores`, `select_tokens` and `expand_pools` of `torch_reference.py` for every row of a step.
+    """`choose_pools`, then `expand_pools` of `torch_reference.py`.
 
     query, head_weights as in `MlaAttentionBackend.select`; keys `[num_pages, page_size, row]`, a key being
     the first `index.head_dim` elements of a row; no sequence is longer than `longest`; scratch float32, of
     at least `longest` elements; the rest int32 as in `ForwardInputs`. Returns int32 `[T, index.selected]`.
     """
-    num_rows, num_heads, head_dim = query.shape
-    pool, top_k = index.pool, index.top_k // index.pool
-    longest = max(1, longest // pool)
-    chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=query.device)
-    batch, (block_keys, block_heads) = scratch.shape[0] // longest, _BLOCKS[query.dtype.itemsize]
-    query, head_weights = query.contiguous(), head_weights.contiguous()
-    for first_row in range(0, num_rows, batch):
-        rows = min(batch, num_rows - first_row)
-        tiles = num_row_tiles(rows, seq_lens.shape[0], _BLOCK_ROWS)
-        _score_kernel[(tiles, -(-longest // block_keys))](
-            query, head_weights, keys, scratch, block_table, seq_lens, query_starts, first_row,
-            first_row + rows, seq_lens.shape[0], block_table.stride(0), longest,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, ROW=keys.shape[2], PAGE_SIZE=keys.shape[1], POOL=pool,
-            BLOCK_Q=_BLOCK_ROWS,
-            BLOCK_H=min(block_heads, max(MIN_ROWS, next_power_of_2(num_heads))),
-            BLOCK_D=max(MIN_ROWS, next_power_of_2(head_dim)), BLOCK_N=block_keys,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        )  # fmt: skip
-        _choose_kernel[(rows,)](
-            scratch, chosen, seq_lens, query_starts, first_row, seq_lens.shape[0], longest,
-            TOP_K=top_k, POOL=pool, BLOCK_K=next_power_of_2(top_k), BLOCK=_BLOCK_SCORES,
-        )  # fmt: skip
+    num_rows, pool, top_k = query.shape[0], index.pool, index.top_k // index.pool
+    where = block_table, seq_lens, query_starts, longest, pool, top_k, keys.shape[1], scratch
+    chosen = choose_pools(query, head_weights, keys, *where)
     if pool == 1:
         return chosen
     selection = torch.empty(num_rows, index.selected, dtype=torch.int32, device=query.device)

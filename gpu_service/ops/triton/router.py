@@ -14,7 +14,7 @@ import triton.language as tl
 from gpu_service.ops.triton.jit import jit, next_power_of_2
 from moebius.models.config import RouterConfig
 
-_SCORES = {"none": 0, "softmax": 1, "sigmoid": 2}
+_SCORES = {"none": 0, "softmax": 1, "sigmoid": 2, "sqrt_softplus": 3}
 _POSTS = {"none": 0, "renormalize": 1, "softmax": 2}
 _LOWEST = -3.0e38
 
@@ -42,6 +42,11 @@ def _score(logits: tl.tensor, top: tl.tensor, total: tl.tensor, SCORE: tl.conste
         logits = tl.exp(logits - top) / total
     if SCORE == 2:
         logits = 1.0 / (1.0 + tl.exp(-logits))
+    if SCORE == 3:
+        # Softplus, whose powers never overflow; next to 1 a small one would be rounded away.
+        power = tl.exp(-tl.abs(logits))
+        series = power * (1.0 - power * (0.5 - power / 3.0))
+        logits = tl.sqrt(tl.maximum(logits, 0.0) + tl.where(power < 0.01, series, tl.log(1.0 + power)))
     return logits
 
 

@@ -234,7 +234,7 @@ class Planner:
                     "vision tower": self.forecast.vision_bytes,
                     "resident experts": held.count * held.bytes_each,
                     "KV cache": kv.pages * rank.page_bytes,
-                    "states of linear attention": rank.state_bytes,
+                    "states of requests": rank.state_bytes,
                     "activations": rank.activation_bytes,
                 }
                 engine += [Component(RAM, of + name, size) for name, size in parts.items() if size]

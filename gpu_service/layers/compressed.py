@@ -1,0 +1,248 @@
+"""Compressed attention: a window of tokens, and entries that stand for earlier ones. See
+`attention.compressed.base` for the formulas.
+
+Source: DeepSeek-V4's report, section 2.3. Attribute names of compressor and indexer are those of the
+checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from gpu_service.attention.compressed.base import CompressedAttentionBackend, Compression
+from gpu_service.cache.state_cache import RecentTokens
+from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.layers.decoder import RotaryEmbedding
+from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
+from gpu_service.layers.norm import RMSNorm
+from gpu_service.ops.norm import rms_norm
+from gpu_service.ops.rope import RopeTable, apply_rope
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import ShardRange, even_shard, query_heads
+from moebius.models.config import ModelConfig
+
+
+class StepTables:
+    """Rotary tables that layers share within a step: of entries, and back from a query's position."""
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        """`rotary`: that of layers with entries."""
+        self._rotary = rotary
+        self._step: ForwardInputs | None = None
+        self._entries: dict[int, RopeTable] = {}
+        self._inverse: dict[int, tuple[RopeTable, RopeTable]] = {}
+
+    def of_entries(self, inputs: ForwardInputs, rate: int) -> RopeTable:
+        """Of the first token of the entry that each row ends."""
+        if self._step is not inputs:
+            self._step, self._entries = inputs, {}
+        if rate not in self._entries:
+            self._entries[rate] = self._rotary.table((inputs.positions - rate + 1).clamp(min=0))
+        return self._entries[rate]
+
+    def inverse(self, table: RopeTable, has_entries: bool) -> RopeTable:
+        """The table that rotates back; a step has one table for layers with entries, and one for others."""
+        known = self._inverse.get(has_entries)
+        if known is None or known[0] is not table:
+            cos_sin = table.cos_sin
+            if cos_sin is not None:
+                half = cos_sin.shape[1] // 2
+                cos_sin = torch.cat((cos_sin[:, :half], -cos_sin[:, half:]), dim=1)
+            known = table, table._replace(sin=-table.sin, cos_sin=cos_sin)
+            self._inverse[has_entries] = known
+        return known[1]
+
+
+class Compressor(nn.Module):
+    """What tokens project for their entries; every rank has all of it."""
+
+    def __init__(self, config: ModelConfig, size: int, rate: int, parts: int, *, dtype: torch.dtype) -> None:
+        """`size`: elements of an entry; `parts`: entries that a token has a part in."""
+        super().__init__()
+        self.rate = rate
+        rows = ShardRange.whole(parts * size)
+        self.projections = FusedLinear(
+            config.hidden_size, {"wkv": rows, "wgate": rows}, bias=False, dtype=dtype
+        )
+        # Float32 as they are added.
+        self.ape = empty_parameter(rate, parts * size, dtype=torch.float32)
+        self.norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        recent: torch.Tensor,
+        pages: torch.Tensor,
+        table: RopeTable,
+        backend: CompressedAttentionBackend,
+    ) -> None:
+        """Of `[T, H]`; entries are in the pages, the latest rows in the slots that the step writes."""
+        how = Compression(self.rate, self.ape, self.norm.weight, self.norm.eps, table)
+        backend.compress(self.projections(hidden_states), recent, pages, how)
+
+
+class EntryIndexer(nn.Module):
+    """Small queries and small entries whose products only rank entries; every rank has all of it."""
+
+    def __init__(self, config: ModelConfig, rate: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = config.compressed
+        assert sizes is not None, "the family's reader fills `compressed`"
+        self._heads, self._head_dim, self._rope_dim = (
+            sizes.index_num_heads,
+            sizes.index_head_dim,
+            sizes.rope_dim,
+        )
+        self.compressor = Compressor(config, self._head_dim, rate, 2, dtype=dtype)
+        self.wq_b = Linear(sizes.q_lora_rank, self._heads * self._head_dim, bias=False, dtype=dtype)
+        # Its few rows weigh whole heads against one another: in 16 bits, ranks of entries would change.
+        self.weights_proj = Linear(config.hidden_size, self._heads, bias=False, dtype=torch.float32)
+        self._score_scale = (self._heads * self._head_dim) ** -0.5
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        query_latent: torch.Tensor,
+        rope: RopeTable,
+        backend: CompressedAttentionBackend,
+        layer_id: int,
+    ) -> torch.Tensor:
+        """The choice of each row, as `CompressedAttentionBackend.select`; its entries are stored already."""
+        query = self.wq_b(query_latent).view(-1, self._heads, self._head_dim)
+        apply_rope(query[..., self._head_dim - self._rope_dim :], rope)
+        weights = self.weights_proj(hidden_states.float()) * self._score_scale
+        return backend.select(query, weights, layer_id)
+
+
+class GroupedProjection(nn.Module):
+    """Groups of heads, each projected by itself; a rank has its groups' rows."""
+
+    def __init__(self, columns: int, groups: ShardRange, rank: int, *, dtype: torch.dtype) -> None:
+        """`columns` of a group's heads to `rank` elements."""
+        super().__init__()
+        self._groups, self._rows, self._columns = groups.size, groups.scaled(rank), columns
+        self.weight = empty_parameter(self._rows.size, columns, dtype=dtype)
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        yield CheckpointPart("", "weight", self._rows, ShardRange.whole(self._columns))
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`[T, heads, head_dim]` to `[T, groups * rank]`."""
+        grouped = heads.reshape(heads.shape[0], self._groups, -1).transpose(0, 1)
+        weight = self.weight.view(self._groups, -1, self._columns)
+        return torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
+class _Sizes(NamedTuple):
+    head_dim: int
+    rope_dim: int
+    rank: int
+    eps: float
+
+
+class CompressedAttention(nn.Module):
+    """Queries through a latent, one head of keys that are values, both rotated at their ends; attention; the
+    result rotated back, so that of a value only its distance counts; output in groups of heads.
+
+    `layer_id` counts the pipeline stage's layers, `layer` is the index in the checkpoint. A rank computes its
+    own heads; keys and entries, which all heads share, are computed and kept by every rank.
+    """
+
+    def __init__(
+        self,
+        layer_id: int,
+        layer: int,
+        config: ModelConfig,
+        tables: StepTables,
+        *,
+        dtype: torch.dtype,
+        parallel: ParallelContext = SOLO,
+    ) -> None:
+        super().__init__()
+        sizes = config.compressed
+        assert sizes is not None, "the family's reader fills `compressed`"
+        self.layer_id, self._tables = layer_id, tables
+        head_dim, eps, rate = config.head_dim, config.rms_norm_eps, sizes.rates[layer]
+        self._sizes = _Sizes(head_dim, sizes.rope_dim, sizes.q_lora_rank, eps)
+        heads = query_heads(config, parallel)
+        groups = even_shard(sizes.output_groups, parallel.tp_rank, parallel.tp_size)
+        narrow = {"q_a_proj": ShardRange.whole(sizes.q_lora_rank), "kv_proj": ShardRange.whole(head_dim)}
+        self.a_proj = FusedLinear(config.hidden_size, narrow, bias=False, dtype=dtype)
+        self.q_a_norm = RMSNorm(sizes.q_lora_rank, eps, dtype=dtype)
+        self.kv_norm = RMSNorm(head_dim, eps, dtype=dtype)
+        query_rows = {"q_b_proj": heads.scaled(head_dim)}
+        self.q_b_proj = FusedLinear(sizes.q_lora_rank, query_rows, bias=False, dtype=dtype)
+        self._heads = heads
+        self.sinks = empty_parameter(heads.size, dtype=torch.float32)
+        columns = config.num_heads // sizes.output_groups * head_dim
+        self.o_a_proj = GroupedProjection(columns, groups, sizes.output_rank, dtype=dtype)
+        self.o_b_proj = RowParallelLinear(
+            groups.scaled(sizes.output_rank), config.hidden_size, bias=False, dtype=dtype, parallel=parallel
+        )
+        is_sparse = layer in sizes.sparse_layers
+        self.compressor = Compressor(config, head_dim, rate, 1 + is_sparse, dtype=dtype) if rate else None
+        self.indexer = EntryIndexer(config, rate, dtype=dtype) if is_sparse else None
+        # Of the queries' norm, which has no weight to load; made by `pack`.
+        self._ones: torch.Tensor | None = None
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """Of the parameters that are this module's own, a rank has those of its heads."""
+        yield CheckpointPart("", "sinks", self._heads, None)
+
+    def pack(self) -> None:
+        """What is used but not loaded; the loader calls it once."""
+        weight = self.kv_norm.weight
+        self._ones = torch.ones(self._sizes.head_dim, dtype=weight.dtype, device=weight.device)
+
+    def forward(
+        self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]`; what later tokens need of these is in cache and states afterwards."""
+        sizes, backend, states = self._sizes, context.attention, context.states
+        assert isinstance(backend, CompressedAttentionBackend), "the cache of this model holds entries"
+        assert isinstance(states, RecentTokens), "a model with compressed attention keeps the latest tokens"
+        assert rope is not None, "every layer rotates"
+        assert self._ones is not None, "the loader calls `pack`"
+        rotated = slice(sizes.head_dim - sizes.rope_dim, None)
+        compressed: torch.Tensor = self.a_proj(hidden_states)
+        latent: torch.Tensor = self.q_a_norm(compressed[:, : sizes.rank])
+        keys: torch.Tensor = self.kv_norm(compressed[:, sizes.rank :])
+        apply_rope(keys[:, None, rotated], rope)
+        query = self.q_b_proj(latent).view(hidden_states.shape[0], -1, sizes.head_dim)
+        query = rms_norm(query, self._ones, sizes.eps)
+        apply_rope(query[..., rotated], rope)
+        selection = self._compress(hidden_states, latent, rope, context.inputs, states, backend)
+        window = states.window(self.layer_id)
+        attended = backend.attend(query, keys, window, self.layer_id, self.sinks, selection)
+        inverse = self._tables.inverse(rope, self.compressor is not None)
+        apply_rope(attended[..., rotated], inverse)
+        output: torch.Tensor = self.o_b_proj(self.o_a_proj(attended))
+        return output
+
+    def _compress(
+        self,
+        hidden_states: torch.Tensor,
+        latent: torch.Tensor,
+        rope: RopeTable,
+        inputs: ForwardInputs,
+        states: RecentTokens,
+        backend: CompressedAttentionBackend,
+    ) -> torch.Tensor | None:
+        """Stores the step's entries; which ones its rows see, None where they see all."""
+        layer_id, compressor = self.layer_id, self.compressor
+        if compressor is None:
+            return None
+        table, recent = self._tables.of_entries(inputs, compressor.rate), states.recent(layer_id)
+        compressor(hidden_states, recent[0], backend.cache.pages(layer_id), table, backend)
+        if self.indexer is None:
+            return None
+        keys = backend.cache.index_keys(layer_id)
+        self.indexer.compressor(hidden_states, recent[1], keys, table, backend)
+        if not backend.selects:
+            return None
+        selection: torch.Tensor = self.indexer(hidden_states, latent, rope, backend, layer_id)
+        return selection

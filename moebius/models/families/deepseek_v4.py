@@ -1,0 +1,252 @@
+"""DeepSeek-V4 (Flash, Pro): attention to a window and to compressed tokens, hyper-connections, experts chosen
+by a token's id in the first layers.
+
+Sources: DeepSeek-V4's report, sections 2.1 to 2.3, and the configuration class of transformers 5.23. Files as
+published name attention by `compress_ratios`, those that transformers writes by `layer_types`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moebius.models.attention_config import CompressedAttentionConfig, HyperConnectionConfig
+from moebius.models.common import read_common, read_mtp_layers, refuse_bias
+from moebius.models.config import (
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+    RouterConfig,
+    ScoreFunction,
+)
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import MTP, TensorNames, rename
+from moebius.models.rope import read_rope
+
+_SLIDING, _SPARSE, _HEAVY = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
+_KINDS = (_SLIDING, _SPARSE, _HEAVY)
+_RATES = {_SPARSE: 4, _HEAVY: 128}
+_OLD_RATES = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
+# In `compress_ratios`.
+_RATIOS = {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}
+_HASH_LAYERS = 3
+_SCORES: dict[str, ScoreFunction] = {
+    "sqrtsoftplus": "sqrt_softplus",
+    "softmax": "softmax",
+    "sigmoid": "sigmoid",
+}
+# Of training, of formats of experts (which `quantisation.py` reads), and of drafts.
+_HARMLESS = (
+    "dspark_block_size",
+    "dspark_markov_rank",
+    "dspark_noise_token_id",
+    "dspark_target_layer_ids",
+    "expert_dtype",
+    "intermediate_size",
+    "router_jitter_noise",
+)
+
+
+def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
+    """The kind of attention of each layer; numbers beyond the last one are of multi-token prediction."""
+    kinds = hf.strings("layer_types")
+    ratios = hf.integers("compress_ratios")
+    if not kinds and ratios:
+        unknown = [ratio for ratio in ratios if ratio not in _RATIOS]
+        if unknown or len(ratios) < num_layers:
+            raise hf.error("compress_ratios", list(ratios), f"{num_layers} of {', '.join(map(str, _RATIOS))}")
+        kinds = tuple(_RATIOS[ratio] for ratio in ratios[:num_layers])
+    first = (_HEAVY,) * min(num_layers, 2)
+    kinds = kinds or (*first, *(_SPARSE if layer % 2 else _HEAVY for layer in range(num_layers - len(first))))
+    if len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
+        raise hf.error("layer_types", list(kinds), f"{num_layers} of {', '.join(_KINDS)}")
+    return kinds
+
+
+def _rates(hf: HfKeys) -> dict[str, int]:
+    """Tokens of an entry, by the kind of attention."""
+    section = hf.section("compress_rates")
+    found = {}
+    for kind, default in _RATES.items():
+        rate = default if section is None else section.integer(kind, default=default, minimum=2)
+        found[kind] = hf.integer(_OLD_RATES[kind], default=rate, minimum=2)
+    if section is not None and section.unread:
+        raise section.error(section.unread[0], "...", ", ".join(_RATES))
+    return found
+
+
+def _read_ropes(hf: HfKeys, head_dim: int) -> dict[bool, RopeConfig]:
+    """By whether a layer compresses. Scaling is of those that do, and changes frequencies only."""
+    by_kind = hf.section("rope_parameters")
+    theta = hf.number("rope_theta", default=10000.0)
+    compressed_theta = hf.number("compress_rope_theta", default=160000.0)
+    default = {"rope_theta": theta}
+    if by_kind is not None and by_kind.has("main") and by_kind.has("compress"):
+        parts = by_kind.value("main"), by_kind.value("compress")
+    else:
+        scaling = hf.value("rope_parameters") or hf.value("rope_scaling") or {}
+        parts = default, {**scaling, "rope_theta": compressed_theta}
+        if scaling.get("rope_type", scaling.get("type")) == "yarn":
+            parts[1].setdefault("attention_factor", 1.0)
+    factor = 64 / 512
+    if hf.has("qk_rope_head_dim"):
+        factor = hf.integer("qk_rope_head_dim", minimum=2) / head_dim
+    ropes = [
+        read_rope(
+            hf.with_values(rope_parameters=part), head_dim, default_partial_factor=factor, interleaved=True
+        )
+        for part in parts
+    ]
+    if ropes[0].rotary_dim != ropes[1].rotary_dim:
+        raise hf.error("rope_parameters", ropes[1].rotary_dim, f"as many rotated: {ropes[0].rotary_dim}")
+    return {False: ropes[0], True: ropes[1]}
+
+
+def _read_attention(hf: HfKeys, common: dict[str, Any], rope_dim: int) -> CompressedAttentionConfig:
+    kinds, rates = _kinds(hf, common["num_layers"]), _rates(hf)
+    heads, groups = common["num_heads"], hf.integer("o_groups", default=8)
+    if heads % groups:
+        raise hf.error("o_groups", groups, f"a divisor of num_attention_heads ({heads})")
+    index_head_dim = hf.integer("index_head_dim", default=128)
+    if index_head_dim < rope_dim:
+        raise hf.error("index_head_dim", index_head_dim, f"at least qk_rope_head_dim ({rope_dim})")
+    return CompressedAttentionConfig(
+        q_lora_rank=hf.integer("q_lora_rank"),
+        rope_dim=rope_dim,
+        window=hf.integer("sliding_window", default=128),
+        rates=tuple(rates.get(kind, 0) for kind in kinds),
+        sparse_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == _SPARSE),
+        index_num_heads=hf.integer("index_n_heads", default=64),
+        index_head_dim=index_head_dim,
+        top_k=hf.integer("index_topk", default=512),
+        output_groups=groups,
+        output_rank=hf.integer("o_lora_rank", default=1024),
+    )
+
+
+def _hash_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
+    kinds = hf.strings("mlp_layer_types")
+    first = hf.integer("num_hash_layers", default=_HASH_LAYERS, minimum=0)
+    if not kinds:
+        return frozenset(range(min(num_layers, first)))
+    if len(kinds) != num_layers or not set(kinds) <= {"hash_moe", "moe"}:
+        raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'hash_moe' and 'moe'")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "hash_moe")
+
+
+def _read_moe(hf: HfKeys, num_layers: int, limit: float) -> MoeConfig:
+    hf.refuse("topk_method", "noaux_tc")
+    hf.refuse("n_group", 1)
+    hf.refuse("topk_group", 1)
+    hf.refuse("n_shared_experts", 1)
+    score = hf.string("scoring_func", default="sqrtsoftplus")
+    if score not in _SCORES:
+        raise hf.error("scoring_func", score, ", ".join(_SCORES))
+    if not hf.boolean("norm_topk_prob", default=True):
+        raise hf.error("norm_topk_prob", False, "true")
+    size = hf.integer("moe_intermediate_size")
+    router = RouterConfig(
+        num_experts=hf.integer("n_routed_experts", "num_local_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score=_SCORES[score],
+        correction_bias=True,
+        post="renormalize",
+        renormalize_epsilon=1e-20,
+        scale=hf.number("routed_scaling_factor", default=1.5),
+        float32_gate=True,
+    )
+    return MoeConfig(
+        router,
+        size,
+        size,
+        frozenset(range(num_layers)),
+        expert_activation="clamped_silu",
+        expert_limit=limit,
+        hash_layers=_hash_layers(hf, num_layers),
+    )
+
+
+def read_deepseek_v4(hf: HfKeys) -> ModelConfig:
+    """DeepSeek-V4-Flash and -Pro."""
+    hf.skip(*_HARMLESS)
+    hf.refuse("mlp_bias")
+    common = read_common(hf, dense_size=0)
+    refuse_bias(hf, common)
+    num_layers, limit = common["num_layers"], hf.number("swiglu_limit", default=10.0)
+    if common["num_kv_heads"] != 1:
+        raise hf.error("num_key_value_heads", common["num_kv_heads"], "1")
+    ropes = _read_ropes(hf, common["head_dim"])
+    compressed = _read_attention(hf, common, ropes[True].rotary_dim)
+    layer_ropes = tuple(ropes[rate > 0] for rate in compressed.rates)
+    return ModelConfig(
+        **(common | {"activation": "clamped_silu"}),
+        model_type=hf.string("model_type"),
+        rope=ropes[True],
+        layer_ropes=layer_ropes if len(set(layer_ropes)) > 1 else (),
+        compressed=compressed,
+        moe=_read_moe(hf, num_layers, limit),
+        mlp_limits=(limit,) * num_layers,
+        hyper=HyperConnectionConfig(
+            num_streams=hf.integer("hc_mult", default=4, minimum=2),
+            iterations=hf.integer("hc_sinkhorn_iters", default=20),
+            eps=hf.number("hc_eps", default=1e-6),
+            weighs_last=True,
+        ),
+        num_mtp_layers=read_mtp_layers(hf),
+    )
+
+
+# Modules of a layer, as published and as here; compressor and indexer keep their names.
+_MODULES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn.wq_a": "self_attn.q_a_proj",
+    "attn.q_norm": "self_attn.q_a_norm",
+    "attn.wq_b": "self_attn.q_b_proj",
+    "attn.wkv": "self_attn.kv_proj",
+    "attn.kv_norm": "self_attn.kv_norm",
+    # What transformers writes instead.
+    "attn.norm": "self_attn.kv_norm",
+    "attn.wo_a": "self_attn.o_a_proj",
+    "attn.wo_b": "self_attn.o_b_proj",
+    "attn.compressor": "self_attn.compressor",
+    "attn.indexer": "self_attn.indexer",
+    "ffn.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "ffn.shared_experts.w3": "mlp.shared_experts.up_proj",
+    "ffn.experts": "mlp.experts",
+    "ffn.shared_experts.w2": "mlp.shared_experts.down_proj",
+}
+_TENSORS = {
+    "attn.attn_sink": "self_attn.sinks",
+    "ffn.gate.bias": "mlp.gate.e_score_correction_bias",
+    "ffn.gate.weight": "mlp.gate.weight",
+    "ffn.gate.tid2eid": "mlp.gate.tid2eid",
+} | {f"hc_{half}_{part}": f"{half}_hc.{part}" for half in ("attn", "ffn") for part in ("fn", "base", "scale")}
+_TOP = {
+    "embed.**": "model.embed_tokens.**",
+    "norm.**": "model.norm.**",
+    "head.**": "lm_head.**",
+    **{f"hc_head_{part}": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")},
+}
+# Published without a prefix; transformers writes one before layers.
+_RULES = tuple(
+    rename(f"{prefix}layers.*.{stored}{rest}", f"model.layers.*.{canonical}{rest}")
+    for prefix in ("", "model.")
+    for rest, names in ((".**", _MODULES), ("", _TENSORS))
+    for stored, canonical in names.items()
+)
+
+FAMILIES = (
+    Family(
+        "deepseek_v4",
+        read_deepseek_v4,
+        TensorNames(
+            (MTP, *_RULES, *(rename(stored, canonical) for stored, canonical in _TOP.items())),
+            layouts=("per_expert_ffn",),
+        ),
+    ),
+)
