@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import socket
@@ -209,6 +210,8 @@ def _run_rank(
     results: multiprocessing.connection.Connection,
     cases: Cases,
 ) -> None:
+    # What was there before the fork stays: collections need not look at all of torch, nor copy its pages.
+    gc.freeze()
     prepare()
     configure_tls(config.security)
     if config.parallel.rank:
