@@ -88,7 +88,10 @@ def test_flashinfer_adapters_pass_what_flashinfer_documents(
     assert chosen["rms_norm"].startswith("flashinfer > ")
     assert chosen["append_kv"].startswith(order[-1])
     assert sorted(BUILT) == ["norm", "sampling", "silu"], "compiled together, and before the first call"
-    for op in OPS:
+    # The others are Triton's, of which the test above is.
+    adapted = [op for op in OPS if "flashinfer" in chosen[op.name]]
+    assert len(adapted) >= 4
+    for op in adapted:
         assert_same_op(op, op, example(op, CPU, torch.float16), torch.float16)
 
 
