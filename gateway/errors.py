@@ -8,16 +8,17 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic_core import PydanticCustomError
-from starlette.exceptions import HTTPException
-from starlette.types import Scope
+
+# Prompt processes raise these errors too, and start a quarter sooner without the web framework.
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
+    from starlette.types import Scope
 
 logger = structlog.get_logger(__name__)
 
@@ -81,6 +82,8 @@ class ApiError(Exception):
 
     def response(self, scope: Scope) -> JSONResponse:
         """The HTTP answer to the request of `scope`, in the shape of its path's API."""
+        from fastapi.responses import JSONResponse
+
         path, status, body = scope["path"], self.status, self.body()
         if path.startswith(MESSAGES_PATH):
             status, body = anthropic_error(self, scope.get("state", {}).get("request_id"))
@@ -161,12 +164,16 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
+    from fastapi.exceptions import RequestValidationError
+
     assert isinstance(error, RequestValidationError)
     message, param, code = describe_validation_error(error.errors())
     return bad_request(message, param, code).response(request.scope)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    from starlette.exceptions import HTTPException
+
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         message, code = f"unknown path: {request.method} {request.url.path}", "unknown_url"
@@ -185,6 +192,9 @@ async def _on_exception(request: Request, error: Exception) -> JSONResponse:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Routes every failure of `app` through this module."""
+    from fastapi.exceptions import RequestValidationError
+    from starlette.exceptions import HTTPException
+
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ApiError, _on_exception)

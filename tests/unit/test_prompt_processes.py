@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,3 +174,15 @@ async def test_a_process_that_is_killed_while_it_starts_costs_no_request(
         assert await pool.prepare("tokenize", [b"next"]) == b"next"
     finally:
         await pool.close()
+
+
+def test_a_process_starts_without_what_it_does_not_use() -> None:
+    """Gateways start several of them: the web framework alone would be a quarter of each start."""
+    program = (
+        "import sys, gateway.prompts.worker\n"
+        "print(sorted({'fastapi', 'uvicorn', 'torch', 'numpy', 'httpx'} & set(sys.modules)))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
