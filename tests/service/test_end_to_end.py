@@ -416,7 +416,7 @@ def test_answers_satisfy_the_schemas_of_the_public_suite(stack: Stack) -> None:
 def complete(stack: Stack, prompt: str, max_tokens: int = 96) -> str:
     """Greedy text of one completion."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    response = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=120)
+    response = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=280)
     assert response.status_code == 200, response.text
     text: str = response.json()["choices"][0]["text"]
     return text
@@ -433,7 +433,7 @@ def test_expert_server_killed_while_decoding(stack: Stack) -> None:
         victim = stack.children("expert")[0]
         assert not all(future.done() for future in futures), "the kill must hit running requests"
         os.kill(victim.pid, signal.SIGKILL)
-        answers = [future.result(timeout=120) for future in futures]
+        answers = [future.result(timeout=280) for future in futures]
     assert answers == expected
     assert victim.pid not in [child.pid for child in stack.children("expert")]
     assert len(stack.children("expert")) == 2
