@@ -187,26 +187,18 @@ class MoE(nn.Module):
             self.fc2_latent_proj = Linear(config.latent_size, hidden_size, bias=False, dtype=dtype)
         self._weighs_inputs = config.router.weighs_inputs
         self._group = parallel.tensor_group
+        # Called with rows, ids and weights that the experts are about to be given; `moebius verify` sets it.
+        self.on_routed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`, float32 where there is no latent space: who adds it rounds once."""
         topk_weights, topk_ids = self.gate(hidden_states, context.inputs)
-        if context.recorder is not None:
-            context.recorder.record(self.layer_id, topk_ids)
         routed = hidden_states
         if self._weighs_inputs:
             # One expert a token: what it reads carries the weight, and its answer counts once.
             routed = hidden_states * topk_weights.to(hidden_states.dtype)
             topk_weights = torch.ones_like(topk_weights)
-        collect = start_experts(
-            self.layer_id,
-            self.expert_inputs(routed),
-            topk_ids,
-            topk_weights,
-            context.experts,
-            context.resident,
-            context.streamed,
-        )
+        collect = self._ask_experts(self._expert_inputs(routed), topk_ids, topk_weights, context)
         partial: torch.Tensor | None = None
         if self.shared_experts is not None:
             partial = self._shared(self.shared_experts, hidden_states, context)
@@ -219,7 +211,22 @@ class MoE(nn.Module):
         # Every rank's answer has its own rows only, and what it computes itself its own channels only.
         return self._group.all_reduce(answer)
 
-    def expert_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _ask_experts(
+        self,
+        expert_inputs: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        context: ForwardContext,
+    ) -> Collect:
+        """The same as `start_experts`, after whoever watches the routing has seen it."""
+        if context.recorder is not None:
+            context.recorder.record(self.layer_id, topk_ids)
+        if self.on_routed is not None:
+            self.on_routed(expert_inputs, topk_ids, topk_weights)
+        devices = context.experts, context.resident, context.streamed
+        return start_experts(self.layer_id, expert_inputs, topk_ids, topk_weights, *devices)
+
+    def _expert_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What routed experts are given of `[T, H]`: that, or its projection into their space."""
         if self.fc1_latent_proj is None:
             return hidden_states
@@ -257,11 +264,7 @@ class MoEWithOwnNorms(MoE):
         """`[T, H]` after the layer's norm and the stream `[T, H]` before it to a new `[T, H]`."""
         assert self.shared_experts is not None, "the layer's MLP"
         weights, ids = self.gate(self.router_norm(residual), context.inputs)
-        if context.recorder is not None:
-            context.recorder.record(self.layer_id, ids)
-        inputs: torch.Tensor = self.input_norm(residual)
-        devices = context.experts, context.resident, context.streamed
-        collect = start_experts(self.layer_id, inputs, ids, weights, *devices)
+        collect = self._ask_experts(self.input_norm(residual), ids, weights, context)
         # Both sums are over all ranks before they are normed.
         dense = self._group.all_reduce(self.shared_experts(hidden_states, context))
         normed: torch.Tensor = self.dense_norm(dense)

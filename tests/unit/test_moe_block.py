@@ -13,7 +13,7 @@ import torch
 from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import ExpertCall
 from gpu_service.experts.resident.experts import Share
-from gpu_service.layers.moe import MoE
+from gpu_service.layers.moe import MoE, MoEWithOwnNorms
 from gpu_service.models.compose import build_model
 from moebius.models.config import ModelConfigError, MoeConfig, RouterConfig
 from moebius.models.registry import family_of
@@ -196,6 +196,32 @@ def test_building_allocates_nothing() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["weighed inputs", "own norms"])
+def test_who_watches_the_routing_sees_what_experts_are_given(kind: str) -> None:
+    """`moebius verify` compares formats on those rows, where they are not the ones that the router reads."""
+    seen: list[tuple[torch.Tensor, ...]] = []
+    rows, experts = torch.randn(5, HIDDEN), RecordingExperts([])
+    if kind == "weighed inputs":
+        router = RouterConfig(6, 1, "sigmoid", weighs_inputs=True)
+        block = MoE(3, HIDDEN, MoeConfig(router, 5, 0, frozenset({3})), "silu", dtype=torch.float32)
+    else:
+        config = replace(CONFIG, moe=MoeConfig(RouterConfig(6, 2, "softmax"), 5, 7, frozenset({0, 1})))
+        block = MoEWithOwnNorms(1, config, dtype=torch.float32)
+    block.to_empty(device="cpu")
+    for parameter in block.parameters():
+        torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    block.on_routed = lambda *given: seen.append(given)
+    if isinstance(block, MoEWithOwnNorms):
+        block.forward_with_residual(rows, rows + 1, _context(experts))
+        expected = block.input_norm(rows + 1)
+    else:
+        block(rows, _context(experts))
+        expected = rows * block.gate(rows, _context(None).inputs)[0]
+    assert len(seen) == 1
+    assert all(torch.equal(a, b) for a, b in zip(seen[0], experts.submitted[1:], strict=True))
+    torch.testing.assert_close(seen[0][0], expected)
+
+
 @pytest.mark.parametrize("shared", [0, 7])
 def test_experts_of_a_latent_space_are_given_and_give_its_rows(shared: int) -> None:
     """What they answer is projected before anything is added to it; who compares them is told the same."""
@@ -205,12 +231,14 @@ def test_experts_of_a_latent_space_are_given_and_give_its_rows(shared: int) -> N
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter)
     experts, rows = RecordingExperts(events), torch.randn(5, HIDDEN)
+    seen: list[torch.Tensor] = []
+    block.on_routed = lambda given, topk_ids, topk_weights: seen.append(given)
     output = block(rows, _context(experts))
     assert block.fc1_latent_proj is not None
     assert block.fc2_latent_proj is not None
     assert experts.submitted[1].shape == (5, 4)
     torch.testing.assert_close(experts.submitted[1], rows @ block.fc1_latent_proj.weight.T)
-    torch.testing.assert_close(block.expert_inputs(rows), experts.submitted[1])
+    assert seen[0] is experts.submitted[1]
     expected = torch.ones(5, 4) @ block.fc2_latent_proj.weight.T
     if block.shared_experts is not None:
         up, down = block.shared_experts.gate_up_proj.weight, block.shared_experts.down_proj.weight

@@ -159,12 +159,15 @@ def watching(
         hooks.append(module.register_forward_hook(_on_layer(layer, on_layer)))
         for part in module.modules():
             if isinstance(part, MoE):
-                hooks.append(part.gate.register_forward_hook(_on_routed(layer, part, on_routed)))
+                part.on_routed = _on_routed(layer, on_routed)
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+        for part in layers.modules():
+            if isinstance(part, MoE):
+                part.on_routed = None
 
 
 def _on_layer(layer: int, call: Callable[[int, torch.Tensor], None]) -> Callable[..., None]:
@@ -174,12 +177,10 @@ def _on_layer(layer: int, call: Callable[[int, torch.Tensor], None]) -> Callable
     return hook
 
 
-def _on_routed(layer: int, block: MoE, call: Callable[[int, Routed], None]) -> Callable[..., None]:
-    def hook(module: nn.Module, given: tuple[Any, ...], chosen: Any) -> None:
-        weights, ids = chosen
-        call(layer, Routed(block.expert_inputs(given[0]), ids, weights))
-
-    return hook
+def _on_routed(
+    layer: int, call: Callable[[int, Routed], None]
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    return lambda rows, topk_ids, topk_weights: call(layer, Routed(rows, topk_ids, topk_weights))
 
 
 def check_same_shape(ours: StagedModel, reference: StagedModel, top_k: int | None) -> None:
