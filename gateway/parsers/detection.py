@@ -9,6 +9,8 @@ _TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<minimax:tool_call>", "minimax_m2"),
     ("]<]minimax[>[", None),  # a later MiniMax, with tags of its own in <tool_call>
+    ("<｜DSML｜ calls>", None),  # V4.1, with a blank in its tags
+    ("<｜DSML｜tool_calls>", "deepseek_v4"),
     ("｜DSML｜", "deepseek_v32"),
     ("<|channel|>", "gpt_oss"),
     ("</arg_key><arg_value>", "glm47"),
@@ -29,6 +31,7 @@ _REASONING_OF_TOOLS = {
     "deepseek_v3": "deepseek_v31",  # `deepseek_r1` is for templates that leave the thought unopened
     "deepseek_v31": "deepseek_v31",
     "deepseek_v32": "deepseek_v31",
+    "deepseek_v4": "deepseek_v31",
 }
 _REASONING_OF_FAMILIES = {"step3p5": "step3p5", "step3p7": "step3p5", "minimax_m2": "minimax_m2"}
 

@@ -19,7 +19,7 @@ from gateway.parsers.json_calls import (
 from gateway.parsers.machine import StreamParser, ThinkFormat, ToolFormat
 from gateway.parsers.python_calls import Pythonic
 from gateway.parsers.sink import OutputParser
-from gateway.parsers.xml_calls import DeepseekV32, Glm45, Glm47, MinimaxM2, Qwen3Coder, Step3p5
+from gateway.parsers.xml_calls import DeepseekV4, DeepseekV32, Glm45, Glm47, MinimaxM2, Qwen3Coder, Step3p5
 from gateway.text.tokenizer import Tokenizer
 
 _THINK = ThinkFormat("<think>", "</think>")
@@ -43,6 +43,7 @@ TOOLS: dict[str, type[ToolFormat]] = {
     "deepseek_v3": DeepseekV3,
     "deepseek_v31": DeepseekV31,
     "deepseek_v32": DeepseekV32,
+    "deepseek_v4": DeepseekV4,
     "step3p5": Step3p5,
     "gpt_oss": Harmony,
     "mistral": Mistral,

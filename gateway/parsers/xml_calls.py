@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import structlog
 
@@ -184,6 +185,14 @@ class DeepseekV32(TaggedCalls):
     parameter_open = "<｜DSML｜parameter"
     parameter_close = "</｜DSML｜parameter>"
     call_close = "</｜DSML｜invoke>"
+
+
+class DeepseekV4(DeepseekV32):
+    """DeepSeek V4: another name for the element around the calls."""
+
+    framing = replace(DeepseekV32.framing, begin="<｜DSML｜tool_calls>\n", end="</｜DSML｜tool_calls>")
+    sections = ("<｜DSML｜tool_calls>",)
+    closers = ("</｜DSML｜tool_calls>",)
 
 
 class Glm45(TaggedCalls):

@@ -19,6 +19,7 @@ from gateway.tool_grammar import tool_call_constraint
 from protos.engine_pb2 import Constraint
 
 _MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
+_THINKING_SWITCHES = ("enable_thinking", "thinking")  # names that templates have for one thing
 # The efforts that gpt-oss knows, for those of newer models.
 _HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
@@ -78,17 +79,22 @@ def offered_tools(body: ChatCompletionRequest) -> list[ToolFunction]:
 
 
 def template_variables(body: ChatCompletionRequest, model: ServedModel) -> dict[str, Any]:
-    """`chat_template_kwargs`, `documents`, and `reasoning_effort` by the names that the template reads."""
+    """`chat_template_kwargs`, `documents`, the answer's schema, and `reasoning_effort` by the names that the
+    template reads."""
     given = {**(body.chat_template_kwargs or {}), "documents": body.documents}
     template, effort = model.tokenizer.chat_template, body.reasoning_effort
-    if effort is None or template is None:
+    if template is None:
         return given
-    is_harmony = model.reasoning_parser == "gpt_oss"
-    values: dict[str, Any] = {
-        "reasoning_effort": _HARMONY_EFFORTS.get(effort, effort) if is_harmony else effort,
-        "enable_thinking": effort != "none",
-        "thinking": effort != "none",
-    }
+    values: dict[str, Any] = {}
+    schema = _answer_schema(body)
+    if isinstance(schema, dict) and schema != {"type": "object"}:  # which says nothing of the answer
+        values["response_format"] = schema
+    if effort is not None:
+        is_harmony = model.reasoning_parser == "gpt_oss"
+        values["reasoning_effort"] = _HARMONY_EFFORTS.get(effort, effort) if is_harmony else effort
+        # Templates that read both follow one of them: what the request sets stands alone.
+        if not any(name in given and name in template.variables for name in _THINKING_SWITCHES):
+            values |= dict.fromkeys(_THINKING_SWITCHES, effort != "none")
     return {**{name: value for name, value in values.items() if name in template.variables}, **given}
 
 

@@ -1,11 +1,16 @@
-"""Renders Hugging Face chat templates in a Jinja sandbox, with the helpers those templates rely on."""
+"""Renders Hugging Face chat templates in a Jinja sandbox, with the helpers those templates rely on.
+
+Models that are published with Python code instead of a template have one of ours in `templates`, which writes
+what that code writes.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -16,10 +21,29 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# By model_type: a file of `templates`, and a token that later releases of the same type have, whose
+# conversations are written in another way.
+_OWN_TEMPLATES = {
+    "deepseek_v32": ("deepseek_v32.jinja", ""),
+    "deepseek_v4": ("deepseek_v4.jinja", "<｜System｜>"),
+}
 
 
 class ChatTemplateError(ValueError):
     """The template refused the conversation, or can not do what was asked; the message says why."""
+
+
+def own_template(model_type: str, added_tokens: Container[str]) -> str:
+    """Our template for a model that is published without any; empty: there is none.
+
+    Args:
+        model_type: as in the checkpoint's config.json.
+        added_tokens: texts of the tokenizer's added tokens.
+    """
+    file, later = _OWN_TEMPLATES.get(model_type, ("", ""))
+    if not file or (later and later in added_tokens):
+        return ""
+    return (Path(__file__).parent / "templates" / file).read_text(encoding="utf-8")
 
 
 class _GenerationBlock(jinja2.ext.Extension):

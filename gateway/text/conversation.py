@@ -23,7 +23,7 @@ from gateway.text.chat_template import ChatTemplate, ChatTemplateError
 # Unicode's noncharacters and private use: the first that the request and the template do not contain.
 _MARKS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
 # Models whose role markers are added tokens, but not `special` ones, spell them like this.
-_MARKER = re.compile(r"<[|｜].*[|｜]>")
+_MARKER = re.compile(r"<[|｜].*[|｜]>|｜.*｜")
 
 
 def is_control(content: str, special: bool) -> bool:

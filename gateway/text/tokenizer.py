@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, normalizers, pre_tokenizers
 
-from gateway.text.chat_template import ChatTemplate, ChatTemplateError
+from gateway.text.chat_template import ChatTemplate, ChatTemplateError, own_template
 from gateway.text.conversation import ControlTokens, MarkedText, is_control
 from moebius.checkpoint.byte_level import piece_to_bytes
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
@@ -134,6 +134,8 @@ class Tokenizer:
     def from_dir(cls, directory: Path, template_file: str = "") -> Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
 
+        A checkpoint without a template gets ours for its model_type, where there is one.
+
         Args:
             directory: holds `tokenizer.json`, or Kimi's `tiktoken.model`; or a GGUF model, whose metadata
                 counts where there is neither.
@@ -148,6 +150,9 @@ class Tokenizer:
         settings = _read_json(directory / "tokenizer_config.json")
         backend = _read_backend(path)
         source, file = _template_source(directory, settings, template_file)
+        if not source:
+            added = {token.content for token in backend.get_added_tokens_decoder().values()}
+            source = own_template(str(_read_json(directory / "config.json").get("model_type")), added)
         return cls(backend, _compiled(source, _named_tokens(settings), file))
 
     @classmethod

@@ -196,6 +196,9 @@ RECORDED: dict[str, str] = {
     "deepseek_v32": 'Let me see.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
     + _dsml()
     + '\n</｜DSML｜invoke>\n<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "deepseek_v4": 'Let me see.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    + _dsml()
+    + '\n</｜DSML｜invoke>\n<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
     "step3p5": "Let me see.\n<tool_call>\n<function=get_weather>\n"
     + _tagged("<parameter=KEY>\nVALUE\n</parameter>")
     + "\n</function>\n</tool_call>\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>",

@@ -38,7 +38,7 @@ from tests.helpers.parser_streams import (
     whole,
 )
 
-TEXT_FORMATS = ("llama3_json", "pythonic", "deepseek_v32")  # whose calls need no token
+TEXT_FORMATS = ("llama3_json", "pythonic", "deepseek_v32", "deepseek_v4")  # whose calls need no token
 
 
 def recorded_plan(name: str) -> OutputPlan:
@@ -143,6 +143,7 @@ MALFORMED = {
         "<｜tool▁call▁begin｜>fox<｜tool▁call▁end｜>",
     ],
     "deepseek_v32": ["<｜DSML｜function_calls>fox", "<｜DSML｜invoke>"],
+    "deepseek_v4": ["<｜DSML｜tool_calls>fox", "<｜DSML｜invoke>"],
     "mistral": ["[TOOL_CALLS]fox", "[TOOL_CALLS][1, 2]", '[TOOL_CALLS]{"a": 1}'],
     "llama3_json": ['{"a": 1}', '{"name": "fox"', "{}"],
     "pythonic": ["[1, 2]", "[link](https://fox)", "[other(a=1)]"],
@@ -327,6 +328,8 @@ def test_every_name_has_a_parser_and_users_spellings_find_it() -> None:
         ("deepseek_v3", "<｜tool▁sep｜> ```json </think>", "deepseek_v3", "deepseek_v31"),
         ("deepseek_v3", "<｜tool▁sep｜> </think>", "deepseek_v31", "deepseek_v31"),
         ("deepseek_v32", "<｜DSML｜invoke> </think>", "deepseek_v32", "deepseek_v31"),
+        ("deepseek_v4", "<｜DSML｜tool_calls> </think>", "deepseek_v4", "deepseek_v31"),
+        ("deepseek_v4", "<｜DSML｜ calls> <｜DSML｜ invoke </think>", None, "qwen3"),  # V4.1's
         ("gpt_oss", "<|channel|> analysis", "gpt_oss", "gpt_oss"),
         ("mixtral", "[TOOL_CALLS]", "mistral", None),
         ("qwen2_moe", "<|im_start|>", None, None),

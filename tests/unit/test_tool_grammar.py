@@ -21,7 +21,7 @@ from tests.helpers.parser_streams import Parsed, in_characters, parsed, read
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer
 
 BYTES = LLTokenizer("byte")
-RAW = ("qwen3_coder", "step3p5", "minimax_m2", "glm45", "glm47", "deepseek_v32")
+RAW = ("qwen3_coder", "step3p5", "minimax_m2", "glm45", "glm47", "deepseek_v32", "deepseek_v4")
 PATCH = """start: begin hunk+ end
 begin: "*** Begin Patch" LF
 hunk: "*** Add File: " filename LF added+
@@ -186,7 +186,7 @@ def test_objects_with_combinations_are_followed_or_refused(name: str) -> None:
         },
     )
     constraint = constraint_of(name, (either,))
-    if name != "deepseek_v32":  # whose attributes say that these are strings
+    if name not in ("deepseek_v32", "deepseek_v4"):  # whose attributes say that these are strings
         assert takes(constraint, call(name, "f", {"a": "x", "b": "3"}))
     assert takes(constraint, call(name, "f", {"a": "x", "c": "any"}))
     assert not takes(constraint, call(name, "f", {"a": "x"}))
@@ -312,6 +312,7 @@ def with_special(texts: tuple[str, ...]) -> Tokenizer:
 
 SPECIAL = {
     "deepseek_v32": ("｜DSML｜",),
+    "deepseek_v4": ("｜DSML｜",),
     "gpt_oss": ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|end|>", "<|call|>"),
     "kimi_k2": (
         "<|tool_calls_section_begin|>",
