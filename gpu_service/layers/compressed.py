@@ -27,21 +27,25 @@ from moebius.models.config import ModelConfig
 
 
 class StepTables:
-    """Rotary tables that layers share within a step: of entries, and back from a query's position."""
+    """Rotary tables that layers share within a pass: of entries, and back from a query's position.
+
+    A pass is known by its own rotary table. Its inputs will not do: a graph is recorded from those that the
+    pass before it, which warmed up, was given, and tables of that pass would stay out of the graph.
+    """
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
         """`rotary`: that of layers with entries."""
         self._rotary = rotary
-        self._step: ForwardInputs | None = None
+        self._pass: RopeTable | None = None
         self._entries: dict[int, RopeTable] = {}
         self._inverse: dict[int, tuple[RopeTable, RopeTable]] = {}
 
-    def of_entries(self, inputs: ForwardInputs, rate: int) -> RopeTable:
-        """Of the first token of the entry that each row ends."""
-        if self._step is not inputs:
-            self._step, self._entries = inputs, {}
+    def of_entries(self, table: RopeTable, positions: torch.Tensor, rate: int) -> RopeTable:
+        """Of the first token of the entry that each row ends; `table` is of the rows' own `positions`."""
+        if self._pass is not table:
+            self._pass, self._entries = table, {}
         if rate not in self._entries:
-            self._entries[rate] = self._rotary.table((inputs.positions - rate + 1).clamp(min=0))
+            self._entries[rate] = self._rotary.table((positions - rate + 1).clamp(min=0))
         return self._entries[rate]
 
     def inverse(self, table: RopeTable, has_entries: bool) -> RopeTable:
@@ -236,7 +240,8 @@ class CompressedAttention(nn.Module):
         layer_id, compressor = self.layer_id, self.compressor
         if compressor is None:
             return None
-        table, recent = self._tables.of_entries(inputs, compressor.rate), states.recent(layer_id)
+        table = self._tables.of_entries(rope, inputs.positions, compressor.rate)
+        recent = states.recent(layer_id)
         compressor(hidden_states, recent[0], backend.cache.pages(layer_id), table, backend)
         if self.indexer is None:
             return None

@@ -26,6 +26,8 @@ from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import CompressedCache, entries_per_page, make_cache, page_bytes
 from gpu_service.cache.state_cache import make_states, state_bytes
 from gpu_service.engine.step import ForwardInputs
+from gpu_service.layers.compressed import StepTables
+from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.ops.rope import RopeTable, apply_rope, rope_table
 from moebius.models.attention_config import CompressedAttentionConfig
 from moebius.models.config import ModelConfig
@@ -340,3 +342,21 @@ def test_rotation_back_is_the_inverse() -> None:
     turned = apply_rope(heads.clone(), table)
     assert not torch.allclose(turned, heads, atol=1e-2)
     torch.testing.assert_close(apply_rope(turned, StepTables(rotary).inverse(table, True)), heads)
+
+
+def test_tables_of_a_pass_are_its_own() -> None:
+    """A graph is recorded from inputs that the pass before it had, too: each has tables of its own."""
+    config = _config(2)
+    assert config.rope is not None
+    rotary = RotaryEmbedding(
+        config.rope, config.max_model_len, dtype=torch.float32, device=torch.device("cpu")
+    )
+    tables, positions = StepTables(rotary), torch.tensor([8, 5])
+    found = []
+    for _ in range(2):
+        table = rotary.table(positions)
+        found.append(tables.of_entries(table, positions, 3))
+        assert tables.of_entries(table, positions, 3) is found[-1], "layers of a pass share it"
+        positions += 4
+    for table, first in zip(found, ([6, 3], [10, 7]), strict=True):
+        torch.testing.assert_close(table.cos, rotary.table(torch.tensor(first)).cos)
