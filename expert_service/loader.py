@@ -78,7 +78,7 @@ def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "
             formats = found.formats
             if kept.setdefault(layer, formats) != formats and expert_dtype == "keep":
                 raise CheckpointError(
-                    f"{found.up.name!r} and the experts before it in the layer differ in format: "
+                    f"{found.all[0].name!r} and the experts before it in the layer differ in format: "
                     f"{formats} and {kept[layer]}; requantise them with --expert-dtype"
                 )
             groups.add(found.intermediate_multiple)

@@ -106,6 +106,14 @@ def stored(layout: str, experts: list[dict[str, Array]]) -> tuple[str, dict[str,
                 "model.language_model.layers.1.experts", {"gate_up_proj": fused, "down_proj": stacks["down"]}
             ),
         ),
+        "fused_feed_forward": (
+            "llama4",
+            below(
+                "language_model.model.layers.1.feed_forward.experts",
+                {"gate_up_proj": fused.swapaxes(1, 2), **turned},
+            ),
+        ),
+        "per_expert_ffn": ("deepseek_v4", per_expert("layers.1.ffn.experts", ("w1", "w3", "w2"), experts)),
         "stacked_linears": (
             "granitemoehybrid",
             below(

@@ -304,7 +304,7 @@ def test_ranks_of_others_are_refused_and_named(
         assert our_words in str(caught.value)
         if its_words:
             reasons = [line["reason"] for line in logs if "was no rank" in line["event"]]
-            assert its_words in reasons[-1]
+            assert any(its_words in reason for reason in reasons), reasons
     settings = grpc_security(tmp_path / "own").model_copy(
         update={"grpc_server_name": "elsewhere" if who == "other host" else ""}
     )

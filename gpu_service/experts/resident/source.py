@@ -73,7 +73,7 @@ class PackedExpertSource:
         formats = self._formats_of(found)
         if formats != (kind.gate_up.name, kind.down.name):
             raise CheckpointError(
-                f"{found.up.name!r} is {'/'.join(formats)}, expert 0 of its layer "
+                f"{found.all[0].name!r} is {'/'.join(formats)}, expert 0 of its layer "
                 f"{kind.gate_up.name}/{kind.down.name}; requantise them with --expert-dtype"
             )
         begin, end = self._span(found)
