@@ -36,9 +36,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# A file's tests stay together, so that what they share is made once. One worker more than a small machine has cores:
-# tests of services, which one worker runs, mostly wait for their processes. tests/selection.py chooses what runs.
-WORKERS ?= 3
+# A file's tests stay together, so that what they share is made once. Two workers more than a small machine has cores:
+# tests of services, which two workers run, wait for their processes half of the time. tests/selection.py chooses what runs.
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 unit: setup
 	$(PYTEST)

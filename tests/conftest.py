@@ -34,12 +34,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # One of several workers: more threads would only wait for one another's cores.
     torch.set_num_threads(1)
 
-# These start several processes each: one at a time is enough for a small machine. Those of the gateway alone
-# start one or none, and run file by file like all others.
+# These start several processes each, which wait for one another half of the time: two at a time are enough
+# for a small machine. Those of the gateway alone start one or none, and run file by file like all others.
 SERVICES = Path(__file__).parent / "service"
 # Groups that take longest, in that order. As the last ones they would leave the other workers without work.
 LONGEST = (
     "service",
+    "end_to_end",
     "test_triton_compile",
     "test_fuzz_sanitizers",
     "test_gateway_",
@@ -66,8 +67,9 @@ def _https(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _group(path: Path) -> str:
     """The name that tests have in common which one worker runs."""
-    starts_many = SERVICES in path.parents and not path.name.startswith("test_gateway_")
-    return str(SERVICES if starts_many else path)
+    if SERVICES not in path.parents or path.name.startswith("test_gateway_"):
+        return str(path)
+    return str(SERVICES / "end_to_end" if "end_to_end" in path.name else SERVICES)
 
 
 def _rank(path: Path) -> int:
