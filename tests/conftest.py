@@ -33,6 +33,10 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One of several workers: more threads would only wait for one another's cores.
     torch.set_num_threads(1)
+    if os.environ["PYTEST_XDIST_WORKER"] not in ("gw0", "gw1"):
+        # The first two begin with tests of services: every token of those goes through several processes, and
+        # at each of them it would wait for a core that a test of a single process has for milliseconds.
+        os.nice(10)
 
 # These start several processes each, which wait for one another half of the time: two at a time are enough
 # for a small machine. Those of the gateway alone start one or none, and run file by file like all others.

@@ -36,21 +36,22 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
 @pytest.mark.parametrize(
     ("name", "tp", "pp", "changes"),
     [
-        ("qwen3_bias_tied", 2, 1, {}),
+        # Those for `make test-all` divide what others here divide in more ways.
+        pytest.param("qwen3_bias_tied", 2, 1, {}, marks=pytest.mark.full),
         ("qwen3_bias_tied", 4, 1, {"gpu_experts_ratio": 0.5}),
         ("qwen3_bias_tied", 1, 2, {}),
         ("qwen3_bias_tied", 2, 2, {"overlap_scheduling": False}),
-        ("glm4_shared", 2, 2, {"gpu_experts_ratio": 0.5}),
+        pytest.param("glm4_shared", 2, 2, {"gpu_experts_ratio": 0.5}, marks=pytest.mark.full),
         ("gpt_oss", 2, 2, {}),
         ("step_differing_heads", 2, 2, {}),
-        ("linear_mixed_projections", 2, 1, {}),
+        pytest.param("linear_mixed_projections", 2, 1, {}, marks=pytest.mark.full),
         ("linear_apart", 2, 2, {}),
-        ("latent", 2, 1, {}),
+        pytest.param("latent", 2, 1, {}, marks=pytest.mark.full),
         ("latent_and_linear", 2, 2, {}),
         ("latent_choosing", 2, 2, {"gpu_experts_ratio": 0.5}),
-        ("minimax", 2, 1, {}),
+        pytest.param("minimax", 2, 1, {}, marks=pytest.mark.full),
         ("minimax_blocks", 2, 2, {}),
-        ("qwen2_shared_gate", 2, 1, {}),
+        pytest.param("qwen2_shared_gate", 2, 1, {}, marks=pytest.mark.full),
     ],
     ids=lambda value: str(value),
 )
@@ -63,7 +64,10 @@ def test_ranks_do_not_show(truth: Truth, name: str, tp: int, pp: int, changes: d
     assert_same(run_group(rank_config(directory, tp, pp, **changes)), expected)
 
 
-@pytest.mark.parametrize(("name", "tp", "pp"), [("dense", 2, 1), ("dense", 1, 2), ("glm_sparse_dense", 1, 2)])
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    [("dense", 2, 1), pytest.param("dense", 1, 2, marks=pytest.mark.full), ("glm_sparse_dense", 1, 2)],
+)
 def test_replayed_decode_steps_do_not_show(truth: Truth, name: str, tp: int, pp: int) -> None:
     """Decode steps recorded with their collectives, as a GPU replays them, of padded batches and stages.
 

@@ -20,7 +20,7 @@ from moebius.config import SecurityConfig
 from moebius.tls import configure_tls
 from tests.helpers.certificates import Authority, grpc_flags, grpc_security, write_secret
 from tests.helpers.demo import EXACT_FLAGS, MODEL, demo_checkpoint
-from tests.helpers.openai_checks import ALL_CHECKS, check_chat_stream
+from tests.helpers.openai_checks import ALL_CHECKS
 from tests.helpers.stack import Stack, running_stack
 
 pytestmark = pytest.mark.demo
@@ -55,14 +55,8 @@ def complete(stack: Stack, prompt: str, max_tokens: int = 64) -> str:
     return str(response.json()["choices"][0]["text"])
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        # `make test-tls` runs all of them, of test_end_to_end.py.
-        pytest.param(each, id=each.__name__, marks=[] if each is check_chat_stream else pytest.mark.full)
-        for each in ALL_CHECKS[:4]
-    ],
-)
+@pytest.mark.full  # `make test-tls` runs all of them, of test_end_to_end.py
+@pytest.mark.parametrize("check", ALL_CHECKS[:4], ids=lambda check: check.__name__)
 def test_openai_client(stack: Stack, check: Callable[[str, str], None]) -> None:
     """What clients see is what they see without TLS."""
     check(stack.base_url, MODEL)

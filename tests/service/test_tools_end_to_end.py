@@ -71,7 +71,10 @@ def test_a_required_call_satisfies_its_schema(client: openai.OpenAI) -> None:
     assert sum(map(len, pieces)) > 3
 
 
-@pytest.mark.parametrize("tool", [WEATHER, TIME], ids=["weather", "time"])
+@pytest.mark.parametrize(
+    "tool",
+    [pytest.param(WEATHER, id="weather"), pytest.param(TIME, id="time", marks=pytest.mark.full)],
+)
 def test_a_named_call_is_of_that_tool(client: openai.OpenAI, tool: Any) -> None:
     """Sampled, of several outputs: each calls the tool, once, with arguments of its schema."""
     answer = client.chat.completions.create(
