@@ -15,8 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
-from moebius.grpc_channels import open_aio_channel
+from moebius.grpc_channels import open_aio_channel, report_failed_handshake
 from moebius.outbox import Outbox
+from moebius.tls import active_tls
 from protos import engine_pb2, engine_pb2_grpc
 
 SERVICE = "moebius.engine.v1.Engine"
@@ -213,6 +214,8 @@ class EngineClient:
         try:
             answer = await self._health.Check(request, timeout=timeout_s)
         except grpc.aio.AioRpcError:
+            if active_tls() is None:  # else the channel reports what it meets
+                report_failed_handshake(self.address, None)
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 

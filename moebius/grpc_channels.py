@@ -266,11 +266,11 @@ _reported: dict[str, float] = {}
 _reporting = threading.Lock()
 
 
-def report_failed_handshake(address: str, tls: GrpcTls) -> None:
+def report_failed_handshake(address: str, tls: GrpcTls | None) -> None:
     """Logs why no TLS connection to `address` comes about, if that is why a call failed.
 
-    gRPC itself only says that the socket was closed. Returns at once; looks in a thread, at most once a
-    minute per address.
+    `tls` None: this process speaks plain text, and the other one may not. gRPC itself only says that the
+    socket was closed. Returns at once; looks in a thread, at most once a minute per address.
     """
     now = time.monotonic()
     with _reporting:
@@ -279,7 +279,7 @@ def report_failed_handshake(address: str, tls: GrpcTls) -> None:
         _reported[address] = now
 
     def look() -> None:
-        reason = handshake_problem(address, tls)
+        reason = _plain_text_problem(address) if tls is None else handshake_problem(address, tls)
         if reason:
             _log.warning("TLS handshake failed", peer=address, reason=reason)
         else:  # something else: a later failure may be one
@@ -294,6 +294,10 @@ def tls_problem(address: str) -> str:
     tls = active_tls()
     if tls is not None:
         return handshake_problem(address, tls)
+    return _plain_text_problem(address)
+
+
+def _plain_text_problem(address: str) -> str:
     return "it speaks TLS, and grpc_tls is 'off' here" if _speaks_tls(address) else ""
 
 

@@ -17,6 +17,7 @@ import pytest
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from gateway.engine_client import EngineClient
 from moebius import grpc_channels, tls
 from moebius.app.bench.engine import servers
 from moebius.app.bench.engine.servers import running_servers
@@ -128,6 +129,24 @@ def test_strangers_are_refused_and_named(authority: Authority, tmp_path: Path, w
             (line,) = logs
             assert (line["event"], line["peer"]) == ("TLS handshake failed", address)
             assert words in line["reason"]
+
+
+async def test_a_gateway_without_tls_says_that_the_engine_speaks_it(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """Once, with the engine's address, and not of an engine that is not there."""
+    directory = secret(tmp_path / "own", authority.issue("engine"), authority.pem)
+    with served(directory) as address, structlog.testing.capture_logs() as logs:
+        configure_tls(SecurityConfig())
+        nobody = f"unix:{tmp_path}/nobody"
+        for target in (nobody, address, address):
+            client = EngineClient(target)
+            assert not await client.is_serving()
+            await client.close()
+        await asyncio.to_thread(wait_until, lambda: len(logs) > 0, 10)
+        (line,) = logs
+        assert (line["event"], line["peer"]) == ("TLS handshake failed", address)
+        assert "grpc_tls is 'off' here" in line["reason"]
 
 
 @pytest.mark.parametrize("mode", ["off", "mutual"])
