@@ -45,7 +45,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         ("gpt_oss", 2, 2, {}),
         ("step_differing_heads", 2, 2, {}),
         pytest.param("linear_mixed_projections", 2, 1, {}, marks=pytest.mark.full),
-        ("linear_apart", 2, 2, {}),
+        pytest.param("linear_apart", 2, 2, {}, marks=pytest.mark.full),
         pytest.param("latent", 2, 1, {}, marks=pytest.mark.full),
         ("latent_and_linear", 2, 2, {}),
         ("latent_choosing", 2, 2, {"gpu_experts_ratio": 0.5}),
