@@ -7,7 +7,7 @@ Latents: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -61,10 +61,14 @@ class LayerPages:
         """Layers that have pages here."""
         return len(self._layers)
 
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        """All that lies in the pages, the page being the first index."""
+        return self._layers
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(layer.nbytes for layer in self._layers)
+        """Bytes of all layers, keys that they choose by included."""
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     @property
     def is_quantised(self) -> bool:
@@ -80,8 +84,18 @@ class LayerPages:
         if not pages:
             return
         index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
-        for layer in self._layers:
-            layer.view(torch.uint8).index_fill_(0, index, 0)
+        for tensor in self._tensors():
+            tensor.view(torch.uint8).index_fill_(0, index, 0)
+
+
+class ChosenFromPages(LayerPages):
+    """Pages that may also hold the keys by which layers choose what they attend to."""
+
+    # None: every layer attends to all tokens.
+    index_keys: IndexKeys | None = None
+
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        return self._layers if self.index_keys is None else (*self._layers, *self.index_keys._tensors())
 
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -96,7 +110,7 @@ def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> i
     )
 
 
-class KVCache(LayerPages):
+class KVCache(ChosenFromPages):
     """Keys and values of all layers that attend.
 
     One tensor `[num_pages, page_size, 2 * num_kv_heads, head_dim]` per layer: a token's keys and values
@@ -124,23 +138,10 @@ class KVCache(LayerPages):
         self.key_scales = [1.0] * len(rows)
         self.value_scales = [1.0] * len(rows)
         self._slots = [layer.flatten(0, 1) for layer in self._layers]
-        # None: every layer attends to all tokens.
-        self.index_keys: IndexKeys | None = None
         indexer = config.block_indexer
         if indexer is not None:
             sizes = len(indexer.layers), indexer.head_dim
             self.index_keys = IndexKeys(*sizes, num_pages, page_size, dtype, device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers, keys of blocks' choice included."""
-        return super().nbytes + (self.index_keys.nbytes if self.index_keys else 0)
-
-    def zero_pages(self, pages: Sequence[int]) -> None:
-        """Clears keys of blocks' choice as well."""
-        super().zero_pages(pages)
-        if self.index_keys is not None:
-            self.index_keys.zero_pages(pages)
 
     def kv_heads(self, layer_id: int) -> int:
         """Key and value heads of a layer."""
@@ -201,7 +202,7 @@ def index_bytes_per_page(num_layers: int, row_dim: int, page_size: int, dtype: t
     return num_layers * page_size * row_dim * dtype.itemsize
 
 
-class MlaCache(LayerPages):
+class MlaCache(ChosenFromPages):
     """Latents of all layers that attend.
 
     One tensor `[num_pages, page_size, latent_dim + rope_dim]` per layer: a token's compressed keys and
@@ -229,21 +230,8 @@ class MlaCache(LayerPages):
         self.latent_dim = latent_dim
         self.rope_dim = rope_dim
         self.scales = [1.0] * num_layers
-        # None: attention is dense.
-        self.index_keys: IndexKeys | None = None
         if index_layers:
             self.index_keys = IndexKeys(index_layers, index_dim, num_pages, page_size, dtype, device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers, the indexer's keys included."""
-        return super().nbytes + (self.index_keys.nbytes if self.index_keys else 0)
-
-    def zero_pages(self, pages: Sequence[int]) -> None:
-        """Clears the indexer's keys as well."""
-        super().zero_pages(pages)
-        if self.index_keys is not None:
-            self.index_keys.zero_pages(pages)
 
     def latents(self, layer_id: int) -> torch.Tensor:
         """View of the compressed part, `[num_pages, page_size, latent_dim]`."""
@@ -330,22 +318,12 @@ class CompressedCache(LayerPages):
         shape = (self.num_pages, entries_per_page(rate, self.page_size), row)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers, keys of indexers included."""
-        return super().nbytes + sum(keys.nbytes for keys in self._index_keys.values())
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        return (*self._layers, *self._index_keys.values())
 
     def index_keys(self, layer_id: int) -> torch.Tensor:
         """Of a layer with an indexer, `[num_pages, places, index_head_dim]`."""
         return self._index_keys[layer_id]
-
-    def zero_pages(self, pages: Sequence[int]) -> None:
-        """As in `LayerPages`; keys of indexers, too."""
-        if not pages:
-            return
-        index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
-        for tensor in (*self._layers, *self._index_keys.values()):
-            tensor.view(torch.uint8).index_fill_(0, index, 0)
 
 
 def compressed_bytes_per_page(
