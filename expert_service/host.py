@@ -327,12 +327,14 @@ class ExpertHost:
         from moebius.models.read import read_geometry
 
         # Before any of it is read: what is written meanwhile is not what was looked at.
-        signature = checkpoint_signature(request.model_path) if path is not None else ""
+        signature = checkpoint_signature(request) if path is not None else ""
         model = read_geometry(request.model_path, request.top_k)
         if not model.moe_layers:
             raise ValueError(f"{request.model_path} has no mixture-of-experts layers")
         with phase("reading headers"):
-            plan = loader.plan_load(model, request.model_path, request.weight_dtype)
+            plan = loader.plan_load(
+                model, request.model_path, request.weight_dtype, request.expert_checkpoint
+            )
         for rounding in plan.roundings:
             log.warning("packing rounds", what=rounding, exact="--expert-dtype float32, at 32 bits a weight")
         part = plan_slice(model, request, plan.group)

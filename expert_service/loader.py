@@ -19,7 +19,7 @@ from moebius.checkpoint.matrix_finder import is_ignored
 from moebius.expert_slices import REQUANTISED, ExpertDtype, ExpertSlice
 from moebius.kernels import ExpertEngine, LoadError
 from moebius.kernels_source import SourceMatrix
-from moebius.models.checkpoint import ExpertCheckpoint, ExpertMatrices
+from moebius.models.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.models.geometry import MoeGeometry
 from moebius.progress import Progress, phase
 
@@ -56,14 +56,16 @@ class LoadPlan:
         return gate_up if gate_up == down else f"{gate_up}/{down}"
 
 
-def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "keep") -> LoadPlan:
-    """Find the experts and check all of them, this server's or not.
+def plan_load(
+    model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "keep", expert_checkpoint: str = ""
+) -> LoadPlan:
+    """Find the experts, in `expert_checkpoint` where they lie apart, and check all, this server's or not.
 
     Raises CheckpointError naming the first tensor that is missing, mis-shaped or of a type that can not be
     packed, a scheme that is not known, experts of one layer in different formats, or a tensor that belongs to
     an expert the configuration does not know.
     """
-    checkpoint = ExpertCheckpoint.open(model_path, model)
+    checkpoint = ExpertCheckpoint.open(model_path, model, expert_checkpoint)
     experts: dict[tuple[int, int], ExpertMatrices] = {}
     kept: dict[int, tuple[str, str]] = {}
     used: set[str] = set()

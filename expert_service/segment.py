@@ -111,19 +111,22 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(entry) for entry in value) if isinstance(value, list) else value
 
 
-def checkpoint_signature(model_path: str) -> str:
-    """Of the checkpoint's files as the file system knows them: names, sizes, inodes and times of change.
+def checkpoint_signature(request: SliceRequest) -> str:
+    """Of the checkpoint's files, and of that which has the experts, as the file system knows them.
 
+    That is names, sizes, inodes and times of change.
     As long as it stays the same nobody has written to them, whose contents `checkpoint_fingerprint` looks at.
     """
-    directory = companion_directory(model_path)
-    found = []
-    for entry in os.scandir(directory):
-        if entry.name.endswith(WEIGHT_SUFFIXES) and entry.is_file():
-            status = entry.stat()
-            times = (status.st_mtime_ns, status.st_ctime_ns)
-            found.append((entry.name, status.st_size, status.st_dev, status.st_ino, *times))
-    text = repr((str(Path(model_path).absolute()), sorted(found)))
+    seen = []
+    for path in dict.fromkeys(filter(None, (request.model_path, request.expert_checkpoint))):
+        found = []
+        for entry in os.scandir(companion_directory(path)):
+            if entry.name.endswith(WEIGHT_SUFFIXES) and entry.is_file():
+                status = entry.stat()
+                times = (status.st_mtime_ns, status.st_ctime_ns)
+                found.append((entry.name, status.st_size, status.st_dev, status.st_ino, *times))
+        seen.append((str(Path(path).absolute()), sorted(found)))
+    text = repr(seen)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -148,7 +151,7 @@ def find_load_record(path: Path, request: SliceRequest, exact: bool) -> LoadReco
     if record is None or record.requested_top_k != request.top_k:
         return None
     try:
-        signature = checkpoint_signature(request.model_path)
+        signature = checkpoint_signature(request)
     except OSError:  # whoever reads the checkpoint says what is wrong
         return None
     if record.signature != signature:

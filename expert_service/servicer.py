@@ -226,6 +226,7 @@ def _expert_dtype(request: pb.LoadRequest) -> ExpertDtype:
 def _slice_request(request: pb.LoadRequest) -> SliceRequest:
     return SliceRequest(
         model_path=request.model_path,
+        expert_checkpoint=request.expert_checkpoint,
         split="expert" if request.split == pb.EXPERT_SPLIT_EXPERT else "tensor",
         split_index=request.split_index,
         split_count=request.split_count or 1,

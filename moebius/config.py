@@ -31,6 +31,10 @@ class ModelConfigSection(Section):
         default="",
         description="Directory in Hugging Face format, GGUF model, or name on the hub (owner/name)",
     )
+    expert_checkpoint: str = Field(
+        default="",
+        description="Directory or GGUF model of which routed experts are read; empty: MODEL, as all else is",
+    )
     revision: str = Field(default="", description="Branch, tag or commit of a model on the hub; empty: main")
     offline: bool = Field(
         default=False, description="Take a model of the hub only from what was downloaded before"

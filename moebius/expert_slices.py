@@ -62,6 +62,8 @@ class SliceRequest:
     top_k: int | None = None
     # What is resident on GPUs is nobody's here.
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    # Where routed experts are read; empty: of `model_path`, too.
+    expert_checkpoint: str = ""
 
     @staticmethod
     def from_config(config: MoebiusConfig) -> SliceRequest:
@@ -76,6 +78,7 @@ class SliceRequest:
             weight_dtype=experts.expert_dtype,
             top_k=config.model.experts_per_token,
             placement=config.placement,
+            expert_checkpoint=config.model.expert_checkpoint,
         )
 
 

@@ -241,12 +241,10 @@ _TABLE: dict[str, OtherName] = {
             "AMXINT4": "int4",
             "AMXINT8": "int8",
             **dict.fromkeys(("BF16", "FP8", "FP8_PERCHANNEL", "RAWINT4", "GPTQ_INT4", "MXFP4"), "keep"),
-            "LLAMAFILE": "!give the .gguf file as MODEL instead",
+            "LLAMAFILE": "keep",
         },
     ),
-    "kt-weight-path kt-amx-weight-path": _refused(
-        "experts are read from MODEL, in the format it has, and packed while loading"
-    ),
+    "kt-weight-path kt-amx-weight-path": _same("expert_checkpoint"),
     "kt-max-deferred-experts-per-token": _refused("no expert is deferred: answers would change"),
     "kt-enable-dynamic-expert-update": _refused(
         "see docs/placement.md for how experts get on the GPU", False

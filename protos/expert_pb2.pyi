@@ -26,7 +26,7 @@ EXPERT_SPLIT_TENSOR: ExpertSplit
 EXPERT_SPLIT_EXPERT: ExpertSplit
 
 class LoadRequest(_message.Message):
-    __slots__ = ("model_path", "split", "split_index", "split_count", "split_shares", "weight_dtype", "top_k", "expert_dtype")
+    __slots__ = ("model_path", "split", "split_index", "split_count", "split_shares", "weight_dtype", "top_k", "expert_dtype", "expert_checkpoint")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     SPLIT_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class LoadRequest(_message.Message):
     WEIGHT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     EXPERT_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     split: ExpertSplit
     split_index: int
@@ -43,7 +44,8 @@ class LoadRequest(_message.Message):
     weight_dtype: DType
     top_k: int
     expert_dtype: str
-    def __init__(self, model_path: _Optional[str] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., split_shares: _Optional[_Iterable[int]] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., top_k: _Optional[int] = ..., expert_dtype: _Optional[str] = ...) -> None: ...
+    expert_checkpoint: str
+    def __init__(self, model_path: _Optional[str] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., split_shares: _Optional[_Iterable[int]] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., top_k: _Optional[int] = ..., expert_dtype: _Optional[str] = ..., expert_checkpoint: _Optional[str] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ("packed_bytes", "seconds")

@@ -39,7 +39,7 @@ def _dtype(config: MoebiusConfig, geometry: MoeGeometry) -> torch.dtype:
 
 
 def _fingerprint(config: MoebiusConfig) -> str:
-    return checkpoint_fingerprint(open_index(config.model.model))
+    return checkpoint_fingerprint(open_index(config.model.expert_checkpoint or config.model.model))
 
 
 def _mailbox(config: MoebiusConfig, geometry: MoeGeometry, device: torch.device) -> ExpertClient:
@@ -90,7 +90,14 @@ def _grpc(config: MoebiusConfig, geometry: MoeGeometry, device: torch.device) ->
 
 def _local(config: MoebiusConfig, geometry: MoeGeometry, device: torch.device) -> ExpertClient:
     dtype = _dtype(config, geometry)
-    return LocalExpertClient(config.model.model, geometry, dtype, config.experts.expert_dtype)
+    model = config.model
+    return LocalExpertClient(
+        model.model,
+        geometry,
+        dtype,
+        config.experts.expert_dtype,
+        expert_checkpoint=model.expert_checkpoint,
+    )
 
 
 _TRANSPORTS: Mapping[str, Callable[[MoebiusConfig, MoeGeometry, torch.device], ExpertClient]] = {

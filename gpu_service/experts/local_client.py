@@ -25,7 +25,7 @@ from gpu_service.experts.client import (
 from moebius import _kernels
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
-from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 
 
@@ -106,18 +106,19 @@ class LocalExpertClient(ExpertClient):
         weight_dtype: WeightDtype = "keep",
         keeps: bool = True,
         intermediate_range: tuple[int, int] | None = None,
+        expert_checkpoint: str = "",
     ) -> None:
         """Not `keeps`: an expert is read at every use and freed after it, so that one is held at a time.
 
         `intermediate_range` `[begin, end)`: compute only these channels of every expert, as a server that
-        holds just these.
+        holds just these. `expert_checkpoint`: see `ExpertCheckpoint.open`.
         """
         self.geometry = geometry
         self._keeps = keeps
         self._intermediate_range = intermediate_range
         self._dtype = dtype
         self._weight_dtype = weight_dtype
-        self.checkpoint = ExpertCheckpoint.open(model_path, geometry)
+        self.checkpoint = ExpertCheckpoint.open(model_path, geometry, expert_checkpoint)
         self._experts: dict[tuple[int, int], Expert] = {}
         self._stats = ExpertClientStats(compute_seconds=(0.0,))
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from moebius.expert_slices import REQUANTISED, ExpertDtype
-from moebius.models.checkpoint import ExpertMatrices
+from moebius.models.expert_checkpoint import ExpertMatrices
 from moebius.weight_formats import weight_format
 
 

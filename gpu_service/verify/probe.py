@@ -170,7 +170,12 @@ def _error(
     probe = make_probe(layer, (expert,), geometry.hidden_size, geometry.top_k, dtype)
     arguments = (layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)
     reference = LocalExpertClient(
-        config.model.model, geometry, dtype, keeps=False, intermediate_range=intermediate_range
+        config.model.model,
+        geometry,
+        dtype,
+        keeps=False,
+        intermediate_range=intermediate_range,
+        expert_checkpoint=config.model.expert_checkpoint,
     )
     client = GrpcExpertClient([address], geometry, dtype, config.experts.mailbox_deadline_ms)
     try:

@@ -230,7 +230,13 @@ def _with_server(config: MoebiusConfig, tested: ExpertsUnderTest, wrong: ExpertE
 def _compare(
     config: MoebiusConfig, tested: ExpertsUnderTest, probes: Sequence[Probe], found: Sequence[torch.Tensor]
 ) -> list[ProbedLayer]:
-    reference = LocalExpertClient(config.model.model, tested.geometry, tested.dtype, keeps=False)
+    reference = LocalExpertClient(
+        config.model.model,
+        tested.geometry,
+        tested.dtype,
+        keeps=False,
+        expert_checkpoint=config.model.expert_checkpoint,
+    )
     rows: RowsDtype = "float32" if tested.dtype == torch.float32 else "bfloat16"
     layers = []
     for probe, answer in zip(probes, found, strict=True):

@@ -1,22 +1,16 @@
-"""A checkpoint opened by its family: tensors, layers, routed experts and how these are quantised."""
+"""A checkpoint opened by its family: its tensors, its layers, and which layout its routed experts have."""
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_layouts import EXPERT_TENSOR_LAYOUTS, LAYER_PREFIXES, LocatedLayout
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo, open_safetensors
-from moebius.checkpoint.matrix_finder import MatrixFinder
-from moebius.checkpoint.quantisation import read_schemes
-from moebius.checkpoint.stored_matrix import StoredMatrix
-from moebius.models.geometry import MoeGeometry
 from moebius.models.registry import family_of, gguf_family
 
 
@@ -38,6 +32,8 @@ def open_index(directory: str | Path) -> CheckpointIndex:
 # What layers of multi-token prediction have besides those of a decoder layer.
 _MTP = re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head|embed_tokens|transformer)\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# Panels for one processor and number of NUMA nodes, or blocks of GGUF copied into safetensors.
+_CONVERTED = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)_exps\.")
 
 
 def check_mtp_layers(index: CheckpointIndex, model_type: str, num_layers: int) -> None:
@@ -80,6 +76,12 @@ def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
         first = first or found
     if first is not None:
         return first
+    converted = next(filter(_CONVERTED.match, index.tensors), None)
+    if converted is not None:
+        raise CheckpointError(
+            f"{index.directory}: tensor {converted!r} is in a form that KTransformers' converters write; "
+            "allowed: the published checkpoint or GGUF model that it was made from"
+        )
     examples = ", ".join(EXPERT_TENSOR_LAYOUTS[name].example for name in layouts)
     raise CheckpointError(
         f"{index.directory} has no routed experts of {model_type}; expected names like {examples}"
@@ -123,91 +125,3 @@ def _up_pattern(name: str) -> str:
     if name.endswith(".weight"):
         return stem + r"\.(?:weight|weight_packed|qweight|\w+_codes)"
     return stem + r"(?:_blocks|_packed)?"
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertMatrices:
-    """One expert: gate and up `[I, H]`, down `[H, I]`."""
-
-    gate: StoredMatrix | None  # None: experts have none.
-    up: StoredMatrix
-    down: StoredMatrix
-
-    @property
-    def all(self) -> tuple[StoredMatrix, ...]:
-        """Those that there are, in this order."""
-        return tuple(matrix for matrix in (self.gate, self.up, self.down) if matrix is not None)
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether any of them has one."""
-        return any(matrix.bias is not None for matrix in self.all)
-
-    @property
-    def formats(self) -> tuple[str, str]:
-        """Packed formats that keep gate and up, and down."""
-        return self.up.packed_format, self.down.packed_format
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether these formats only come near what is stored, as with most types of GGUF."""
-        return any(matrix.is_rounded for matrix in self.all)
-
-    def check_kept(self) -> None:
-        """Raises CheckpointError naming a matrix that no packed format holds exactly."""
-        for matrix in self.all:
-            if not matrix.packed_format:
-                raise CheckpointError(
-                    f"{matrix.name!r} is {matrix.scheme.name} with scales of a group size or type that "
-                    "experts can not keep; requantise them with --expert-dtype"
-                )
-
-    @property
-    def intermediate_multiple(self) -> int:
-        """The intermediate dimension can be divided at multiples of this: groups and blocks stay whole."""
-        *rows, down = self.all
-        return math.lcm(*(matrix.row_multiple for matrix in rows), down.col_multiple)
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes of codes and scales."""
-        return sum(matrix.nbytes for matrix in self.all)
-
-
-@dataclass(frozen=True)
-class ExpertCheckpoint:
-    """Filled by `open`."""
-
-    model: MoeGeometry
-    layout: LocatedLayout
-    finder: MatrixFinder
-
-    @staticmethod
-    def open(model_path: str, model: MoeGeometry) -> ExpertCheckpoint:
-        """Reads headers and configuration only. Raises CheckpointError."""
-        index = open_index(model_path)
-        layout = find_layout(index, model.model_type)
-        finder = MatrixFinder(index.tensors, index.directory, read_schemes(model_path))
-        return ExpertCheckpoint(model, layout, finder)
-
-    def expert(self, layer: int, expert: int) -> ExpertMatrices:
-        """All matrices. Raises CheckpointError as `matrix` does, or when gate and up differ."""
-        gate = self.matrix(layer, expert, "gate") if self.model.is_gated else None
-        found = ExpertMatrices(gate, self.matrix(layer, expert, "up"), self.matrix(layer, expert, "down"))
-        if gate is not None and gate.packed_format != found.up.packed_format:
-            raise CheckpointError(
-                f"{gate.name!r} is {gate.packed_format}, {found.up.name!r} "
-                f"{found.up.packed_format}; both have to be the same"
-            )
-        return found
-
-    def matrix(self, layer: int, expert: int, which: str) -> StoredMatrix:
-        """ "gate", "up" or "down".
-
-        Raises CheckpointError naming a tensor that is missing, mis-shaped, or of a type that no scheme of the
-        checkpoint allows.
-        """
-        template = self.layout.layout.template(which)
-        size = (self.model.moe_intermediate_size, self.model.hidden_size)
-        shape = size[::-1] if which == "down" else size
-        return self.finder.find(self.layout.name(layer, expert, which), shape, template, expert)

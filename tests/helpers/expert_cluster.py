@@ -105,6 +105,7 @@ def running_cluster(
     directory: Path,
     *,
     dtype: str = "auto",
+    expert_checkpoint: Path | None = None,
     placement: PlacementConfig | None = None,
     **experts: Any,
 ) -> Iterator[Cluster]:
@@ -115,7 +116,8 @@ def running_cluster(
     directory.mkdir(parents=True, exist_ok=True)
     name = f"moebius-test-{secrets.token_hex(6)}"
     config = make_config(model, directory, mailbox=name, **experts)
-    sections = {"model": config.model.model_copy(update={"dtype": dtype})}
+    apart = str(expert_checkpoint or "")
+    sections = {"model": config.model.model_copy(update={"dtype": dtype, "expert_checkpoint": apart})}
     config = config.model_copy(update=sections | {"placement": placement or PlacementConfig()})
     geometry = read_geometry(model)
     mailbox = Mailbox.create(name, mailbox_geometry(config, geometry))

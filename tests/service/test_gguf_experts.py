@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from moebius.checkpoint.gguf.files import gguf_files
 from moebius.checkpoint.split import split_bounds
-from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
 from tests.helpers.gguf_models import GgufFile, cached_gguf_files

@@ -12,7 +12,7 @@ import pytest
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
-from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.read import read_geometry
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe, QuantisedMoe
 from tests.helpers.quantised_sources import ENCODERS

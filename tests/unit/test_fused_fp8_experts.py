@@ -17,7 +17,7 @@ import pytest
 from moebius import _kernels
 from moebius.checkpoint.matrix_finder import side_name
 from moebius.checkpoint.reader import SliceReader
-from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe, write_safetensors
 from tests.helpers.quantised_models import QuantisedModel

@@ -19,7 +19,7 @@ from moebius.checkpoint.gguf.block_parts import BLOCK_PARTS
 from moebius.checkpoint.gguf.schemes import KEPT_SCHEMES
 from moebius.checkpoint.index import NUMPY_DTYPES
 from moebius.checkpoint.mapped_reader import MappedReader
-from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
 from moebius.weight_formats import expert_layout

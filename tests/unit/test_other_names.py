@@ -67,8 +67,6 @@ def test_options_are_translated(typed: str, ours: str) -> None:
     [
         ("m --top-k 4", "--top-k is another server's option; .* --experts-per-token"),
         ("m -ncmoe 30", "-ncmoe .* --gpu-layers"),
-        ("m --kt-method llamafile", "--kt-method llamafile: give the .gguf file as MODEL"),
-        ("m --kt-weight-path /w", "--kt-weight-path .* experts are read from MODEL"),
         ("m --compilation_config.cudagraph_mode OFTEN", "--cuda-graphs: 'OFTEN' is not allowed"),
         ("m -C ff", "-C is another server's option; threads are pinned"),
         ("m --rpc 10.0.0.2:50052", "--rpc .* --expert-addresses"),

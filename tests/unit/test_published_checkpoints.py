@@ -15,8 +15,9 @@ from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.matrix_finder import MatrixFinder
 from moebius.checkpoint.quantisation import read_schemes
-from moebius.models.checkpoint import ExpertCheckpoint, find_layout
+from moebius.models.checkpoint import find_layout
 from moebius.models.config import ModelConfig, ModelOverrides
+from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry, read_model_config
 from moebius.models.registry import FAMILIES

@@ -109,6 +109,7 @@ def expert_source(
         config.model.model,
         geometry,
         config.experts.expert_dtype,
+        expert_checkpoint=config.model.expert_checkpoint,
         widest="float32" if compute_dtype == torch.float32 else "bfloat16",
         tp_rank=parallel.tp_rank,
         tp_size=parallel.tp_size,

@@ -12,7 +12,7 @@ from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
 from moebius.expert_slices import REQUANTISED, rank_intermediate_range
-from moebius.models.checkpoint import ExpertCheckpoint, ExpertMatrices
+from moebius.models.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.models.geometry import MoeGeometry
 
 
@@ -36,13 +36,14 @@ class PackedExpertSource:
         geometry: MoeGeometry,
         expert_dtype: str,
         *,
+        expert_checkpoint: str = "",
         widest: str = "float32",
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> None:
         """`widest`: "bfloat16" rounds experts stored in float32 to what the engine computes in."""
         self.geometry = geometry
-        self._checkpoint = ExpertCheckpoint.open(model_path, geometry)
+        self._checkpoint = ExpertCheckpoint.open(model_path, geometry, expert_checkpoint)
         self._target = REQUANTISED.get(expert_dtype)
         self._widest = widest
         self._ranks = (tp_rank, tp_size)

@@ -27,7 +27,8 @@ from gpu_service.parallel.context import ParallelContext
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
 from moebius.expert_slices import REQUANTISED, SliceRequest, checkpoint_fingerprint, plan_slice
-from moebius.models.checkpoint import ExpertCheckpoint, open_index
+from moebius.models.checkpoint import open_index
+from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import ExpertStatistics, make_placement
 from moebius.weight_segment import WeightSegment, WeightSegmentError, segment_path
@@ -109,7 +110,7 @@ def read_parts(
     config: MoebiusConfig, geometry: MoeGeometry, layers: Sequence[int]
 ) -> dict[int, tuple[ServedPart, ...]]:
     """Of this rank's layers. Raises CheckpointError, and ValueError as `served_parts`."""
-    checkpoint = ExpertCheckpoint.open(config.model.model, geometry)
+    checkpoint = ExpertCheckpoint.open(config.model.model, geometry, config.model.expert_checkpoint)
     first = {layer: checkpoint.expert(layer, 0) for layer in geometry.moe_layers}
     target = REQUANTISED.get(config.experts.expert_dtype)
     stored = {
@@ -265,7 +266,7 @@ def open_streamer(
         rows = config.gpu.max_num_batched_tokens
         costs = measure_costs(streamer, experts, stream, plan.widest, dtype, rows)
     paths = [segment_path(settings.expert_weights_dir, index) for index in range(settings.split_count)]
-    fingerprint = checkpoint_fingerprint(open_index(config.model.model))
+    fingerprint = checkpoint_fingerprint(open_index(config.model.expert_checkpoint or config.model.model))
 
     def on_ready(source: SegmentSource, segments: ExpertSegments) -> None:
         if costs is not None:

@@ -178,7 +178,8 @@ def run(config: MoebiusConfig, json_file: Path | None, cold: bool = True) -> lis
     with tempfile.TemporaryDirectory(prefix="mb-jit-") as directory:
         jit_cache = directory if cold else config.gpu.jit_cache_dir
         if cold:
-            drop_from_page_cache(Path(config.model.model))
+            for path in filter(None, (config.model.model, config.model.expert_checkpoint)):
+                drop_from_page_cache(Path(path))
             with serving(config, jit_cache) as first:
                 rows.append(StartRow("cold", first.ready_s, first.ask(), dict(first.log.phases)))
                 TABLE.print_row(rows[-1])

@@ -48,8 +48,23 @@ def with_checkpoint(config: MoebiusConfig, needs_weights: bool = True) -> Moebiu
     if named is not None:
         path, name = _downloaded(named, config, needs_weights), name or named.repository
     _check(given, path)
-    section = config.model.model_copy(update={"model": str(path), "served_model_name": name})
+    changed = {"model": str(path), "served_model_name": name}
+    if config.model.expert_checkpoint:
+        changed["expert_checkpoint"] = str(_expert_checkpoint(config, needs_weights))
+    section = config.model.model_copy(update=changed)
     return config.model_copy(update={"model": section, "experts": experts})
+
+
+def _expert_checkpoint(config: MoebiusConfig, needs_weights: bool) -> Path:
+    """Absolute, downloaded where a model of the hub is named. Raises UserError."""
+    given = config.model.expert_checkpoint
+    path, named = Path(given).expanduser().absolute(), hub_model(given)
+    if named is not None:
+        # A revision is MODEL's.
+        section = config.model.model_copy(update={"revision": ""})
+        path = _downloaded(named, config.model_copy(update={"model": section}), needs_weights)
+    _check(given, path, "expert_checkpoint")
+    return path
 
 
 def _downloaded(named: HubModel, config: MoebiusConfig, needs_weights: bool) -> Path:
@@ -80,7 +95,7 @@ def _download_progress() -> Iterator[Callable[[str, int, int], None]]:
         yield show
 
 
-def _check(given: str, path: Path) -> None:
+def _check(given: str, path: Path, setting: str = "MODEL") -> None:
     """Raises UserError unless a model's configuration can be read there."""
     from moebius.models.read import read_config
 
@@ -88,24 +103,24 @@ def _check(given: str, path: Path) -> None:
         try:
             read_config(path)
         except CheckpointError as error:
-            raise UserError(f"MODEL {given!r}: {error}") from None
+            raise UserError(f"{setting} {given!r}: {error}") from None
         return
     if not path.is_dir():
         raise UserError(
-            f"MODEL {given!r}: there is no such directory, and no such .gguf file; a model of the Hugging "
-            "Face hub is named owner/name"
+            f"{setting} {given!r}: there is no such directory, and no such .gguf file; a model of the "
+            "Hugging Face hub is named owner/name"
         )
     try:
         refuse_pointer(path / "config.json")
         document = json.loads((path / "config.json").read_text())
     except FileNotFoundError:
-        raise UserError(f"MODEL {given!r}: no config.json in it; is it a checkpoint directory?") from None
+        raise UserError(f"{setting} {given!r}: no config.json in it; is it a checkpoint directory?") from None
     except CheckpointError as error:
-        raise UserError(f"MODEL {given!r}: {error}") from None
+        raise UserError(f"{setting} {given!r}: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"MODEL {given!r}: cannot read its config.json: {error}") from None
+        raise UserError(f"{setting} {given!r}: cannot read its config.json: {error}") from None
     if not isinstance(document, dict) or "model_type" not in document:
-        raise UserError(f"MODEL {given!r}: its config.json has no model_type")
+        raise UserError(f"{setting} {given!r}: its config.json has no model_type")
 
 
 def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
@@ -117,12 +132,16 @@ def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
     from gateway.text.tokenizer import Tokenizer
     from moebius.checkpoint.index import has_weights
     from moebius.models.checkpoint import open_index
-    from moebius.models.read import read_config
+    from moebius.models.expert_checkpoint import ExpertCheckpoint
+    from moebius.models.read import read_config, read_geometry
 
     model = Path(config.model.model)
     if not needs_weights and not has_weights(model):
         return
     open_index(model)
+    if config.model.expert_checkpoint and has_weights(config.model.expert_checkpoint):
+        geometry = read_geometry(model, config.model.experts_per_token)
+        ExpertCheckpoint.open(str(model), geometry, config.model.expert_checkpoint)
     try:
         tokenizer = Tokenizer.from_dir(model, config.gateway.chat_template)
     except UserError:

@@ -17,7 +17,7 @@ from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.expert_slices import REQUANTISED, ExpertSlice, SliceRequest, plan_slice, rank_intermediate_range
 from moebius.mailbox_plan import mailbox_geometry
-from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.registry import family_of
 from moebius.placement import left_out, make_placement
@@ -42,14 +42,19 @@ class StoredExperts:
     is_gated: bool = True
 
 
-def stored_experts(directory: str | Path, geometry: MoeGeometry) -> dict[int, StoredExperts]:
+def stored_experts(
+    directory: str | Path, geometry: MoeGeometry, expert_checkpoint: str = ""
+) -> dict[int, StoredExperts]:
     """By MoE layer, from headers; without files of weights, what `config.json` says that they will be.
+
+    `expert_checkpoint`: where they lie apart from the rest of the model; empty: they do not.
 
     Raises CheckpointError naming what is missing or not supported.
     """
-    if not has_weights(directory):
-        return {layer: _declared(directory, geometry, layer) for layer in geometry.moe_layers}
-    checkpoint = ExpertCheckpoint.open(str(directory), geometry)
+    place = expert_checkpoint or directory
+    if not has_weights(place):
+        return {layer: _declared(place, geometry, layer) for layer in geometry.moe_layers}
+    checkpoint = ExpertCheckpoint.open(str(directory), geometry, expert_checkpoint)
     found = {layer: checkpoint.expert(layer, 0) for layer in geometry.moe_layers}
     return {
         layer: StoredExperts(
@@ -161,7 +166,7 @@ def segment_bytes(config: MoebiusConfig, geometry: MoeGeometry, count: int) -> l
 
     Raises CheckpointError for a checkpoint that can not be packed, UserError for a division that can not be.
     """
-    stored = stored_experts(config.model.model, geometry)
+    stored = stored_experts(config.model.model, geometry, config.model.expert_checkpoint)
     experts = config.experts.model_copy(update={"expert_servers": count, "expert_addresses": ()})
     shared = config.model_copy(update={"experts": experts})
     dropped, sizes = left_out(config.placement, geometry), []

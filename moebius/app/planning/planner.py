@@ -60,7 +60,9 @@ class Planner:
         self.config = config
         self.on_gpu = on_gpu
         self.geometry = read_geometry(config.model.model, config.model.experts_per_token)
-        self.stored: Mapping[int, StoredExperts] = stored_experts(config.model.model, self.geometry)
+        self.stored: Mapping[int, StoredExperts] = stored_experts(
+            config.model.model, self.geometry, config.model.expert_checkpoint
+        )
         self.forecast = Forecast(config, on_gpu)
         self.model = self.forecast.model_config
 

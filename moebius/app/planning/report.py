@@ -192,7 +192,8 @@ def _refuse_incomplete(config: MoebiusConfig) -> None:
 
     geometry = read_geometry(directory, config.model.experts_per_token)
     if geometry.moe_layers:
-        plan_load(geometry, directory, config.experts.expert_dtype)
+        experts = config.model.expert_checkpoint
+        plan_load(geometry, directory, config.experts.expert_dtype, experts)
     check_weights(read_model(config), directory)
 
 

@@ -289,6 +289,10 @@ def _is_all_resident(config: MoebiusConfig, model: MoeGeometry) -> bool:
     return make_placement(config.placement, model).covers_everything
 
 
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute()) if path else ""
+
+
 def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -> MoebiusConfig:
     """What all processes agree on: sockets, the mailbox's name, the served name."""
     model = Path(config.model.model).absolute()
@@ -296,6 +300,7 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
         config,
         "model",
         model=str(model),
+        expert_checkpoint=_absolute(config.model.expert_checkpoint),
         served_model_name=config.model.served_model_name or served_name(model),
     )
     gpu_address = _socket(directory, "gpu")

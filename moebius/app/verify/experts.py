@@ -56,7 +56,9 @@ class PackedExperts(ExpertClient):
         self._dtype = dtype
         self._layers = frozenset(layers)
         self._others = others
-        self._plan = plan_load(geometry, config.model.model, config.experts.expert_dtype)
+        self._plan = plan_load(
+            geometry, config.model.model, config.experts.expert_dtype, config.model.expert_checkpoint
+        )
         request = SliceRequest.from_config(config)
         self._parts = [
             plan_slice(geometry, replace(request, split_index=index), self._plan.group)
@@ -144,9 +146,11 @@ def _array(rows: torch.Tensor) -> FloatArray:
 class ReferenceExperts(LocalExpertClient):
     """Within `recording`, keeps the last answer of each layer until it is taken."""
 
-    def __init__(self, model_path: str, geometry: MoeGeometry, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model_path: str, geometry: MoeGeometry, dtype: torch.dtype, expert_checkpoint: str = ""
+    ) -> None:
         """`dtype` of the rows, see `LocalExpertClient`."""
-        super().__init__(model_path, geometry, dtype, keeps=False)
+        super().__init__(model_path, geometry, dtype, keeps=False, expert_checkpoint=expert_checkpoint)
         self._answers: dict[int, torch.Tensor] = {}
         self._records = False
 

@@ -116,8 +116,12 @@ class Comparison:
         geometry: MoeGeometry,
         layers: Collection[int],
         thresholds: Thresholds,
+        expert_checkpoint: str = "",
     ) -> None:
-        """`geometry`: of the model's experts. Raises what an expert server refuses."""
+        """`geometry`: of the model's experts; `expert_checkpoint`: where the reference's lie, if apart.
+
+        Raises what an expert server refuses.
+        """
         self._config = config
         self._ours, self._reference = ours, reference
         self._geometry = geometry
@@ -128,6 +132,7 @@ class Comparison:
             str(reference.directory),
             read_geometry(reference.directory, config.model.experts_per_token),
             TORCH_DTYPES[reference.config.dtype],
+            expert_checkpoint,
         )
         dtype = TORCH_DTYPES[ours.config.dtype]
         self.rows_dtype: RowsDtype = "float32" if dtype == torch.float32 else "bfloat16"
@@ -278,7 +283,9 @@ def verify_model(
     layers = chosen or geometry.moe_layers
     limit = min(options.tokens, ours.config.max_model_len)
     tokens = read_tokens(ours.directory, options.text_file, limit, ours.config.vocab_size)
-    comparison = Comparison(config, ours, reference, geometry, layers, options.thresholds)
+    # Another checkpoint has experts of its own, also where it is the model that ours were taken out of.
+    experts = config.model.expert_checkpoint if options.against == BF16 else ""
+    comparison = Comparison(config, ours, reference, geometry, layers, options.thresholds, experts)
     total = max(layers) + 1 if chosen else geometry.num_layers
     is_whole = max(layers) == max(geometry.moe_layers)
     scores = comparison.run(

@@ -10,6 +10,7 @@ import datetime
 import importlib.metadata
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,10 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _routed_bytes(sizes: Mapping[str, int]) -> int:
+    return sum(size for name, size in sizes.items() if ".experts." in name)
+
+
 @dataclass(frozen=True)
 class WeightBytes:
     """Bytes as stored in the checkpoint; filled by `of`."""
@@ -150,12 +155,15 @@ class WeightBytes:
     top_k: int
 
     @staticmethod
-    def of(directory: Path) -> WeightBytes:
-        """Sums up a checkpoint. Raises CheckpointError."""
+    def of(directory: Path, expert_checkpoint: str = "") -> WeightBytes:
+        """Sums up a checkpoint, and of another the experts that are taken from it. Raises CheckpointError."""
         sizes = {name: info.nbytes for name, info in open_index(directory).tensors.items()}
         geometry = read_geometry(directory)
-        routed = sum(size for name, size in sizes.items() if ".experts." in name)
+        routed = _routed_bytes(sizes)
         dense = sum(sizes.values()) - routed
+        if expert_checkpoint:
+            others = open_index(expert_checkpoint).tensors.items()
+            routed = _routed_bytes({name: info.nbytes for name, info in others})
         if any(name.startswith("lm_head.") for name in sizes):
             # A step looks up one row per stream of the input embedding; a tied one is the output projection.
             dense -= sum(size for name, size in sizes.items() if "embed_tokens" in name)

@@ -72,7 +72,7 @@ def make_setting(engine: EngineUnderTest, servers: ExpertServers, bandwidths: Ba
     from moebius.placement import make_placement
 
     config, model = servers.config, engine.built.model_config
-    weights = WeightBytes.of(Path(config.model.model))
+    weights = WeightBytes.of(Path(config.model.model), config.model.expert_checkpoint)
     geometry = read_geometry(config.model.model, config.model.experts_per_token)
     item = 1 if config.gpu.kv_cache_dtype == "fp8_e4m3" else model.dtype_bytes
     return Setting(
