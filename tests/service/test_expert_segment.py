@@ -330,9 +330,9 @@ def test_packing_changes_only_with_the_version(tmp_path: Path) -> None:
 def test_the_signature_follows_every_change(tmp_path: Path) -> None:
     """Another file, other contents, a file replaced by a copy; and not what is no part of a checkpoint."""
     model = MODEL.write(tmp_path)
-    seen = [checkpoint_signature(str(model))]
+    seen = [checkpoint_signature(SliceRequest(str(model)))]
     (model / "README.md").write_text("words")
-    assert checkpoint_signature(str(model)) == seen[0]
+    assert checkpoint_signature(SliceRequest(str(model))) == seen[0]
     weights = sorted(model.glob("*.safetensors"))[0]
     copy = weights.with_name("copy")
     for change in (
@@ -341,7 +341,7 @@ def test_the_signature_follows_every_change(tmp_path: Path) -> None:
         lambda: (copy.write_bytes(weights.read_bytes()), copy.replace(weights)),
     ):
         change()
-        seen.append(checkpoint_signature(str(model)))
+        seen.append(checkpoint_signature(SliceRequest(str(model))))
     assert len(set(seen)) == len(seen)
 
 
