@@ -7,6 +7,7 @@ Besides the packed weights there is at most one expert per thread, as mapped pag
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -108,6 +109,11 @@ def _check_unused(checkpoint: ExpertCheckpoint, used: set[str]) -> None:
     model, prefix = checkpoint.model, checkpoint.layout.prefix
     for name in checkpoint.layout.index.tensors:
         if name in used or not is_routed_expert(name) or not name.startswith(prefix) or is_ignored(name):
+            continue
+        # Transformers writes gates, which nothing reads, of choices that have no weights.
+        number = re.search(r"\.experts\.(\d+)\.", name)
+        without_weights = model.num_experts + model.num_zero_experts
+        if number is not None and model.num_experts <= int(number[1]) < without_weights:
             continue
         # Layers after the last are MTP layers, which is not served.
         if int(name.removeprefix(prefix).split(".")[0]) < model.num_layers:

@@ -141,7 +141,11 @@ class ExpertRecorder:
             return found
 
     def record(self, layer: int, topk_ids: torch.Tensor) -> None:
-        """int32 `[T, K]`, -1: none. Layers in ascending order; only launches work."""
+        """int32 `[T, K]`, -1: none, as all ids of a row of padding. Layers in ascending order.
+
+        Ids from `num_experts` on are choices without weights: they count as none, but their rows are tokens.
+        Only launches work.
+        """
         row = self._layers[layer]
         if row == 0:
             self._live = self._for_this_step()
@@ -149,10 +153,11 @@ class ExpertRecorder:
         if buffers is None:
             return
         num_experts = self._geometry.num_experts
-        chosen = torch.where(topk_ids < 0, num_experts, topk_ids).flatten().long()
+        has_weights = (topk_ids >= 0) & (topk_ids < num_experts)
+        chosen = torch.where(has_weights, topk_ids, num_experts).flatten().long()
         buffers.scratch[row].zero_().scatter_add_(0, chosen, torch.ones_like(chosen))
         if buffers.row_ids is not None:
-            buffers.row_ids[: topk_ids.shape[0], row].copy_(topk_ids)
+            buffers.row_ids[: topk_ids.shape[0], row].copy_(torch.where(has_weights, topk_ids, -1))
         if row == len(self._layers) - 1:
             with self._lock:
                 self._commit(buffers, topk_ids)

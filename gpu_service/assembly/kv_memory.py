@@ -221,6 +221,7 @@ def scored_token_cost(model: ModelConfig) -> int:
     chosen = moe.router.top_k * moe.intermediate_size + moe.shared_intermediate_size
     sparse = len(moe.layers)
     attending = sum(map(model.has_attention, range(model.num_layers)))
+    attending *= 2 if model.shortcut_experts else 1
     layers = attending * attention + model.num_dense_layers * dense + sparse * 3 * hidden * chosen
     head = 2 * hidden * model.vocab_size
     return 1 + max(1, min(_MOST_SCORED_COST - 1, -(-head // max(1, layers))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -216,3 +216,50 @@ class SingleLayer(nn.Module):
         is_mlp = isinstance(self.mixer, MLP | MoE)
         stream.add(self.mixer(hidden_states, *(() if is_mlp else (rope,)), context))
         return stream
+
+
+class ShortcutLayer(nn.Module):
+    """Attention and a dense MLP, twice; experts read what the first MLP reads and are added at the end.
+
+    So all that follows the first attention is computed while servers compute the experts.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attentions: Sequence[nn.Module],
+        mlps: Sequence[MLP],
+        experts: MoE,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        size, halves = config.hidden_size, range(2)
+        self.input_layernorm = nn.ModuleList(make_norm(config, size, dtype=dtype) for _ in halves)
+        self.self_attn = nn.ModuleList(attentions)
+        self.post_attention_layernorm = nn.ModuleList(make_norm(config, size, dtype=dtype) for _ in halves)
+        self.mlps = nn.ModuleList(mlps)
+        self.mlp = experts
+
+    def forward(
+        self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
+    ) -> ResidualStream:
+        """Adds the two MLPs, the two attentions and the experts to the stream and returns it."""
+        finish: Callable[[], torch.Tensor] | None = None
+        halves = zip(
+            self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlps, strict=True
+        )
+        for input_norm, attention, mlp_norm, mlp in halves:
+            stream.add(attention(_normed(stream, input_norm), rope, context))
+            hidden_states = _normed(stream, mlp_norm)
+            if finish is None:
+                finish = self.mlp.start(hidden_states, context)
+            stream.add(mlp(hidden_states, context))
+        assert finish is not None
+        stream.add(finish())
+        return stream
+
+
+def _normed(stream: ResidualStream, norm: nn.Module) -> torch.Tensor:
+    assert isinstance(norm, RMSNorm)
+    return stream.normed(norm)

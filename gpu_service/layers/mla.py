@@ -201,6 +201,8 @@ class MLAttention(nn.Module):
         assert isinstance(backend, MlaAttentionBackend), "the cache of this model holds latents"
         query, compressed = self._project(hidden_states, rope, context)
         latent = self.kv_a_layernorm(compressed[:, : mla.kv_lora_rank])
+        if mla.latent_scale != 1.0:
+            latent = latent * mla.latent_scale
         key_rope = compressed[:, mla.kv_lora_rank :]
         if rope is not None and rope.query_scale is not None:
             query = query * rope.query_scale

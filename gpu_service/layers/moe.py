@@ -21,7 +21,7 @@ from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
-from gpu_service.ops.router import route, weigh_chosen
+from gpu_service.ops.router import route, weigh_chosen, zero_experts
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, even_shard
 from moebius.checkpoint.errors import CheckpointError
@@ -92,8 +92,9 @@ class Router(nn.Module):
         """`hashed_tokens`: the size of the vocabulary where a token's id chooses its experts, else 0."""
         super().__init__()
         gate_dtype = torch.float32 if config.float32_gate else dtype
-        self.weight = empty_parameter(config.num_experts, hidden_size, dtype=gate_dtype)
-        shape = (1, config.num_experts) if config.correction_bias_is_row else (config.num_experts,)
+        choices = config.num_choices
+        self.weight = empty_parameter(choices, hidden_size, dtype=gate_dtype)
+        shape = (1, choices) if config.correction_bias_is_row else (choices,)
         self.e_score_correction_bias = (
             empty_parameter(*shape, dtype=torch.float32)
             if config.correction_bias and not hashed_tokens
@@ -103,7 +104,7 @@ class Router(nn.Module):
         self.tid2eid: nn.Parameter | None = None
         if hashed_tokens:
             self.tid2eid = empty_parameter(hashed_tokens, config.top_k, dtype=torch.int32)
-        self.bias = empty_parameter(config.num_experts, dtype=gate_dtype) if config.gate_bias else None
+        self.bias = empty_parameter(choices, dtype=gate_dtype) if config.gate_bias else None
         self.expert_scales = (
             empty_parameter(config.num_experts, dtype=torch.float32) if config.expert_scales else None
         )
@@ -122,7 +123,10 @@ class Router(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, inputs: ForwardInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid."""
+        """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid.
+
+        Ids from `num_experts` on are choices without weights.
+        """
         valid_rows = inputs.valid_rows
         logits = functional.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
         bias = self.e_score_correction_bias
@@ -186,22 +190,49 @@ class MoE(nn.Module):
             self.fc1_latent_proj = Linear(hidden_size, config.latent_size, bias=False, dtype=dtype)
             self.fc2_latent_proj = Linear(config.latent_size, hidden_size, bias=False, dtype=dtype)
         self._weighs_inputs = config.router.weighs_inputs
+        # Experts with weights, where a router also chooses others.
+        self._num_experts = config.router.num_experts if config.router.num_zero_experts else None
         self._group = parallel.tensor_group
+        # Answers of all ranks are added: one of them counts what all could compute.
+        self._adds_zero_experts = parallel.tp_rank == 0
         # Called with rows, ids and weights that the experts are about to be given; `moebius verify` sets it.
         self.on_routed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`, float32 where there is no latent space: who adds it rounds once."""
+        return self.start(hidden_states, context)()
+
+    def start(self, hidden_states: torch.Tensor, context: ForwardContext) -> Callable[[], torch.Tensor]:
+        """Asks the servers for their share; what is returned computes the rest and collects, as `forward`.
+
+        Meanwhile `hidden_states` must stay as they are.
+        """
         topk_weights, topk_ids = self.gate(hidden_states, context.inputs)
+        if context.recorder is not None:
+            context.recorder.record(self.layer_id, topk_ids)
+        partial: torch.Tensor | None = None
+        if self._num_experts is not None:
+            partial = zero_experts(hidden_states, topk_weights, topk_ids, self._num_experts)
+            partial = partial if self._adds_zero_experts else None
         routed = hidden_states
         if self._weighs_inputs:
             # One expert a token: what it reads carries the weight, and its answer counts once.
             routed = hidden_states * topk_weights.to(hidden_states.dtype)
             topk_weights = torch.ones_like(topk_weights)
         collect = self._ask_experts(self._expert_inputs(routed), topk_ids, topk_weights, context)
-        partial: torch.Tensor | None = None
+        return lambda: self._finish(hidden_states, partial, collect, context)
+
+    def _finish(
+        self,
+        hidden_states: torch.Tensor,
+        partial: torch.Tensor | None,
+        collect: Collect,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """`partial`: what is known of the sum already."""
         if self.shared_experts is not None:
-            partial = self._shared(self.shared_experts, hidden_states, context)
+            shared = self._shared(self.shared_experts, hidden_states, context)
+            partial = shared if partial is None else partial + shared
         # A client that the host drives may leave its answer there.
         if self.fc2_latent_proj is None:
             answer = collect(partial).to(hidden_states.device)
@@ -218,9 +249,7 @@ class MoE(nn.Module):
         topk_weights: torch.Tensor,
         context: ForwardContext,
     ) -> Collect:
-        """The same as `start_experts`, after whoever watches the routing has seen it."""
-        if context.recorder is not None:
-            context.recorder.record(self.layer_id, topk_ids)
+        """The same as `start_experts`, after whoever watches has seen what experts are given."""
         if self.on_routed is not None:
             self.on_routed(expert_inputs, topk_ids, topk_weights)
         devices = context.experts, context.resident, context.streamed
@@ -264,6 +293,8 @@ class MoEWithOwnNorms(MoE):
         """`[T, H]` after the layer's norm and the stream `[T, H]` before it to a new `[T, H]`."""
         assert self.shared_experts is not None, "the layer's MLP"
         weights, ids = self.gate(self.router_norm(residual), context.inputs)
+        if context.recorder is not None:
+            context.recorder.record(self.layer_id, ids)
         collect = self._ask_experts(self.input_norm(residual), ids, weights, context)
         # Both sums are over all ranks before they are normed.
         dense = self._group.all_reduce(self.shared_experts(hidden_states, context))

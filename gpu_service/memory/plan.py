@@ -112,6 +112,11 @@ def activation_bytes(
     if config.hyper is not None:
         # The streams, and the same once more in float32 where weights are computed and streams mixed.
         stream += config.stream_size * (item + 2 * 4)
+    if config.shortcut_experts:
+        # What experts are given, which waits until the layer's end; next to it attention and MLPs run.
+        stream += config.hidden_size * item
+    if config.moe.router.num_zero_experts:
+        stream += config.hidden_size * 4
     attention = _attention_row(config) * item // ranks + _selection_row(config)
     mlp = step.tokens * _mlp_row(config, ranks)
     attending = step.tokens * attention + _block_scores_bytes(config, step.tokens)
@@ -183,7 +188,7 @@ def _mlp_row(config: ModelConfig, ranks: int) -> int:
     item = config.dtype_bytes
     dense = config.intermediate_size if config.num_dense_layers else 0
     row = 3 * max(dense, config.moe.shared_intermediate_size) * item // ranks
-    row += 3 * 4 * config.moe.router.num_experts
+    row += 3 * 4 * config.moe.router.num_choices
     return row
 
 

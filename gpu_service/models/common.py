@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from gpu_service.layers.decoder import (
     Head,
     ResidualStream,
     RotaryEmbedding,
+    ShortcutLayer,
     SingleLayer,
     gather_logits,
 )
@@ -203,9 +204,27 @@ def make_mlp(
             dtype=dtype,
             parallel=parallel,
         )
-    width = config.intermediate_size
-    alpha = config.moe.expert_alpha
-    return MLP(size, width, activation, limit=limit, alpha=alpha, dtype=dtype, parallel=parallel)
+    return _make_dense(config, limit, dtype=dtype, parallel=parallel)
+
+
+def _make_dense(
+    config: ModelConfig, limit: float = math.inf, *, dtype: torch.dtype, parallel: ParallelContext
+) -> MLP:
+    size, width, alpha = config.hidden_size, config.intermediate_size, config.moe.expert_alpha
+    return MLP(size, width, config.activation, limit=limit, alpha=alpha, dtype=dtype, parallel=parallel)
+
+
+def _make_shortcut_layer(
+    config: ModelConfig,
+    attentions: Sequence[nn.Module],
+    experts: nn.Module,
+    *,
+    dtype: torch.dtype,
+    parallel: ParallelContext,
+) -> ShortcutLayer:
+    assert isinstance(experts, MoE), "the family's reader lists all layers as MoE"
+    dense = [_make_dense(config, dtype=dtype, parallel=parallel) for _ in attentions]
+    return ShortcutLayer(config, attentions, dense, experts, dtype=dtype)
 
 
 def build_causal_lm(
@@ -218,8 +237,8 @@ def build_causal_lm(
 ) -> CausalLM:
     """Compose a model whose layers differ only in what `make_attention` returns.
 
-    `make_attention` is given the layer's index in this stage (that of its KV cache); experts know layers by
-    their index in the checkpoint.
+    `make_attention` is given the layer's index in this stage, or, where layers attend twice, the attention's;
+    experts know layers by their index in the checkpoint.
     """
     layer_class = DecoderLayer if config.hyper is None else HyperDecoderLayer
 
@@ -229,6 +248,9 @@ def build_causal_lm(
         mlp = make_mlp(layer_id, config, dtype=dtype, parallel=parallel)
         if not config.has_attention(layer_id):
             return SingleLayer(config, mlp, dtype=dtype)
+        if config.shortcut_experts:
+            attentions = [make_attention(2 * index), make_attention(2 * index + 1)]
+            return _make_shortcut_layer(config, attentions, mlp, dtype=dtype, parallel=parallel)
         return layer_class(config, make_attention(index), mlp, dtype=dtype)
 
     layers = [make_layer(index, layer_id) for index, layer_id in enumerate(stage_layers(config, parallel))]

@@ -44,7 +44,7 @@ def build_model(
     return model.eval()
 
 
-# By a layer's index in the stage.
+# By a layer's index in the stage, or by an attention's, where layers have two.
 _MakeAttention = Callable[[int], nn.Module]
 
 
@@ -120,6 +120,9 @@ def _latent_attention(
     mla = own.mla
     assert mla is not None, "the family's reader fills `mla`"
     caches = {layer: index for index, layer in enumerate(own.attention_layers)}
+    if own.shortcut_experts:
+        # What is composed counts attentions, each of which has a cache.
+        caches = {index: index for index in range(len(own.attention_layers))}
     selection = None if mla.indexer is None else StepSelection()
     choosing = () if mla.indexer is None else sorted(mla.indexer.layers)
     index_layers = {layer: index for index, layer in enumerate(choosing)}

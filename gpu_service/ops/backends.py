@@ -37,7 +37,7 @@ from gpu_service.ops.norm import (
 )
 from gpu_service.ops.registry import Implementation, Op
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
-from gpu_service.ops.router import route
+from gpu_service.ops.router import route, zero_experts
 from gpu_service.ops.sampling import argmax_and_finite, mask_logits, truncate_probabilities
 from gpu_service.ops.selective_scan import selective_scan_extend, selective_scan_update
 from gpu_service.ops.state_space import state_space_extend, state_space_update
@@ -76,6 +76,7 @@ OPS: tuple[Op[..., Any], ...] = (
     collapse_streams,
     mix_streams,
     route,
+    zero_experts,
     fp8_linear,
     argmax_and_finite,
     mask_logits,

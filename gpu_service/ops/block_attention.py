@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from gpu_service.ops.registry import Op
-from moebius.models.config import BlockIndexerConfig
+from moebius.models.attention_config import BlockIndexerConfig
 
 
 @Op

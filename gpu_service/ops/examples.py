@@ -256,9 +256,17 @@ class _Maker:
 
     def route(self) -> tuple[Any, ...]:
         router = self._sizes.router
-        bias = self._random(router.num_experts, dtype=torch.float32) if router.correction_bias else None
+        bias = self._random(router.num_choices, dtype=torch.float32) if router.correction_bias else None
         logits_dtype = torch.float32 if router.float32_gate else self._dtype
-        return self._random(self._sizes.tokens, router.num_experts, dtype=logits_dtype), bias, router
+        return self._random(self._sizes.tokens, router.num_choices, dtype=logits_dtype), bias, router
+
+    def zero_experts(self) -> tuple[Any, ...]:
+        """About half of the choices have no weights, and a row of padding chose nobody."""
+        tokens, top_k = self._sizes.tokens, self._sizes.router.top_k
+        weights = self._random(tokens, top_k, dtype=torch.float32).abs()
+        ids = torch.arange(tokens * top_k, dtype=torch.int32, device=self._device).view(tokens, top_k) % 6
+        ids[-1] = -1
+        return self._random(tokens, self._sizes.hidden), weights, ids, 3
 
     def fp8_linear(self) -> tuple[Any, ...]:
         outputs, columns, first = 72, self._sizes.fp8_columns, self._sizes.fp8_first_column
@@ -379,6 +387,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "collapse_streams": _Maker.collapse,
     "mix_streams": _Maker.mix,
     "route": _Maker.route,
+    "zero_experts": _Maker.zero_experts,
     "fp8_linear": _Maker.fp8_linear,
     "argmax_and_finite": _Maker.logits,
     "mask_logits": _Maker.masks,

@@ -1,4 +1,4 @@
-"""The router of every family: one function with eight parameters."""
+"""The router of every family: one function with eight parameters; and what it may choose besides experts."""
 
 from __future__ import annotations
 
@@ -54,6 +54,21 @@ def route(
         choice = _mask_groups(choice, config)
     ids = choice.topk(config.top_k, dim=-1, sorted=False).indices
     return _finished(scores, ids, config, valid_rows)
+
+
+@Op
+def zero_experts(
+    hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    """What choices without weights answer: what they are given, each times its weight.
+
+    hidden_states `[T, H]`; weights float32 and ids int32 `[T, K]`, contiguous. Returns float32 `[T, H]`. An
+    id of `num_experts` or more is such a choice; in place it becomes -1, so that nobody else computes it.
+    """
+    chosen = ids >= num_experts
+    total = weights.masked_fill(~chosen, 0.0).sum(dim=-1, keepdim=True)
+    ids.masked_fill_(chosen, -1)
+    return hidden_states.float() * total
 
 
 def weigh_chosen(

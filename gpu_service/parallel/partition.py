@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from gpu_service.parallel.context import ParallelContext
 from moebius.errors import ConfigError
-from moebius.models.attention_config import CompressedAttentionConfig
+from moebius.models.attention_config import BlockIndexerConfig, CompressedAttentionConfig
 from moebius.models.config import (
-    BlockIndexerConfig,
     LinearAttentionConfig,
     MlaConfig,
     ModelConfig,

@@ -1,4 +1,5 @@
-"""Parts of a `config.ModelConfig` that few models have: compressed attention, several residual streams."""
+"""Parts of a `config.ModelConfig` that few models have: compressed attention, several residual streams, and
+attention to tokens, or blocks of them, that a small one chooses."""
 
 from __future__ import annotations
 
@@ -42,3 +43,34 @@ class HyperConnectionConfig:
     eps: float  # Added to weights and to the sums that they are divided by.
     # Whether the streams end as a sum with learned weights; False: as their mean.
     weighs_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerConfig:
+    """DeepSeek Sparse Attention: how a token chooses the ones it attends to."""
+
+    num_heads: int  # Of the small attention that only scores; its keys have one head.
+    head_dim: int  # Elements of its queries and keys; the first `qk_rope_head_dim` of them are rotated.
+    # A token attends to at most so many, itself included; not counted are those after the last whole pool.
+    top_k: int
+    interleaved: bool  # As `RopeConfig.interleaved`, of these queries and keys.
+    # Layers that choose for themselves; any other takes what the nearest of these before it chose.
+    layers: frozenset[int]
+    # So many consecutive tokens are chosen together, by one key; those after the last whole pool always are.
+    pool: int = 1
+
+    @property
+    def row_dim(self) -> int:
+        """Elements that the cache holds of a token: its key, and its logits within a pool."""
+        return self.head_dim * (1 if self.pool == 1 else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIndexerConfig:
+    """Grouped-query attention to blocks of tokens, which each KV head chooses for itself (MiniMax-M3)."""
+
+    head_dim: int  # Of the small queries, one head for each KV head, and of the one key, that only score.
+    block_size: int  # Consecutive tokens that are chosen together, by the best of them.
+    top_blocks: int  # A query attends to at most so many blocks, those that are always chosen included.
+    local_blocks: int  # Latest blocks, the query's own included, that are always chosen.
+    layers: frozenset[int]  # Layers that choose; all others attend to all tokens.

@@ -90,10 +90,13 @@ _REFUSED = (
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_common(hf: HfKeys, *, dense_size: int | None = None) -> dict[str, Any]:
+def read_common(
+    hf: HfKeys, *, dense_size: int | None = None, num_layers: int | None = None
+) -> dict[str, Any]:
     """Fields that all families spell alike; raises on features that no family here has.
 
-    `dense_size`: the width of dense layers where a family says nothing of them.
+    `dense_size`: the width of dense layers where a family says nothing of them; `num_layers`: decoder layers
+    where it has another key for them.
     """
     hf.skip("model_type", *_HARMLESS, *_OF_GENERATE)
     for name in _REFUSED:
@@ -112,7 +115,7 @@ def read_common(hf: HfKeys, *, dense_size: int | None = None) -> dict[str, Any]:
         "vocab_size": hf.integer("vocab_size"),
         "hidden_size": hidden_size,
         "intermediate_size": hf.integer("intermediate_size") if dense_size is None else dense_size,
-        "num_layers": hf.integer("num_hidden_layers"),
+        "num_layers": hf.integer("num_hidden_layers") if num_layers is None else num_layers,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": hf.integer("head_dim", default=hidden_size // heads),

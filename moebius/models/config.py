@@ -14,7 +14,12 @@ from functools import cached_property
 from typing import Literal
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.models.attention_config import CompressedAttentionConfig, HyperConnectionConfig
+from moebius.models.attention_config import (
+    BlockIndexerConfig,
+    CompressedAttentionConfig,
+    HyperConnectionConfig,
+    IndexerConfig,
+)
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "none"]
 GroupScore = Literal["max", "top2_sum"]
@@ -83,6 +88,13 @@ class RouterConfig:
     expert_scales: bool = False
     # Whether what an expert reads is multiplied by its weight, not what it answers; with one expert a token.
     weighs_inputs: bool = False
+    # Choices after the experts' that have no weights: their answer is what they are given.
+    num_zero_experts: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """What the gate scores: experts with weights, and those without."""
+        return self.num_experts + self.num_zero_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,26 +130,6 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexerConfig:
-    """DeepSeek Sparse Attention: how a token chooses the ones it attends to."""
-
-    num_heads: int  # Of the small attention that only scores; its keys have one head.
-    head_dim: int  # Elements of its queries and keys; the first `qk_rope_head_dim` of them are rotated.
-    # A token attends to at most so many, itself included; not counted are those after the last whole pool.
-    top_k: int
-    interleaved: bool  # As `RopeConfig.interleaved`, of these queries and keys.
-    # Layers that choose for themselves; any other takes what the nearest of these before it chose.
-    layers: frozenset[int]
-    # So many consecutive tokens are chosen together, by one key; those after the last whole pool always are.
-    pool: int = 1
-
-    @property
-    def row_dim(self) -> int:
-        """Elements that the cache holds of a token: its key, and its logits within a pool."""
-        return self.head_dim * (1 if self.pool == 1 else 2)
-
-
-@dataclass(frozen=True, slots=True)
 class MlaConfig:
     """Multi-head latent attention; filled by `mla.read_mla_common`. Names as in config.json."""
 
@@ -151,6 +143,8 @@ class MlaConfig:
     indexer: IndexerConfig | None = None  # None: a token attends to all earlier ones.
     # Of the norms of latents; most families were trained with this, whatever `rms_norm_eps` says.
     latent_eps: float = 1e-6
+    # What latents of keys and values are multiplied by after their norm.
+    latent_scale: float = 1.0
 
     @property
     def qk_head_dim(self) -> int:
@@ -161,17 +155,6 @@ class MlaConfig:
     def cached_dim(self) -> int:
         """Elements that the cache holds of a token in each layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class BlockIndexerConfig:
-    """Grouped-query attention to blocks of tokens, which each KV head chooses for itself (MiniMax-M3)."""
-
-    head_dim: int  # Of the small queries, one head for each KV head, and of the one key, that only score.
-    block_size: int  # Consecutive tokens that are chosen together, by the best of them.
-    top_blocks: int  # A query attends to at most so many blocks, those that are always chosen included.
-    local_blocks: int  # Latest blocks, the query's own included, that are always chosen.
-    layers: frozenset[int]  # Layers that choose; all others attend to all tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +293,9 @@ class ModelConfig:
     # Which half each layer is, where layers are one only; linear attention counts as "attention". Empty: all
     # layers have both.
     layer_halves: tuple[LayerHalf, ...] = ()
+    # Whether a layer attends twice, each time with a dense MLP after it, and its experts read what the first
+    # of these reads and are added at its end (LongCat).
+    shortcut_experts: bool = False
     # Factor of the attention scores; None: that of the head's size.
     attention_scale: float | None = None
     # Per layer, the latest positions that a query sees, or None for all; empty: every layer sees all.
@@ -379,10 +365,14 @@ class ModelConfig:
 
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
-        """Layers that have a cache of tokens, ascending; their places here are its layers."""
+        """Layers that have a cache of tokens, ascending; their places here are its layers.
+
+        A layer that attends twice is here twice.
+        """
         linear = frozenset() if self.linear is None else self.linear.layers
         attends = filter(self.has_attention, range(self.num_layers))
-        return tuple(layer for layer in attends if layer not in linear)
+        times = 2 if self.shortcut_experts else 1
+        return tuple(layer for layer in attends if layer not in linear for _ in range(times))
 
     def has_attention(self, layer: int) -> bool:
         """Whether the layer has attention or a state."""
@@ -394,7 +384,9 @@ class ModelConfig:
 
     @property
     def num_dense_layers(self) -> int:
-        """Layers with an MLP instead of experts."""
+        """Layers with an MLP instead of experts; those that have two next to their experts count twice."""
+        if self.shortcut_experts:
+            return 2 * self.num_layers
         return sum(map(self.has_mlp, range(self.num_layers))) - len(self.moe.layers)
 
     def attention_shape(self, layer: int) -> AttentionShape:

@@ -30,11 +30,17 @@ class MoeGeometry:
     # Where the experts of each decoder layer clamp instead; infinite: they do not; empty: `limit` in all.
     layer_limits: tuple[float, ...] = ()
     has_bias: bool = False  # Whether experts have biases.
+    num_zero_experts: int = 0  # Choices of the router besides, which no server knows of.
 
     @property
     def is_gated(self) -> bool:
         """Whether experts have three matrices: gate, up and down, not only the last two."""
         return self.activation != "relu2"
+
+    @property
+    def mean_top_k(self) -> float:
+        """Experts that a token chooses on average, where it chooses evenly."""
+        return self.top_k * self.num_experts / (self.num_experts + self.num_zero_experts)
 
     def limit_of(self, layer: int) -> float:
         """Where the experts of a decoder layer clamp."""
@@ -58,4 +64,5 @@ class MoeGeometry:
             limit=moe.expert_limit,
             layer_limits=moe.expert_limits,
             has_bias=moe.expert_bias,
+            num_zero_experts=moe.router.num_zero_experts,
         )

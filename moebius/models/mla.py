@@ -17,13 +17,19 @@ from moebius.models.rope import QueryGrowth, read_rope, yarn_mscale
 _HARMLESS = ("aux_loss_alpha", "ep_size", "head_dim", "pretraining_tp", "qk_head_dim", "seq_aux")
 
 
-def read_mla_common(hf: HfKeys, growth: QueryGrowth = (0.0, 1.0)) -> dict[str, Any]:
+def read_mla_common(
+    hf: HfKeys,
+    growth: QueryGrowth = (0.0, 1.0),
+    *,
+    dense_size: int | None = None,
+    num_layers: int | None = None,
+) -> dict[str, Any]:
     """`read_common`, with a query's size for a head's, and what is common to latent attention.
 
-    `growth` as in `read_rope`.
+    `growth` as in `read_rope`, the others as in `read_common`.
     """
     hf.skip(*_HARMLESS)
-    common = read_common(hf)
+    common = read_common(hf, dense_size=dense_size, num_layers=num_layers)
     heads = common["num_heads"]
     if common["num_kv_heads"] != heads:
         raise hf.error("num_key_value_heads", common["num_kv_heads"], f"num_attention_heads ({heads})")

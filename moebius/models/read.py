@@ -97,7 +97,7 @@ def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
 
 
 def _check_router(hf: HfKeys, router: RouterConfig) -> None:
-    experts, groups = router.num_experts, router.num_groups
+    experts, groups = router.num_choices, router.num_groups
     if router.weighs_inputs and router.top_k != 1:
         raise hf.error("top_k (num_experts_per_tok)", router.top_k, "1, where experts' inputs are weighed")
     if experts % groups:

@@ -97,4 +97,6 @@ MODELS |= {
 }
 # Of the second, every layer chooses eight tokens by itself, and all ranks have to choose alike.
 MODELS |= {"latent_and_linear": TINY_MODELS["kimi_linear_query_latent"]}
+# Layers with two attentions, of which each stage has one; of what has no weights, one rank's sum counts.
+MODELS |= {"shortcut": TINY_MODELS["longcat_flash"]}
 MODELS |= {"latent": TINY_MODELS["deepseek_v3"], "latent_choosing": TINY_MODELS["deepseek_v32"]}

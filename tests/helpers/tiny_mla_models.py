@@ -27,6 +27,8 @@ MLA_YARN: dict[str, Any] = {
     "original_max_position_embeddings": 128,
 }
 
+_LONGCAT_SIZES = {key: value for key, value in MLA_SIZES.items() if key != "num_mtp_layers"}
+
 # Name -> fields of `TinyModel`.
 MLA_MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -196,5 +198,45 @@ MLA_MODELS: dict[str, dict[str, Any]] = {
             "rope_parameters": MLA_YARN
             | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3},
         },
+    },
+    # More choices without weights than experts: most rows have some of them.
+    "longcat_flash": {
+        "model_type": "longcat_flash",
+        "changes": {
+            **_LONGCAT_SIZES,
+            # Attentions, of which a layer has two.
+            "num_hidden_layers": 4,
+            "intermediate_size": 56,
+            "n_routed_experts": 7,
+            "zero_expert_num": 9,
+            "moe_topk": 5,
+            "routed_scaling_factor": 3.0,
+        },
+    },
+    "longcat_flash_few_zero_experts_biased": {
+        "model_type": "longcat_flash",
+        "changes": {
+            **_LONGCAT_SIZES,
+            "hidden_size": 40,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 6,
+            "q_lora_rank": 18,
+            "kv_lora_rank": 22,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 9,
+            "intermediate_size": 44,
+            "moe_intermediate_size": 28,
+            "n_routed_experts": 11,
+            "zero_expert_num": 3,
+            "moe_topk": 3,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-4,
+            "rope_parameters": MLA_YARN,
+        },
+        "shard_bytes": 60_000,
     },
 }

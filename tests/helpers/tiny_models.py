@@ -201,6 +201,9 @@ def _randomize(model: Any, seed: int) -> None:
             tensor.copy_(experts.argsort(-1)[:, : tensor.shape[1]])
         elif name.endswith(("norm.weight", "norm_f.weight")):
             tensor.copy_((0 if adds_one and ".linear_attn." not in name else 1) + 0.2 * noise)
+        elif name.endswith("router.e_score_correction_bias"):
+            # LongCat's, next to scores of a softmax: it must not decide alone.
+            tensor.copy_(0.05 * noise)
         elif name.endswith("bias"):
             tensor.copy_(0.5 * noise)
         else:

@@ -211,6 +211,25 @@ class TextModel(TextTower):
         return getattr(transformers, f"{self.stem}ForCausalLM")(config)
 
 
+class LongcatModel(TextModel):
+    """Transformers also writes gate and up of choices without weights, which were never released."""
+
+    def publish(self, directory: Path, text: dict[str, Any] | None = None) -> None:
+        experts = (text or {})["n_routed_experts"]
+
+        def published(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+            found = re.search(r"\.experts\.(\d+)\.", name)
+            return None if found is not None and int(found[1]) >= experts else (name, tensor)
+
+        TextModel(self.stem, {}, published, published_config=_longcat_config).publish(directory, text)
+
+
+def _longcat_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """As Meituan writes it."""
+    own = {"attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True}
+    return written | own | {"zero_expert_type": "identity"}
+
+
 def _deepseek_v4_names(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     """DeepSeek-V4: without a prefix, and norms of keys called so."""
     name = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.")
@@ -251,6 +270,7 @@ def _fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 TEXT_TOWERS: dict[str, TextTower] = {
     "deepseek_v4": TextModel("DeepseekV4", {}, _deepseek_v4_names, published_config=_deepseek_v4_config),
+    "longcat_flash": LongcatModel("LongcatFlash", {}),
     "qwen3_5_moe": TextTower("Qwen3_5Moe", _QWEN_3_5_VISION, fuses_experts=True),
     "qwen3_vl_moe": TextTower("Qwen3VLMoe", _QWEN_VISION, _transpose_experts),
     "glm4v_moe": TextTower("Glm4vMoe", _GLM_VISION),

@@ -58,6 +58,8 @@ class TorchExperts:
         output = torch.zeros(hidden_states.shape, dtype=torch.float32)
         for row, ids in enumerate(topk_ids.tolist()):
             for column, expert in enumerate(ids):
+                if expert < 0:
+                    continue
                 output[row] += topk_weights[row, column] * self._expert(layer, expert, hidden_states[row])
         return output
 

@@ -87,14 +87,17 @@ def run(directory: Path, options: VerifyOptions | None = None, **sections: dict[
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe_bias_dense_tied", "gpt_oss", "deepseek_v3", "qwen3_next", SHARED_CHOICE]
+    "name",
+    ["qwen3_moe_bias_dense_tied", "gpt_oss", "deepseek_v3", "qwen3_next", "longcat_flash", SHARED_CHOICE],
 )
 def test_exact_experts_pass(models: Callable[[str], tuple[Path, Any]], name: str) -> None:
     """Every attention, states, dense layers in between: no error, and transformers' own perplexity."""
     directory, reference = models(name)
     result = run(directory, experts={"split_count": 2})
     assert result.passed
-    assert [layer.layer for layer in result.layers] == list(range(reference.config.num_hidden_layers))
+    # LongCat's layers are two of transformers' each.
+    count = getattr(reference.config, "num_layers", reference.config.num_hidden_layers)
+    assert [layer.layer for layer in result.layers] == list(range(count))
     compared = [layer for layer in result.layers if layer.cpu_error is not None]
     assert compared
     for layer in compared:

@@ -18,7 +18,7 @@ from gpu_service.ops.block_attention import best_blocks, block_scores
 from gpu_service.ops.triton import block_attention as triton_block_attention
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import shard_config
-from moebius.models.config import BlockIndexerConfig
+from moebius.models.attention_config import BlockIndexerConfig
 from tests.helpers.attention_cases import Case, Geometry, Shape, make_case
 
 SIZES = BlockIndexerConfig(head_dim=12, block_size=5, top_blocks=3, local_blocks=1, layers=frozenset({0}))

@@ -85,6 +85,19 @@ def test_counts_are_those_by_hand(mode: str) -> None:
         np.testing.assert_array_equal(found.token_ids, real_rows(work).numpy())
 
 
+def test_choices_without_weights_are_no_experts_but_their_rows_are_tokens() -> None:
+    """Also of a row that chose nothing else; and a file of choices has no number that no expert has."""
+    target = recorder()
+    target.start("per_token")
+    ids = torch.tensor([[0, 7, 9], [8, 8, 7], [-1, -1, -1]], dtype=torch.int32)
+    run(target, [ids.expand(3, -1, -1)])
+    found = target.dump()
+    assert (found.tokens, found.counts.tolist()) == (2, [[1, 0, 0, 0, 0, 0, 0]] * 3)
+    assert found.distinct.tolist() == [1, 1, 1]
+    assert found.token_ids is not None
+    assert found.token_ids[:, 0].tolist() == [[0, -1, -1], [-1, -1, -1]]
+
+
 def test_a_replayed_step_counts_once() -> None:
     """A step that ended early, because an expert server was lost, leaves nothing behind."""
     target, work = recorder(), steps(3)

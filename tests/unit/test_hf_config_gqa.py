@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from moebius.models.config import BlockIndexerConfig, ModelConfig, ModelConfigError, ModelOverrides
+from moebius.models.attention_config import BlockIndexerConfig
+from moebius.models.config import ModelConfig, ModelConfigError, ModelOverrides
 from moebius.models.read import read_geometry, read_model_config
 
 COMMON: dict[str, Any] = {

@@ -14,7 +14,8 @@ from gpu_service.memory.plan import StepSize, activation_bytes
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import check_divisible, shard_config
 from moebius.errors import ConfigError
-from moebius.models.config import IndexerConfig, ModelConfig, ModelConfigError
+from moebius.models.attention_config import IndexerConfig
+from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.read import read_geometry, read_model_config
 from tests.unit.test_hf_mla import V3
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from gpu_service.parallel.context import ParallelContext
+from gpu_service.parallel.partition import shard_config
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.read import read_geometry, read_model_config
 
@@ -72,6 +74,34 @@ FLASH: dict[str, Any] = V3 | {
     "n_group": 1,
     "topk_group": 1,
     "rope_scaling": None,
+}
+# The keys of the published LongCat-Flash, with small sizes.
+LONGCAT: dict[str, Any] = {
+    "model_type": "longcat_flash",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 16,
+    "num_layers": 3,
+    "num_attention_heads": 4,
+    "n_routed_experts": 8,
+    "zero_expert_num": 4,
+    "zero_expert_type": "identity",
+    "moe_topk": 3,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 6.0,
+    "router_bias": False,
+    "attention_method": "MLA",
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 2,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "max_position_embeddings": 640,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000000.0,
 }
 
 
@@ -138,9 +168,37 @@ def test_glm_flash_may_list_its_layers(tmp_path: Path) -> None:
     assert read_geometry(tmp_path).moe_layers == (0, 3)
 
 
+def test_longcat_has_two_attentions_a_layer_and_choices_without_weights(tmp_path: Path) -> None:
+    """Experts that servers hold are those with weights; of an even choice, two of three are."""
+    config = _read(tmp_path, LONGCAT)
+    assert config.unread_keys == ()
+    assert (config.num_layers, config.attention_layers) == (3, (0, 0, 1, 1, 2, 2))
+    assert (config.moe_layer_ids, config.num_dense_layers, config.shortcut_experts) == ((0, 1, 2), 6, True)
+    router = config.moe.router
+    assert (router.num_experts, router.num_zero_experts, router.num_choices) == (8, 4, 12)
+    assert (router.score, router.correction_bias, router.post, router.scale) == ("softmax", True, "none", 6.0)
+    mla = config.mla
+    assert mla is not None
+    # The square roots of 32 / 8 and of 32 / 2.
+    assert (mla.softmax_scale, mla.latent_scale) == (pytest.approx(2 * 16**-0.5), 4.0)
+    geometry = read_geometry(tmp_path)
+    assert (geometry.num_experts, geometry.top_k, geometry.mean_top_k) == (8, 3, 2.0)
+    own = shard_config(config, ParallelContext(stage=1, num_stages=2))
+    assert own.attention_layers == (0, 0, 1, 1)
+    plain = _read(tmp_path, LONGCAT, mla_scale_q_lora=False, mla_scale_kv_lora=False).mla
+    assert plain is not None
+    assert (plain.softmax_scale, plain.latent_scale) == (16**-0.5, 1.0)
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [
+        (LONGCAT, {"zero_expert_type": "copy"}, "zero_expert_type = 'copy'.*identity"),
+        (LONGCAT, {"router_bias": True}, "router_bias = True"),
+        (LONGCAT, {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        (LONGCAT, {"attention_method": "MHA"}, "attention_method = 'MHA'.*MLA"),
+        (LONGCAT, {"q_lora_rank": None}, "q_lora_rank = None"),
+        (LONGCAT, {"moe_topk": 13}, "top_k.*13.*1 to 12"),
         (V3, {"num_key_value_heads": 2}, r"num_key_value_heads = 2.*num_attention_heads \(4\)"),
         (V3, {"kv_lora_rank": "absent"}, "kv_lora_rank is missing"),
         (V3, {"q_lora_rank": 0}, "q_lora_rank = 0"),

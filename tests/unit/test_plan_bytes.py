@@ -50,7 +50,7 @@ from tests.helpers.quantised_models import PlainModel, quantise
 from tests.helpers.tiny_models import make_tiny_model
 from tests.tolerances import PLANNED_BYTES
 
-DENSE_MODELS = ("deepseek_v3", "gpt_oss_no_bias_tied", "qwen3_moe", "qwen3_next")
+DENSE_MODELS = ("deepseek_v3", "gpt_oss_no_bias_tied", "longcat_flash", "qwen3_moe", "qwen3_next")
 
 
 def packed_bytes(model: Path, index: int, **request: Any) -> int:

@@ -154,6 +154,56 @@ def route_kernel(
     tl.store(ids_ptr + token * TOP_K + rank, ids, mask=used)
 
 
+@jit
+def zero_experts_kernel(
+    hidden_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    output_ptr: tl.tensor,
+    row_stride: int,
+    hidden_size: int,
+    num_experts: int,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program t: row t times the sum of its choices without weights, whose ids become -1."""
+    token = tl.program_id(0).to(tl.int64)
+    rank = tl.arange(0, BLOCK_K)
+    used = rank < TOP_K
+    ids = tl.load(ids_ptr + token * TOP_K + rank, mask=used, other=-1)
+    weights = tl.load(weights_ptr + token * TOP_K + rank, mask=used, other=0.0)
+    total = tl.sum(tl.where(ids >= num_experts, weights, 0.0), axis=0)
+    tl.store(ids_ptr + token * TOP_K + rank, tl.where(ids >= num_experts, -1, ids), mask=used)
+    for begin in range(0, hidden_size, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        valid = column < hidden_size
+        row = tl.load(hidden_ptr + token * row_stride + column, mask=valid, other=0.0).to(tl.float32)
+        tl.store(output_ptr + token * hidden_size + column, row * total, mask=valid)
+
+
+def zero_experts(
+    hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    rows = hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous()
+    tokens, hidden_size = rows.shape
+    output = torch.empty((tokens, hidden_size), dtype=torch.float32, device=rows.device)
+    if tokens:
+        zero_experts_kernel[(tokens,)](
+            rows,
+            weights,
+            ids,
+            output,
+            rows.stride(0),
+            hidden_size,
+            num_experts,
+            TOP_K=ids.shape[1],
+            BLOCK_K=next_power_of_2(ids.shape[1]),
+            BLOCK=min(1024, next_power_of_2(hidden_size)),
+        )
+    return output
+
+
 def route(
     router_logits: torch.Tensor,
     correction_bias: torch.Tensor | None,

@@ -69,10 +69,10 @@ class Work:
     Of the dense part that of each stage's busiest rank, summed over the stages, which a token passes in turn.
     """
 
-    num_layers: int
+    num_layers: int  # Those that attend twice count twice.
     moe_layers: int
     num_experts: int
-    top_k: int
+    top_k: float  # Experts of a token, choices without weights left out: `MoeGeometry.mean_top_k`.
     hidden_size: int
     dense_bytes: int
     dense_elements: int
@@ -242,10 +242,10 @@ def make_work(
     busiest = _busiest_of_stages(forecast)
     mailbox = config.experts.expert_transport == "mailbox"
     return Work(
-        num_layers=model.num_layers,
+        num_layers=model.num_layers * (2 if model.shortcut_experts else 1),
         moe_layers=len(geometry.moe_layers),
         num_experts=geometry.num_experts,
-        top_k=geometry.top_k,
+        top_k=geometry.mean_top_k,
         hidden_size=geometry.hidden_size,
         dense_bytes=sum(rank.read_bytes for rank in busiest),
         dense_elements=sum(rank.read_elements for rank in busiest),

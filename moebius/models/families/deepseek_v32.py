@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import MLA_KEYS, Config, GgufFamily, deepseek_yarn, latent
 from moebius.checkpoint.gguf.names import BOTH, gguf_linear
+from moebius.models.attention_config import IndexerConfig
 from moebius.models.common import listed_or_after_dense, read_mtp_layers
-from moebius.models.config import IndexerConfig, ModelConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla_common, read_moe, read_v3_router

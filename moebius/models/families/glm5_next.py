@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moebius.models.attention_config import HyperConnectionConfig
+from moebius.models.attention_config import HyperConnectionConfig, IndexerConfig
 from moebius.models.common import read_common, read_mtp_layers
 from moebius.models.config import (
-    IndexerConfig,
     LinearAttentionConfig,
     MlaConfig,
     ModelConfig,

@@ -6,6 +6,7 @@ as public tests of other engines spell it.
 
 from __future__ import annotations
 
+from moebius.models.attention_config import BlockIndexerConfig
 from moebius.models.common import (
     FULL,
     listed_or_after_dense,
@@ -14,7 +15,7 @@ from moebius.models.common import (
     read_mtp_layers,
     refuse_bias,
 )
-from moebius.models.config import BlockIndexerConfig, ModelConfig, MoeConfig
+from moebius.models.config import ModelConfig, MoeConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, drop, rename

@@ -69,7 +69,7 @@ def bound_of(traffic: StepTraffic, bandwidths: Bandwidths) -> Bound:
     )
 
 
-def expected_distinct(num_experts: int, top_k: int, rows: int) -> float:
+def expected_distinct(num_experts: int, top_k: float, rows: int) -> float:
     """Different experts of a layer that `rows` rows choose when they choose evenly and independently."""
     return num_experts * (1.0 - (1.0 - top_k / num_experts) ** rows)
 

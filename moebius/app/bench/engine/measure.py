@@ -170,7 +170,7 @@ def recorded_experts(
     """
     recorder = engine.built.recorder
     if recorder is None:
-        return expected_distinct(setting.geometry.num_experts, setting.geometry.top_k, streams)
+        return expected_distinct(setting.geometry.num_experts, setting.geometry.mean_top_k, streams)
     prompts = random_prompts(streams, prompt_len, setting.vocab_size, 2)
     running = engine.submit(prompts, _RECORDED_STEPS + 8, temperature)
     running.wait(2)
