@@ -7,7 +7,8 @@ What was recorded of routing: how often each expert was chosen; kept in safetens
 
 Both forms hold the same: `counts` int64 [layers, experts] and `distinct` int64 [layers], where recorded
 `pass_counts` int32 [steps, layers, experts] and `token_ids` int16 [tokens, layers, top_k] (-1: a choice that
-has no weights), and as metadata the other fields of `ExpertStatistics`. Rows are the model's MoE layers in ascending order.
+has no weights), and as metadata the other fields of `ExpertStatistics`. Rows are the model's MoE layers in
+ascending order.
 """
 
 from __future__ import annotations
