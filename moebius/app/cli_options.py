@@ -19,6 +19,7 @@ import typer
 
 from moebius.config import MoebiusConfig
 from moebius.config_loader import Leaf, leaves, load_config, printable_config
+from moebius.errors import UserError
 
 PrintConfig = Annotated[
     bool, typer.Option("--print-config", help="Print the effective configuration, all settings, at start-up")
@@ -40,6 +41,7 @@ ClientCertFile = Annotated[
 ClientKeyFile = Annotated[str, typer.Option(help="Private key of that certificate", metavar="FILE")]
 # The first argument of most commands, not an option.
 MODEL_LEAF = "model"
+DEVICES = Path("/dev")
 
 
 def print_configuration(config: MoebiusConfig) -> None:
@@ -56,12 +58,14 @@ def log_warnings_only(process: str) -> None:
 
 
 def with_settings(
-    *section_names: str, model_argument: bool = True
+    *section_names: str, model_argument: bool = True, needs_device: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that replaces the parameter `config` by `--config FILE` and one option per leaf.
 
     `section_names` limits the options to those sections (all when empty); a YAML file may hold the whole
-    tree in any case. With `model_argument` the leaf `model` is the positional argument MODEL.
+    tree in any case. With `model_argument` the leaf `model` is the positional argument MODEL. With
+    `needs_device` a GPU that is asked for and not there is refused before the command imports anything,
+    unless it was given `--dry-run`.
     """
     chosen = [leaf for leaf in leaves() if not section_names or leaf.section in section_names]
     options = [leaf for leaf in chosen if leaf.name != MODEL_LEAF]
@@ -77,7 +81,10 @@ def with_settings(
         def command(**values: Any) -> None:
             own_values = {parameter.name: values.pop(parameter.name) for parameter in own}
             path = values.pop("config_file")
-            function(config=load_config(path, values), **own_values)
+            config = load_config(path, values)
+            if needs_device and not own_values.get("dry_run"):
+                check_device(config)
+            function(config=config, **own_values)
 
         parameters = [*_model_parameter(model_argument), *own, _config_parameter()]
         parameters += [_option_parameter(leaf) for leaf in options]
@@ -86,6 +93,17 @@ def with_settings(
         return command
 
     return decorate
+
+
+def check_device(config: MoebiusConfig) -> None:
+    """Refuses a GPU that is not there before anything is loaded. Raises UserError."""
+    # NVIDIA's driver on Linux, and below Windows.
+    found = any(DEVICES.glob("nvidia[0-9]*")) or (DEVICES / "dxg").exists()
+    if config.gpu.device == "cuda" and not found:
+        raise UserError(
+            "--device cuda: there is no NVIDIA GPU here (no /dev/nvidia0; does nvidia-smi list one?); "
+            "--device auto takes the CPU then"
+        )
 
 
 def _model_parameter(wanted: bool) -> list[inspect.Parameter]:

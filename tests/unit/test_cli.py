@@ -124,6 +124,39 @@ for command in json.loads(sys.argv[1]):
 """
 
 
+def test_a_gpu_that_is_not_there_is_refused_before_anything_loads(tmp_path: Path) -> None:
+    """Every command that runs an engine says in its first second that `--device cuda` has no device: before
+    it imports torch, reads a checkpoint or starts a process. `plan` may plan with another machine's GPU."""
+    program = f"""
+import contextlib, sys
+from pathlib import Path
+import typer.main
+from moebius.app import cli, cli_options
+cli_options.DEVICES = Path({str(tmp_path)!r})
+def commands(command, *words):
+    for name, each in getattr(command, "commands", {{}}).items():
+        yield from commands(each, *words, name)
+    if {{"--config", "--device"}} <= {{name for option in command.params for name in option.opts}}:
+        takes = [each.name for each in command.params if each.param_type_name == "argument"]
+        yield [*words, *("x" for _ in takes)]
+for words in commands(typer.main.get_command(cli.app)):
+    if words[0] != "plan":
+        print(*words, file=sys.stderr)
+        with contextlib.suppress(SystemExit):
+            cli.main([*words, "--device", "cuda"])
+heavy = {{"torch", "transformers", "grpc", "fastapi", "moebius._kernels", "numpy"}} & set(sys.modules)
+print(sorted(heavy))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    lines = run.stderr.splitlines()
+    names, errors = lines[::2], lines[1::2]
+    assert {"serve x", "gpu x", "ranks x", "run x x", "demo", "verify x", "bench engine x"} <= set(names)
+    assert [error for error in errors if "--device cuda: there is no NVIDIA GPU here" not in error] == []
+    assert run.stdout.strip() == "[]"
+
+
 def test_lists_of_commands_are_whole_sentences() -> None:
     """What `-h` says of each command fits on its line of 80 columns: none ends in dots."""
 

@@ -195,7 +195,7 @@ ProbeMib = Annotated[int, typer.Option(min=0, help="Buffer for measuring bandwid
 
 
 @app.command()
-@with_settings("model", "gpu", "experts", "parallel", "placement")
+@with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
 def engine(
     config: MoebiusConfig,
     streams: Streams = "1,4,8,16,32",
@@ -223,7 +223,7 @@ def engine(
 
 
 @app.command()
-@with_settings("model", "gpu", "experts", "parallel", "placement")
+@with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
 def masks(
     config: MoebiusConfig,
     streams: Streams = "1,8,32",
@@ -242,7 +242,7 @@ def masks(
 
 
 @app.command()
-@with_settings("model", "gpu", "experts", "parallel", "placement")
+@with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
 def prefill(
     config: MoebiusConfig,
     lengths: Annotated[str, typer.Option(help="Prompt lengths, comma separated")] = "512,4096,16384",
@@ -267,7 +267,7 @@ def prefill(
 
 
 @app.command()
-@with_settings("model", "gpu", "experts", "parallel", "placement")
+@with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
 def placement(
     config: MoebiusConfig,
     strategies: Annotated[
@@ -305,7 +305,7 @@ def placement(
 
 
 @app.command()
-@with_settings("model", "gpu", "experts", "parallel", "placement")
+@with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
 def steps(
     config: MoebiusConfig,
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams")] = 1,
@@ -325,7 +325,7 @@ def steps(
 
 
 @app.command()
-@with_settings()
+@with_settings(needs_device=True)
 def start(
     config: MoebiusConfig,
     cold: Annotated[

@@ -70,7 +70,7 @@ def _add_chat(app: typer.Typer) -> None:
 
 def _add_run(app: typer.Typer) -> None:
     @app.command()
-    @with_settings()
+    @with_settings(needs_device=True)
     def run(
         config: MoebiusConfig,
         prompt: Annotated[str, typer.Argument(help="What to ask", metavar="PROMPT")] = "",

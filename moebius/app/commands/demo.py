@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
         print(build_demo_model(directory, gguf))
 
     @app.command()
-    @with_settings(model_argument=False)
+    @with_settings(model_argument=False, needs_device=True)
     def demo(
         config: MoebiusConfig,
         prompt: Annotated[str, typer.Option(help="What to ask")] = "What is the capital of France?",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,20 +9,21 @@ import typer
 from moebius.app.cli_options import PrintConfig, print_configuration, with_settings
 from moebius.app.commands.models import check_files, with_checkpoint
 from moebius.config import MoebiusConfig
-from moebius.errors import UserError
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the memory plan and whether it fits; start nothing")
 ]
+OF_ENGINES = ("model", "images", "gpu", "experts", "parallel", "placement", "security", "telemetry")
 QUESTION = "What is the capital of France?"
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the four commands."""
+    """Adds the five commands."""
     _add_services(app)
+    _add_engines(app)
 
     @app.command()
-    @with_settings()
+    @with_settings(needs_device=True)
     def serve(config: MoebiusConfig, dry_run: DryRun = False, print_config: PrintConfig = False) -> None:
         """Start all processes of a model, and keep them running."""
         import structlog
@@ -34,8 +34,6 @@ def register(app: typer.Typer) -> None:
         from moebius.telemetry import configure_logging
         from moebius.tls import configure_tls
 
-        if not dry_run:
-            check_device(config)
         config = with_checkpoint(config, needs_weights=not dry_run)
         configure_tls(config.security)
         check_files(config, needs_weights=not dry_run)
@@ -55,17 +53,6 @@ def register(app: typer.Typer) -> None:
                 else:
                     print(examples(serve_plan.base_url, name, keys.required), flush=True)
             supervisor.run()
-
-
-def check_device(config: MoebiusConfig, devices: Path = Path("/dev")) -> None:
-    """Refuses a GPU that is not there before anything is loaded. Raises UserError."""
-    # NVIDIA's driver on Linux, and below Windows.
-    found = any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()
-    if config.gpu.device == "cuda" and not found:
-        raise UserError(
-            "--device cuda: there is no NVIDIA GPU here (no /dev/nvidia0; does nvidia-smi list one?); "
-            "--device auto takes the CPU then"
-        )
 
 
 def print_dry_run(config: MoebiusConfig) -> None:
@@ -112,7 +99,22 @@ def _add_services(app: typer.Typer) -> None:
         raise typer.Exit(run(config))
 
     @app.command()
-    @with_settings("model", "images", "gpu", "experts", "parallel", "placement", "security", "telemetry")
+    @with_settings("model", "experts", "placement", "security", "telemetry")
+    def expert(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
+        """Run one expert server alone. Its share: --split-index of --split-count.
+
+        What the placement settings put on GPUs is left out; the engine needs the same settings.
+        Without MODEL it waits for a gRPC Expert.Load.
+        """
+        config = _prepared(config, print_config, needs_model=False)
+        from expert_service.main import run
+
+        raise typer.Exit(run(config))
+
+
+def _add_engines(app: typer.Typer) -> None:
+    @app.command()
+    @with_settings(*OF_ENGINES, needs_device=True)
     def gpu(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
         """Run one engine process alone, --rank N of several. It finds experts as --expert-transport says."""
         config = _prepared(config, print_config)
@@ -122,7 +124,18 @@ def _add_services(app: typer.Typer) -> None:
 
     @app.command()
     @with_settings(
-        "model", "images", "gpu", "experts", "parallel", "placement", "supervisor", "security", "telemetry"
+        *(
+            "model",
+            "images",
+            "gpu",
+            "experts",
+            "parallel",
+            "placement",
+            "supervisor",
+            "security",
+            "telemetry",
+        ),
+        needs_device=True,
     )
     def ranks(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
         """Run an engine's ranks of this host, and restart them. The hosts: --rank-hosts, --host-index.
@@ -139,19 +152,6 @@ def _add_services(app: typer.Typer) -> None:
         configure_logging(config.telemetry, "supervisor")
         with running(plan_ranks(config)) as supervisor:
             supervisor.run()
-
-    @app.command()
-    @with_settings("model", "experts", "placement", "security", "telemetry")
-    def expert(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
-        """Run one expert server alone. Its share: --split-index of --split-count.
-
-        What the placement settings put on GPUs is left out; the engine needs the same settings.
-        Without MODEL it waits for a gRPC Expert.Load.
-        """
-        config = _prepared(config, print_config, needs_model=False)
-        from expert_service.main import run
-
-        raise typer.Exit(run(config))
 
 
 def _prepared(config: MoebiusConfig, print_config: bool, needs_model: bool = True) -> MoebiusConfig:

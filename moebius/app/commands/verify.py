@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
     app.command()(verify)
 
 
-@with_settings("model", "gpu", "experts", "placement")
+@with_settings("model", "gpu", "experts", "placement", needs_device=True)
 def verify(
     config: MoebiusConfig,
     against: Annotated[
