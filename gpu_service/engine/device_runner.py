@@ -78,7 +78,7 @@ class LaunchedStep:
         self._download.release()
         result.seconds = self._runner.time_of(self._started)
         if self._outputs.streamed is not None:
-            self._outputs.streamed.check(result.seconds)
+            self._outputs.streamed.check()
         return result
 
     def undo(self) -> None:

@@ -160,14 +160,15 @@ def test_a_lane_keeps_the_ring_until_its_end() -> None:
     found.client.submitted.clear()
     assert_equal(forward(None, step), wanted)  # type: ignore[arg-type]
     step.launched()
-    step.check(1.0)
+    step.check()
     assert found.chooser.observed == []
     step.end()
     streamed = found.streamer.begin(9)
     assert streamed is not None
     assert_equal(forward(found.client, streamed), wanted)
-    streamed.check(2.0)
-    assert found.chooser.observed == [(9, 32, 2.0)]
+    streamed.launched()
+    # This device has no clock.
+    assert found.chooser.observed == []
     # One that was broken off half-way keeps nobody from streaming.
     whole(found).end()
     assert_equal(forward(None, whole(found)), wanted)  # type: ignore[arg-type]

@@ -115,6 +115,11 @@ class SimulatedDevice(TransferDevice):
         while not event.is_done:
             self.advance(1)
 
+    def seconds_between(self, begin: SimulatedEvent, end: SimulatedEvent) -> float:
+        assert begin.is_done
+        assert end.is_done
+        return end.time - begin.time
+
     def _record(self, name: str) -> SimulatedEvent:
         event = SimulatedEvent()
         self._streams[name].work.append(("record", event, 0.0))

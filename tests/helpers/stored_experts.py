@@ -215,7 +215,8 @@ class FixedShare:
     """A chooser that always says the same."""
 
     value: int = SHARES
-    observed: list[tuple[int, int, float]] = field(default_factory=list)
+    # Rows, share, seconds of the step, and of the link in it.
+    observed: list[tuple[int, int, float, float]] = field(default_factory=list)
     costs: LayerCosts | None = None
 
     @property
@@ -234,8 +235,8 @@ class FixedShare:
     def routed(self, left: Sequence[float]) -> None:
         """A share that is fixed follows nothing."""
 
-    def observe(self, rows: int, share: int, seconds: float) -> None:
-        self.observed.append((rows, share, seconds))
+    def observe(self, rows: int, share: int, seconds: float, copying: float) -> None:
+        self.observed.append((rows, share, seconds, copying))
 
 
 @dataclass

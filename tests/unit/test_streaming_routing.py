@@ -97,5 +97,5 @@ def test_costs_know_what_is_left_to_servers() -> None:
     assert 0 < share < COSTS.best_share(512)
     assert uneven.seconds(512, share) < 0.75 * COSTS.seconds(512, COSTS.best_share(512))
     # What serving corrects keeps what is known of routing.
-    assert uneven.refined(512, share, 1.0).left == uneven.left
+    assert uneven.refined(512, share, 1.0, 0.1).left == uneven.left
     assert CostCurve.of([(100, 1.0), (200, 2.0)]).at(150.5) == pytest.approx(1.505)

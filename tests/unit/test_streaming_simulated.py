@@ -21,7 +21,7 @@ from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.streaming.plan import SHARES
 from gpu_service.experts.streaming.ring import BufferRing
 from gpu_service.experts.streaming.step import StreamedExperts
-from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.experts.streaming.streamer import ExpertStreamer, StreamedStep
 from gpu_service.layers.moe import start_experts
 from moebius.weight_segment import SegmentLayer
 from tests.helpers.resident_layers import Shape
@@ -38,6 +38,8 @@ from tests.helpers.stored_experts import (
 
 SHAPE = Shape(hidden=16, intermediate=32, experts=7, top_k=2)
 LAYERS, ROWS = 3, 4
+# Bytes a second of the link.
+RATE = 1e9
 Pairs = Counter[tuple[int, int, int, int]]
 """(layer, row, expert, server) of what was computed."""
 
@@ -115,7 +117,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.device = SimulatedDevice(rng)
+        self.device = SimulatedDevice(rng, RATE)
         split = rng.choice([tensor_split, expert_split])
         self.parts = split(SHAPE, rng.choice([1, 2]))
         self.segments = [marked_segment(part, server) for server, part in enumerate(self.parts)]
@@ -181,6 +183,7 @@ class World:
                     self.rng.sample(range(SHAPE.experts), self.rng.choice([0, 2]))
                 )
         self.chooser.value = self.rng.choice([0, 9, 30, SHARES])
+        self.device.current = "lane" if is_lane else "main"
         streamed = self.streamer.begin_whole() if is_lane else self.streamer.begin(ROWS)
         if is_lane and streamed is None:
             return None
@@ -207,7 +210,8 @@ class World:
         ok = True
         if run.streamed is not None:
             try:
-                run.streamed.check(0.001)
+                run.streamed.check()
+                self._check_times(run)
             except ExpertUnavailable:
                 ok = False
             if run.is_lane:
@@ -217,6 +221,16 @@ class World:
         for ids in run.ids:
             del self._owners[id(ids)]
         return ok
+
+    def _check_times(self, run: Run) -> None:
+        """The link was busy for as long as its bytes take, by the device's clock."""
+        if run.is_lane or not isinstance(run.streamed, StreamedStep):
+            return
+        rows, share, seconds, copying = self.chooser.observed[-1]
+        nbytes = sum(piece.nbytes for piece in run.streamed.plan.pieces)
+        assert (rows, share) == (ROWS, run.streamed.plan.share)
+        assert copying == pytest.approx(nbytes / RATE)
+        assert seconds >= 0
 
     def _check(self, run: Run) -> None:
         wanted: Pairs = Counter()

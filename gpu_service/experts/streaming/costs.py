@@ -13,6 +13,7 @@ with s the streamed share of its experts, `copy` the seconds that the link needs
 from __future__ import annotations
 
 import bisect
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,8 +33,11 @@ _WORTH = 0.8
 _UNMEASURED_BREAK_EVEN = 256
 # Decode batches below this are left to captured graphs and expert servers.
 _LEAST_DECODE_ROWS = 65
-# What one step may change of a measured time, and the bounds of all changes.
-_STEP_WEIGHT, _LARGEST_SCALE = 0.2, 4.0
+# What one step changes of a measured time, how far one step is believed, and the bounds of all changes.
+_STEP_WEIGHT, _LARGEST_STEP, _LARGEST_SCALE = 0.3, 2.0, 4.0
+# A link that was busy for so much of a step had nothing to wait for; what servers' time is then taken to be
+# of what was expected.
+_NEVER_IDLE, _TRIED = 0.93, 0.9
 
 
 @dataclass(frozen=True)
@@ -111,16 +115,30 @@ class LayerCosts:
             return 0
         return chosen
 
-    def refined(self, rows: int, share: int, seconds: float) -> LayerCosts:
-        """After a step that took `seconds` a layer: what was expected to take longest takes more or less."""
+    def refined(self, rows: int, share: int, seconds: float, copying: float) -> LayerCosts:
+        """After a step that took `seconds` a layer, in `copying` of which the link was busy.
+
+        The link's time is what it was busy. Where that is less than the step's the servers took the step's:
+        with their answers a layer ends, and its other kernels count as theirs. Where the link was never idle
+        they may have waited for it, nobody knows how long: they are taken to be a little faster, so that
+        steps find out.
+        """
         link, servers, gpu = self.parts(rows, share)
-        expected = max(link, servers, gpu)
-        if expected <= 0 or seconds <= 0 or gpu >= expected:
+        if seconds <= 0 or copying <= 0:
             return self
-        factor = (seconds / expected) ** _STEP_WEIGHT
-        name, old = ("cpu_scale", self.cpu_scale) if servers >= link else ("copy_scale", self.copy_scale)
-        scale = min(_LARGEST_SCALE, max(1 / _LARGEST_SCALE, old * factor))
-        return replace(self, cpu_scale=scale) if name == "cpu_scale" else replace(self, copy_scale=scale)
+        copy_scale = _nearer(self.copy_scale, copying / link) if link > 0 else self.copy_scale
+        cpu_scale = self.cpu_scale
+        # Fewer rows than were measured, and steps that the GPU's products bound, say nothing of servers.
+        if rows >= self.cpu.points[0][0] and servers > gpu:
+            was_idle = copying < _NEVER_IDLE * seconds
+            cpu_scale = _nearer(cpu_scale, seconds / servers if was_idle else min(_TRIED, seconds / servers))
+        return replace(self, copy_scale=copy_scale, cpu_scale=cpu_scale)
+
+
+def _nearer(scale: float, ratio: float) -> float:
+    """A scale that was off by `ratio` in one step, corrected by a part of that."""
+    believed = min(_LARGEST_STEP, max(1 / _LARGEST_STEP, ratio))
+    return min(_LARGEST_SCALE, max(1 / _LARGEST_SCALE, scale * math.pow(believed, _STEP_WEIGHT)))
 
 
 @dataclass
@@ -176,10 +194,12 @@ class ShareChooser:
             if self._costs is not None:
                 self._costs = replace(self._costs, left=tuple(left))
 
-    def observe(self, rows: int, share: int, seconds: float) -> None:
+    def observe(self, rows: int, share: int, seconds: float, copying: float) -> None:
+        """A step took `seconds`, `copying` of them the link was busy; 0: not known."""
+        layers = max(1, self.num_layers)
         with self._lock:
             if self._costs is not None:
-                self._costs = self._costs.refined(rows, share, seconds / max(1, self.num_layers))
+                self._costs = self._costs.refined(rows, share, seconds / layers, copying / layers)
 
 
 def describe(costs: LayerCosts) -> dict[str, object]:

@@ -54,11 +54,11 @@ class TransferDevice(ABC):
 
     @abstractmethod
     def record_copied(self) -> Any:
-        """An event at the end of the copy stream."""
+        """An event at the end of the copy stream, with its time."""
 
     @abstractmethod
     def record_read(self) -> Any:
-        """An event at the end of the current stream."""
+        """An event at the end of the current stream, with its time."""
 
     @abstractmethod
     def copy_waits(self, event: Any) -> None:
@@ -71,6 +71,10 @@ class TransferDevice(ABC):
     @abstractmethod
     def wait(self, event: Any) -> None:
         """Blocks the host until the event has passed. Not for the thread that launches steps."""
+
+    @abstractmethod
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        """By the device's clock, of two events that have passed; 0: such a device has none."""
 
     def time_copy(self, target: torch.Tensor, source: torch.Tensor) -> float:
         """Seconds of a `copy` while there is no other. Not for the thread that launches steps."""
@@ -115,6 +119,9 @@ class HostTransfers(TransferDevice):
     def wait(self, event: None) -> None:
         """Everything has ended."""
 
+    def seconds_between(self, begin: None, end: None) -> float:
+        return 0.0
+
 
 class CudaTransfers(TransferDevice):
     """A copy stream on one GPU. Sources must be registered with CUDA, or copies block the host."""
@@ -154,6 +161,9 @@ class CudaTransfers(TransferDevice):
     def wait(self, event: Any) -> None:
         event.synchronize()
 
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) * 1e-3
+
     def time_copy(self, target: torch.Tensor, source: torch.Tensor) -> float:
         # By the GPU's clock, and at once: next to a thread that captures graphs Python's lock comes late.
         begin, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
@@ -165,7 +175,7 @@ class CudaTransfers(TransferDevice):
         return float(begin.elapsed_time(end)) * 1e-3
 
     def _record(self, stream: Any) -> Any:
-        event = _cuda.Event(blocking=True)
+        event = _cuda.Event(enable_timing=True, blocking=True)
         event.record(stream)
         return event
 
@@ -194,6 +204,9 @@ class BufferRing:
         self._copy: Copy | None = None
         # Of the present pieces: copied, and given back by their reader. The first one's buffer.
         self._launched = self._done = self._first = 0
+        # Of the present pieces' copies that were launched: events before and after each. Pieces that follow
+        # have a list of their own, so whoever began keeps this one.
+        self.copies: list[tuple[Any, Any]] = []
 
     @property
     def nbytes(self) -> int:
@@ -208,6 +221,7 @@ class BufferRing:
         self._first = (self._first + self._launched) % len(self.buffers)
         self._pieces, self._copy = pieces, copy
         self._launched = self._done = 0
+        self.copies = []
         self._fill()
 
     def stop(self) -> None:
@@ -246,9 +260,11 @@ class BufferRing:
                 self._read[index] = None
             # Counted first: a copy that raises half-way leaves the buffer to a later one.
             self._launched += 1
+            begin = self._device.record_copied()
             for run in piece.runs:
                 self._copy(self.buffers[index][run.target : run.target + run.nbytes], piece, run)
-            self._copied[index] = self._device.record_copied()
+            self._copied[index] = end = self._device.record_copied()
+            self.copies.append((begin, end))
 
 
 def _no_copy(target: torch.Tensor, piece: Piece, run: CopyRun) -> None:

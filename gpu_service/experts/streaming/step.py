@@ -43,8 +43,8 @@ class StreamedExperts(ABC):
         """All layers were launched. Raises ExpertUnavailable where the host is the device, as `check`."""
         return
 
-    def check(self, seconds: float = 0.0) -> None:
-        """The step has ended on the device, `seconds` after it began to compute (0: not known).
+    def check(self) -> None:
+        """The step has ended on the device.
 
         All ranks call it for the same steps, in the same order. Raises ExpertUnavailable when experts were
         replaced while they were copied, for any rank: the step has to be run again.

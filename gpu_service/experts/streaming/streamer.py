@@ -15,7 +15,7 @@ Whoever begins puts the result into `ForwardContext.streamed`, calls `launched` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import structlog
@@ -69,8 +69,8 @@ class ShareChooser(Protocol):
     def measured(self, costs: LayerCosts) -> None:
         """What is known before the first step."""
 
-    def observe(self, rows: int, share: int, seconds: float) -> None:
-        """What a step took."""
+    def observe(self, rows: int, share: int, seconds: float, copying: float) -> None:
+        """What a step took, and how much of it the link was busy."""
 
     def routed(self, left: Sequence[float]) -> None:
         """By share, 0 to SHARES, which part of earlier steps' pairs servers would have had."""
@@ -172,6 +172,7 @@ class ExpertStreamer:
         except BaseException:
             self.end(step)
             raise
+        step.copies = self.ring.copies
         self.streamed_steps += 1
         self.streamed_bytes += sum(piece.nbytes for piece in plan.pieces)
         return step
@@ -274,10 +275,6 @@ class ExpertStreamer:
         """The largest of all ranks'."""
         return self._largest(number)
 
-    def observe(self, rows: int, share: int, seconds: float) -> None:
-        """What a step took."""
-        self.chooser.observe(rows, share, seconds)
-
     @property
     def follows_routing(self) -> bool:
         """Whether steps count what they choose. Ranks that share layers do not: they would have to agree."""
@@ -323,6 +320,10 @@ class StreamedStep(StreamedExperts):
         self._streamer = streamer
         self._segments = segments
         self._rows = rows
+        # Events around each copy; filled by the ring, which `ExpertStreamer` takes them from.
+        self.copies: list[tuple[Any, Any]] = []
+        # When the device comes to this step, and when it has launched all.
+        self._begin, self._end = streamer.device.record_read(), None
         # Of a step of the main lane: ids of every layer, then their counts, filled when the step has ended.
         self._chosen: list[torch.Tensor] = []
         self._counts: torch.Tensor | None = None
@@ -369,6 +370,7 @@ class StreamedStep(StreamedExperts):
 
     def launched(self) -> None:
         streamer = self._streamer
+        self._end = streamer.device.record_read()
         if len(self._chosen) == len(streamer.layers):
             counts = count_chosen(self._chosen, streamer.geometry.num_experts)
             self._counts = streamer.device.download(counts)
@@ -376,7 +378,7 @@ class StreamedStep(StreamedExperts):
         if self._streamer.is_synchronous:
             self.check()
 
-    def check(self, seconds: float = 0.0) -> None:
+    def check(self) -> None:
         problem = self._segments.problem()
         if self._streamer.agree(int(bool(problem))):
             text = problem or "another rank's expert server has replaced experts"
@@ -384,8 +386,11 @@ class StreamedStep(StreamedExperts):
         if self._counts is not None:
             self._streamer.routed(self._counts.numpy().astype(np.int64))
             self._counts = None
-        if seconds and self._rows:
-            self._streamer.observe(self._rows, self.plan.share, seconds)
+        if self._rows and self._end is not None:
+            between = self._streamer.device.seconds_between
+            copying = sum(between(begin, end) for begin, end in self.copies)
+            seconds = between(self._begin, self._end)
+            self._streamer.chooser.observe(self._rows, self.plan.share, seconds, copying)
 
     def end(self) -> None:
         self._streamer.end(self)
