@@ -121,7 +121,7 @@ def _prompt(
         raise InvalidField("images", f"{len(message.images)} images", "this model takes text only")
     images = [_image(index, item, preparer) for index, item in enumerate(message.images)]
     try:
-        return place_images(sent, images, preparer.image_token_id)
+        return place_images(sent, images, preparer.layout)
     except ImageError as error:
         raise InvalidField("images", f"{len(images)} images", str(error)) from error
 

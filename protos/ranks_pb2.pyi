@@ -110,12 +110,16 @@ class Output(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., priority: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[_engine_pb2.SamplingParams, _Mapping]] = ..., images: _Optional[_Iterable[_Union[ImagePlace, _Mapping]]] = ..., constraint: _Optional[_Union[_engine_pb2.Constraint, _Mapping]] = ...) -> None: ...
 
 class ImagePlace(_message.Message):
-    __slots__ = ("image", "start")
+    __slots__ = ("image", "start", "first", "count")
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
     image: int
     start: int
-    def __init__(self, image: _Optional[int] = ..., start: _Optional[int] = ...) -> None: ...
+    first: int
+    count: int
+    def __init__(self, image: _Optional[int] = ..., start: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Image(_message.Message):
     __slots__ = ("key", "grid", "token_grid", "shape", "pixels")

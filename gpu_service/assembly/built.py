@@ -83,5 +83,5 @@ def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
         default_sampling_params_json=json.dumps(sampling),
         supports_vision=model.vision is not None,
         max_waiting_requests=config.gpu.max_waiting_requests,
-        image_token_id=-1 if model.vision is None else model.vision.image_token_id,
+        image_token_id=-1 if built.vision is None else built.vision.preparer.layout.placeholder,
     )

@@ -161,7 +161,8 @@ def _plan_images(batch: Batch) -> ImagePlan | None:
         for placed in () if request.vision is None else request.vision.images:
             begin, end = max(start, placed.start), min(start + count, placed.end)
             if begin < end:
-                slices.append(ImageSlice(placed.image, begin - placed.start, end - placed.start))
+                skipped = placed.first - placed.start
+                slices.append(ImageSlice(placed.image, begin + skipped, end + skipped))
                 rows.append(np.arange(begin, end) - start + first_row)
         first_row += count
     return ImagePlan(torch.from_numpy(np.concatenate(rows)), tuple(slices)) if slices else None

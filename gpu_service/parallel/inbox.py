@@ -105,13 +105,15 @@ def _encode_request(
         if key not in images:
             images[key] = len(images)
             _encode_image(placed.image, iteration.images.add())
-        output.images.add(image=images[key], start=placed.start)
+        output.images.add(image=images[key], start=placed.start, first=placed.first, count=placed.count)
 
 
 def _decode_request(
     output: ranks_pb2.Output, images: Sequence[PreparedImage], compiler: ConstraintCompiler | None
 ) -> Request:
-    placed = [PromptImage(images[place.image], place.start) for place in output.images]
+    placed = [
+        PromptImage(images[place.image], place.start, place.first, place.count) for place in output.images
+    ]
     constraint = None
     if output.HasField("constraint"):
         if compiler is None:

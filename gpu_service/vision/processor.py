@@ -20,10 +20,13 @@ import numpy.typing as npt
 from PIL import Image
 
 from gpu_service.models.vision.tower import transformers_needed
-from gpu_service.vision.prompt import ImageError, PreparedImage
+from gpu_service.vision.own_processors import FrameImageProcessor, TileImageProcessor, numbers
+from gpu_service.vision.prompt import ImageError, ImageLayout, PreparedImage
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.tokenizer import read_backend
 from moebius.errors import UserError
 from moebius.image_files import ImageFileError, decode_image
-from moebius.models.config import ModelConfig
+from moebius.models.config import ModelConfig, VisionConfig
 from moebius.models.registry import vision_family
 
 
@@ -49,8 +52,8 @@ class KimiImageProcessor:
             "merge_size": keys.get("merge_size", keys.get("merge_kernel_size")),
             "max_patches": keys.get("max_patches", keys.get("in_patch_limit")),
             "max_side_patches": keys.get("patch_limit_on_one_side", side),
-            "image_mean": _numbers(keys.get("image_mean")),
-            "image_std": _numbers(keys.get("image_std")),
+            "image_mean": numbers(keys.get("image_mean")),
+            "image_std": numbers(keys.get("image_std")),
         }
         return KimiImageProcessor(**{name: value for name, value in found.items() if value is not None})
 
@@ -85,20 +88,16 @@ class KimiImageProcessor:
         return patches.reshape(rows * columns, 3, size, size).astype(np.float32), (rows, columns)
 
 
-def _numbers(values: Sequence[float] | None) -> tuple[float, ...] | None:
-    return None if values is None else tuple(float(value) for value in values)
-
-
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def _qwen(settings: Mapping[str, Any]) -> Any:
+def _qwen(settings: Mapping[str, Any], _: VisionConfig) -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(**settings)
 
 
-def _glm(settings: Mapping[str, Any]) -> Any:
+def _glm(settings: Mapping[str, Any], _: VisionConfig) -> Any:
     """GLM-4.5V and GLM-4.6V differ in whether an image counts as one frame or two against its size limit."""
     if str(settings.get("image_processor_type", "")).startswith("Glm46V"):
         from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
@@ -109,10 +108,22 @@ def _glm(settings: Mapping[str, Any]) -> Any:
     return Glm4vImageProcessorPil(**settings)
 
 
-def _kimi(settings: Mapping[str, Any]) -> Any:
-    from gpu_service.vision.processor import KimiImageProcessor
+def _glm5(settings: Mapping[str, Any], _: VisionConfig) -> Any:
+    from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
 
+    return Glm5NextImageProcessorPil(**settings)
+
+
+def _kimi(settings: Mapping[str, Any], _: VisionConfig) -> Any:
     return KimiImageProcessor.from_settings(settings)
+
+
+def _llama4(settings: Mapping[str, Any], vision: VisionConfig) -> Any:
+    return TileImageProcessor.from_settings(settings, vision.patch_size, vision.merge_size, vision.tile_size)
+
+
+def _minimax(settings: Mapping[str, Any], _: VisionConfig) -> Any:
+    return FrameImageProcessor.from_settings(settings)
 
 
 # Images of little detail have at most so many pixels, an area of 512 x 512.
@@ -136,25 +147,64 @@ def _low_glm(processor: Any) -> Preprocess:
     return _limited(processor, LOW_DETAIL_PIXELS * processor.temporal_patch_size)
 
 
+def _low_glm5(processor: Any) -> Preprocess:
+    most = LOW_DETAIL_PIXELS // (processor.patch_size * processor.merge_size) ** 2
+    most = min(most, processor.max_image_tokens)
+    least = min(most, processor.min_image_tokens)
+    return partial(processor.preprocess, min_image_tokens=least, max_image_tokens=most)
+
+
+def _low_llama4(processor: Any) -> Preprocess:
+    most = min(processor.max_tiles, max(1, LOW_DETAIL_PIXELS // processor.tile_size**2))
+    limited: Preprocess = replace(processor, max_tiles=most).preprocess
+    return limited
+
+
+def _low_minimax(processor: Any) -> Preprocess:
+    most = min(processor.max_pixels, LOW_DETAIL_PIXELS)
+    least = min(processor.min_pixels, most)
+    limited: Preprocess = replace(processor, max_pixels=most, min_pixels=least).preprocess
+    return limited
+
+
 def _low_kimi(processor: Any) -> Preprocess:
     most = min(processor.max_patches, LOW_DETAIL_PIXELS // processor.patch_size**2)
     limited: Preprocess = replace(processor, max_patches=most).preprocess
     return limited
 
 
+def _most_by_area(processor: Any) -> int:
+    most: int = processor.size["longest_edge"] // processor.patch_size**2
+    return most
+
+
+def _most_by_tokens(processor: Any) -> int:
+    most: int = processor.max_image_tokens * processor.merge_size**2
+    return most
+
+
+def _most_patches(processor: Any) -> int:
+    most: int = processor.max_patches
+    return most
+
+
 @dataclass(frozen=True, slots=True)
 class FamilyProcessor:
     """One row of the table."""
 
-    build: Callable[[Mapping[str, Any]], Any]  # From the checkpoint's settings.
+    build: Callable[[Mapping[str, Any], VisionConfig], Any]  # From the checkpoint's settings.
     low_detail: Callable[[Any], Preprocess]  # What prepares images of little detail.
+    most_patches: Callable[[Any], int] = _most_patches  # Of one image.
 
 
 # By `VisionFamily.processor`.
 PROCESSORS: Mapping[str, FamilyProcessor] = {
-    "glm": FamilyProcessor(_glm, _low_glm),
+    "glm": FamilyProcessor(_glm, _low_glm, _most_by_area),
+    "glm5": FamilyProcessor(_glm5, _low_glm5, _most_by_tokens),
     "kimi": FamilyProcessor(_kimi, _low_kimi),
-    "qwen": FamilyProcessor(_qwen, _low_qwen),
+    "llama4": FamilyProcessor(_llama4, _low_llama4),
+    "minimax": FamilyProcessor(_minimax, _low_minimax),
+    "qwen": FamilyProcessor(_qwen, _low_qwen, _most_by_area),
 }
 
 
@@ -171,24 +221,48 @@ def load_settings(directory: str | Path) -> dict[str, Any]:
     )
 
 
+def read_layout(config: ModelConfig, directory: str | Path) -> ImageLayout:
+    """The tokens of an image in a prompt, by the names that the checkpoint's tokenizer gives them.
+
+    Raises UserError naming the token that it lacks.
+    """
+    assert config.vision is not None
+    names = vision_family(config.model_type).tokens
+    image = config.vision.image_token_id
+    if not names:
+        return ImageLayout(image, image)
+    try:
+        tokenizer = read_backend(Path(directory))
+    except CheckpointError as error:
+        raise UserError(f"how images stand in prompts is not known: {error}") from error
+    found: dict[str, int] = {}
+    for role, name in names.items():
+        number = tokenizer.token_to_id(name)
+        if number is None:
+            raise UserError(
+                f"{directory}: the tokenizer has no token {name!r}, which stands in prompts with images; "
+                "language_model_only: true serves the language model alone"
+            )
+        found[role] = number
+    placeholder = found.pop("placeholder", image)
+    return ImageLayout(placeholder, image, **{role: (number,) for role, number in found.items()})
+
+
 class ImagePreparer:
     """Prepares images; pure, so that several threads may."""
 
     def __init__(self, config: ModelConfig, directory: str | Path, max_megapixels: float) -> None:
         """Raises UserError when the checkpoint does not say how its images are prepared."""
         assert config.vision is not None
-        self.image_token_id = config.vision.image_token_id
+        self.layout = read_layout(config, directory)
         family = PROCESSORS[vision_family(config.model_type).processor]
         settings = load_settings(directory)
         with transformers_needed():
-            self._processor = family.build(settings)
+            self._processor = family.build(settings, config.vision)
         self._low_detail = family.low_detail(self._processor)
         self._max_megapixels = max_megapixels
-        self._merge, patch = config.vision.merge_size, config.vision.patch_size
-        # Of one image; the processors of grids limit its pixels instead.
-        self.max_patches: int = getattr(self._processor, "max_patches", 0) or (
-            self._processor.size["longest_edge"] // patch**2
-        )
+        self._merge = config.vision.merge_size
+        self.max_patches = family.most_patches(self._processor)  # Of one image.
         theirs = (self._processor.patch_size, self._processor.merge_size)
         if theirs != (config.vision.patch_size, config.vision.merge_size):
             raise UserError(
@@ -213,7 +287,8 @@ class ImagePreparer:
             key=content_key(data, low_detail=low_detail),
             pixels=np.ascontiguousarray(made["pixel_values"], dtype=np.float32),
             grid=(time, height, width),
-            token_grid=(height // self._merge, width // self._merge),
+            token_grid=(time * (height // self._merge), width // self._merge),
+            tiles=made.get("tiles", (0, 0)),
         )
 
 

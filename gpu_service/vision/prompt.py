@@ -1,13 +1,15 @@
 """A prompt with images: its tokens, what stands for an image in the prefix tree, positions by axis.
 
 as sent      t t [image] t t            one placeholder token for each image
-as computed  t t i i i i i i t t        as many as the image has features
-in the tree  t t k k k k k k t t        k: negative, from the image's content
+as computed  t t s i i i i i i e t t    as many as the image has features; s and e where a model has them
+in the tree  t t s k k k k k k e t t    k: negative, from the image's content
+
+An image that is cut into tiles has a run of features for each of them, with tokens of its layout in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,8 @@ class PreparedImage:
     pixels: npt.NDArray[Any]  # float32 [patches, ...], as the family's image processor makes them.
     grid: tuple[int, int, int]  # Patches in time, height and width.
     token_grid: tuple[int, int]  # Height and width in tokens; the image has as many tokens as their product.
+    # Rows and columns of the tiles that come before the tile with all of the image; (0, 0): it is not cut.
+    tiles: tuple[int, int] = (0, 0)
 
     @property
     def num_tokens(self) -> int:
@@ -39,17 +43,44 @@ class PreparedImage:
         return self.token_grid[0] * self.token_grid[1]
 
 
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """Token ids of an image in a prompt; filled by `gpu_service.vision.processor.read_layout`."""
+
+    placeholder: int  # What chat templates write for an image.
+    image: int  # What stands at each of its features.
+    # Around an image, between two columns of tiles, after a row of them, and before the tile with all of it.
+    start: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    column: tuple[int, ...] = ()
+    row: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+
+    def runs(self, image: PreparedImage) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Tokens of the layout, and how many features follow them; `end` comes after the last."""
+        rows, columns = image.tiles
+        num_features = image.num_tokens // (rows * columns + 1)
+        before = self.start
+        for _ in range(rows):
+            for column in range(columns):
+                yield before, num_features
+                before = self.column if column + 1 < columns else self.row
+        yield before + self.whole, num_features
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:
-    """An image at its place: tokens [start, end) of the prompt; filled by `place_images`."""
+    """An image, or a part of it, at tokens [start, end) of the prompt; filled by `place_images`."""
 
     image: PreparedImage
     start: int
+    first: int  # Which of the image's features stands at `start`.
+    count: int  # Features.
 
     @property
     def end(self) -> int:
         """Position after its last token."""
-        return self.start + self.image.num_tokens
+        return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,24 +110,29 @@ class VisionPrompt:
 
 
 def place_images(
-    token_ids: Sequence[int], images: Sequence[PreparedImage], image_token_id: int
+    token_ids: Sequence[int], images: Sequence[PreparedImage], layout: ImageLayout
 ) -> tuple[list[int], VisionPrompt]:
     """Puts each image in the place of its placeholder; the longer prompt, and what it has besides tokens.
 
     Raises ImageError unless there are as many placeholders as images.
     """
-    places = [index for index, token in enumerate(token_ids) if token == image_token_id]
+    places = [index for index, token in enumerate(token_ids) if token == layout.placeholder]
     if len(places) != len(images):
         raise ImageError(
-            f"{len(images)} images for {len(places)} placeholders (token {image_token_id}) in the prompt"
+            f"{len(images)} images for {len(places)} placeholders (token {layout.placeholder}) in the prompt"
         )
     tokens: list[int] = []
     placed: list[PromptImage] = []
     taken = 0
     for place, image in zip(places, images, strict=True):
         tokens += token_ids[taken:place]
-        placed.append(PromptImage(image, len(tokens)))
-        tokens += [image_token_id] * image.num_tokens
+        first = 0
+        for before, count in layout.runs(image):
+            tokens += before
+            placed.append(PromptImage(image, len(tokens), first, count))
+            tokens += [layout.image] * count
+            first += count
+        tokens += layout.end
         taken = place + 1
     tokens += token_ids[taken:]
     return tokens, locate(len(tokens), placed)
@@ -106,7 +142,8 @@ def locate(num_tokens: int, placed: Sequence[PromptImage]) -> VisionPrompt:
     """What a prompt of so many tokens has besides them. `placed`: its images, ascending.
 
     Text counts on along all axes. An image's tokens share one position in time and count along the
-    others; what follows begins after the longer side (Qwen2-VL, arXiv 2409.12191, section 2.1).
+    others; what follows begins after the longer side (Qwen2-VL, arXiv 2409.12191, section 2.1). Models whose
+    images come in several runs have no such axes, and do not read the positions.
     """
     pieces: list[Positions] = []
     position = taken = 0
@@ -114,7 +151,7 @@ def locate(num_tokens: int, placed: Sequence[PromptImage]) -> VisionPrompt:
         pieces.append(_text(position, item.start - taken))
         position += item.start - taken
         height, width = item.image.token_grid
-        rows, columns = np.divmod(np.arange(height * width), width)
+        rows, columns = np.divmod(np.arange(item.first, item.first + item.count), width)
         pieces.append(np.stack((np.zeros_like(rows), rows, columns)) + position)
         position += max(height, width)
         taken = item.end

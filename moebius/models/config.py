@@ -229,6 +229,7 @@ class VisionConfig:
     # Widths of the tower: its residual stream and the intermediate size of its MLPs.
     hidden_size: int
     intermediate_size: int
+    tile_size: int = 0  # Pixels along each side of all that the tower reads at a time; 0: any size.
 
 
 @dataclass(frozen=True, slots=True)

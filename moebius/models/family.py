@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moebius.checkpoint.gguf.family import GgufFamily
@@ -21,7 +21,11 @@ class VisionFamily:
     # tried in order, and what none matches is no part of the tower.
     renames: tuple[RenameRule, ...]
     tower: str  # How transformers' classes of the tower begin.
-    processor: Literal["glm", "kimi", "qwen"]  # A key of `gpu_service.vision.processor.PROCESSORS`.
+    # A key of `gpu_service.vision.processor.PROCESSORS`.
+    processor: Literal["glm", "glm5", "kimi", "llama4", "minimax", "qwen"]
+    # Names of the tokens in an image's place, by the fields of `gpu_service.vision.prompt.ImageLayout`: those
+    # that the chat template leaves to the image processor. None: the image token alone, in the template, too.
+    tokens: Mapping[str, str] = field(default_factory=dict)
 
     def tower_name(self, name: str) -> str | None:
         """The name in the tower's module; None: the tensor is no part of the tower."""

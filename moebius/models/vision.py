@@ -25,9 +25,9 @@ _HARMLESS = (
 
 
 def read_grid_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
-    """Qwen3-VL and GLM-4.xV: square merges of patches."""
+    """Qwen3-VL, GLM and MiniMax: square merges of patches."""
     return VisionConfig(
-        image_token_id=hf.integer("image_token_id", minimum=0),
+        image_token_id=hf.integer("image_token_id", "image_token_index", minimum=0),
         merge_size=vision.integer("spatial_merge_size", default=2),
         patch_size=vision.integer("patch_size"),
         hidden_size=vision.integer("hidden_size"),
@@ -44,7 +44,7 @@ def read_vision(hf: HfKeys, family: Family, *, wanted: bool = True) -> VisionCon
         return None
     hf.skip(*_HARMLESS)
     if not wanted:
-        hf.skip("image_token_id", "media_placeholder_token_id", "vision_config")
+        hf.skip("image_token_id", "image_token_index", "media_placeholder_token_id", "vision_config")
         return None
     vision = hf.section("vision_config")
     return None if vision is None else family.vision.read(hf, vision)

@@ -18,7 +18,7 @@ import gpu_service.build
 from gpu_service.assembly.vision import Vision
 from gpu_service.models.vision.tower import VisionTower
 from gpu_service.vision.features import ImageEncoder
-from gpu_service.vision.prompt import PreparedImage, place_images
+from gpu_service.vision.prompt import ImageLayout, PreparedImage, place_images
 from tests.helpers.rank_group import Outcome, Script, rank_config, run_group
 from tests.helpers.tiny_vision_models import IMAGE_TOKEN, write_vision_model
 
@@ -29,6 +29,7 @@ def image(seed: int, rows: int, columns: int) -> PreparedImage:
     return PreparedImage(-seed, pixels, (1, 2 * rows, 2 * columns), (rows, columns))
 
 
+LAYOUT = ImageLayout(IMAGE_TOKEN, IMAGE_TOKEN)
 WIDE, TALL, OTHER = image(1, 2, 5), image(2, 4, 2), image(3, 2, 5)
 PROMPTS: list[tuple[list[int], list[PreparedImage]]] = [
     ([11, 48, IMAGE_TOKEN, 71, 28], [WIDE]),
@@ -64,7 +65,7 @@ def image_cases(script: Script) -> dict[str, list[Outcome]]:
     for name in ("fresh", "prefix"):
         requests = []
         for index, (prompt, images) in enumerate(PROMPTS):
-            tokens, vision = place_images(prompt, images, IMAGE_TOKEN) if images else (prompt, None)
+            tokens, vision = place_images(prompt, images, LAYOUT) if images else (prompt, None)
             requests.append(script.submit(f"{name}{index}", tokens, vision, ignore_eos=True))
         cases[name] = script.wait(requests)
     return cases

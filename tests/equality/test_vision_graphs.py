@@ -55,7 +55,7 @@ class Tiny:
         for index, (prompt, files) in enumerate(PROMPTS):
             params = SamplingParams(temperature=0.0, max_tokens=8 + 4 * index, ignore_eos=True)
             images = [preparer.prepare(file) for file in files]
-            tokens, vision = place_images(prompt, images, IMAGE_TOKEN) if images else (prompt, None)
+            tokens, vision = place_images(prompt, images, preparer.layout) if images else (prompt, None)
             made.append(Request(f"r{index}", tokens, params, vision=vision))
         return made
 

@@ -12,6 +12,7 @@ import functools
 import io
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from gpu_service.vision.own_processors import FrameImageProcessor, TileImageProcessor
 from tests.helpers.tiny_models import _COMMON, TINY_MODELS, _randomize
 from tests.helpers.tiny_multimodal_text import TEXT_TOWERS
+from tests.helpers.tiny_tokenizer import write_tokenizer
 
 IMAGE_TOKEN = 200
 _QWEN_VISION: dict[str, Any] = {
@@ -53,17 +57,61 @@ _KIMI_VISION: dict[str, Any] = {
     "pos_emb_height": 6,
     "pos_emb_width": 6,
 }
+_GLM5_VISION: dict[str, Any] = _GLM_VISION | {"projection_intermediate_size": 28, "swiglu_limit": 0.7}
+_LLAMA4_VISION: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+    "projector_input_dim": 20,
+    "projector_output_dim": 20,
+    "vision_output_dim": 20,
+}
+_MINIMAX_VISION: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 36,
+    "intermediate_size": 28,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
 _GRID_PROCESSOR: dict[str, Any] = {
     "patch_size": 4,
     "merge_size": 2,
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 128, "longest_edge": 4096},
 }
+_GLM5_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Glm5NextImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "min_image_tokens": 2,
+    "max_image_tokens": 20,
+}
+_LLAMA4_PROCESSOR: dict[str, Any] = {"size": {"height": 16, "width": 16}, "max_patches": 4}
 _KIMI_PROCESSOR: dict[str, Any] = {
     "patch_size": 4,
     "merge_size": 2,
     "max_patches": 64,
     "size": {"max_height": 12, "max_width": 12},
+}
+
+
+# As the published ones are called; `IMAGE_TOKEN` is what chat templates write.
+_LLAMA4_TOKENS = {
+    "<|image|>": IMAGE_TOKEN,
+    "<|patch|>": 201,
+    "<|image_start|>": 202,
+    "<|image_end|>": 203,
+    "<|tile_x_separator|>": 204,
+    "<|tile_y_separator|>": 205,
+}
+_MINIMAX_TOKENS = {
+    "]<]image[>[": IMAGE_TOKEN,
+    "]<]start of image[>[": 201,
+    "]<]end of image[>[": 202,
 }
 
 
@@ -76,6 +124,9 @@ class TinyVision:
     processor: dict[str, Any]
     # Where the text model is its family's name for the text alone.
     family: str | None = None
+    # Tokens in an image's place, by their names; none: `IMAGE_TOKEN` alone.
+    tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    image_token: int = IMAGE_TOKEN
 
 
 VISION_MODELS: dict[str, TinyVision] = {
@@ -113,6 +164,29 @@ VISION_MODELS: dict[str, TinyVision] = {
         | {"num_hidden_layers": 3, "num_attention_heads": 3, "pos_emb_height": 5, "pos_emb_width": 5},
         _KIMI_PROCESSOR,
     ),
+    "glm5_next": TinyVision("glm5_next", _GLM5_VISION, _GLM5_PROCESSOR),
+    "glm5_next_three_streams_biased_tied": TinyVision(
+        "glm5_next_three_streams_biased_tied",
+        _GLM5_VISION | {"depth": 3, "num_heads": 3, "attention_bias": False, "image_size": 32},
+        _GLM5_PROCESSOR | {"min_image_tokens": 1, "max_image_tokens": 12},
+    ),
+    "llama4": TinyVision("llama4", _LLAMA4_VISION, _LLAMA4_PROCESSOR, tokens=_LLAMA4_TOKENS, image_token=201),
+    "llama4_every_other_moe_bias_tied": TinyVision(
+        "llama4_every_other_moe_bias_tied",
+        _LLAMA4_VISION
+        | {"num_hidden_layers": 3, "num_attention_heads": 3, "projector_output_dim": 28}
+        | {"projector_input_dim": 28, "vision_output_dim": 28},
+        _LLAMA4_PROCESSOR | {"max_patches": 2, "resize_to_max_canvas": True},
+        tokens=_LLAMA4_TOKENS,
+        image_token=201,
+    ),
+    "minimax_m3_vl": TinyVision("minimax_m3_vl", _MINIMAX_VISION, _GRID_PROCESSOR, tokens=_MINIMAX_TOKENS),
+    "minimax_m3_vl_two_local_blocks_tied": TinyVision(
+        "minimax_m3_vl_two_local_blocks_tied",
+        _MINIMAX_VISION | {"num_hidden_layers": 3, "num_attention_heads": 3},
+        _GRID_PROCESSOR | {"size": {"shortest_edge": 256, "longest_edge": 900}},
+        tokens=_MINIMAX_TOKENS,
+    ),
 }
 
 
@@ -125,7 +199,7 @@ def write_vision_model(name: str, directory: Path, *, publish: bool = True) -> A
     text = TINY_MODELS[tiny.text]
     tower = dataclasses.replace(TEXT_TOWERS[tiny.family or text.model_type], vision=tiny.vision)
     config = tower.config(_COMMON | text.changes)
-    config.image_token_id = IMAGE_TOKEN
+    config.image_token_id = tiny.image_token
     if text.model_type == "kimi_k25":
         config.projection_hidden_size = tiny.vision["hidden_size"]
     model = tower.model(config).eval()
@@ -136,7 +210,19 @@ def write_vision_model(name: str, directory: Path, *, publish: bool = True) -> A
     if publish and text.model_type == "kimi_k25":
         _put_patches_right(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(tiny.processor))
+    if tiny.tokens:
+        write_tokenizer(directory, word_tokenizer(tiny.tokens), None)
     return model
+
+
+def word_tokenizer(tokens: dict[str, int], vocab_size: int = 211) -> Tokenizer:
+    """Words `w0`, `w1`, ... and special tokens by name."""
+    numbers = set(tokens.values())
+    words = {f"w{index}": index for index in range(vocab_size) if index not in numbers} | tokens
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in tokens])
+    return tokenizer
 
 
 def _put_patches_right(directory: Path) -> None:
@@ -162,16 +248,23 @@ def noise(seed: int, width: int, height: int) -> bytes:
 
 def reference_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:
     """What transformers' model is given for a prompt with one placeholder for each file."""
+    if name.startswith("llama4"):
+        return _llama4_inputs(name, prompt, files)
     made = [_processed(name, file) for file in files]
     grids = torch.cat([grid for _, grid in made])
     counts = iter((grids.prod(-1) // 4).tolist())
-    ids = [token for item in prompt for token in ([item] * (next(counts) if item == IMAGE_TOKEN else 1))]
+    around = VISION_MODELS[name].tokens
+    before = [around["]<]start of image[>["]] if around else []
+    after = [around["]<]end of image[>["]] if around else []
+    ids = []
+    for item in prompt:
+        ids += [*before, *[item] * next(counts), *after] if item == IMAGE_TOKEN else [item]
     inputs = {
         "input_ids": torch.tensor([ids]),
         "pixel_values": torch.cat([pixels for pixels, _ in made]),
         "image_grid_thw": grids,
     }
-    if not name.startswith("kimi"):
+    if name.startswith(("qwen", "glm4")):
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).int()
     return inputs
 
@@ -181,6 +274,14 @@ def _processed(name: str, file: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     settings = VISION_MODELS[name].processor
     if name.startswith("kimi"):
         return _kimi_processed(image, settings)
+    if name.startswith("minimax"):
+        # What transformers' own makes of images is in `tests/data/image_pixels.json`.
+        return _as_tensors(FrameImageProcessor.from_settings(settings).preprocess([image], "np"))
+    if name.startswith("glm5"):
+        from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
+
+        own = {key: value for key, value in settings.items() if key != "image_processor_type"}
+        return _as_tensors(Glm5NextImageProcessorPil(**own).preprocess([image], return_tensors="np"))
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
     from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -192,6 +293,33 @@ def _processed(name: str, file: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     }
     made = kinds[settings["image_processor_type"]](**settings)(image, return_tensors="pt")
     return made["pixel_values"], made["image_grid_thw"]
+
+
+def _as_tensors(made: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(np.array(made["pixel_values"])), torch.from_numpy(
+        np.array(made["image_grid_thw"])
+    )
+
+
+def _llama4_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:
+    """The text in an image's place is transformers'."""
+    from transformers.models.llama4.processing_llama4 import Llama4Processor
+
+    tiny = VISION_MODELS[name]
+    side, patch = tiny.vision["image_size"], tiny.vision["patch_size"]
+    processor = TileImageProcessor.from_settings(tiny.processor, patch, 2, side)
+    made = [processor.preprocess([Image.open(io.BytesIO(file)).convert("RGB")], "np") for file in files]
+    tiles = iter(np.maximum(item["tiles"], 1).tolist() for item in made)
+    ids: list[int] = []
+    for item in prompt:
+        if item == IMAGE_TOKEN:
+            split: Any = Llama4Processor._prompt_split_image
+            text = split(None, next(tiles), (side // patch // 2) ** 2)
+            ids += [tiny.tokens[token] for token in re.findall(r"<\|\w+\|>", text)]
+        else:
+            ids.append(item)
+    pixels = np.concatenate([item["pixel_values"] for item in made])
+    return {"input_ids": torch.tensor([ids]), "pixel_values": torch.from_numpy(pixels)}
 
 
 @functools.cache

@@ -15,7 +15,6 @@ import httpx
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from gpu_service.build import build_engine, model_info
 from gpu_service.main import make_server
@@ -26,29 +25,40 @@ from gpu_service.validation import Bounds
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import write_tokenizer
-from tests.helpers.tiny_vision_models import IMAGE_TOKEN, noise, reference_inputs, write_vision_model
+from tests.helpers.tiny_vision_models import (
+    IMAGE_TOKEN,
+    VISION_MODELS,
+    noise,
+    reference_inputs,
+    word_tokenizer,
+    write_vision_model,
+)
 from tests.service.test_gateway_images import PLACEHOLDER, TEMPLATE, data_url
 
-MODEL, NUM_TOKENS = "qwen3_vl_moe", 24
+NUM_TOKENS = 24
 PROMPT = [11, 48, 190, 3, IMAGE_TOKEN, 66, IMAGE_TOKEN, 71, 28]
 FILES = [noise(1, 40, 16), noise(2, 16, 32)]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("seeing")
+@dataclass
+class Expected:
+    """A checkpoint on disk, and what transformers answers to the prompt."""
+
+    directory: Path
+    answer: str
+    num_prompt_tokens: int
 
 
-@pytest.fixture(scope="module")
-def expected(directory: Path) -> str:
-    """Transformers' answer; also writes the checkpoint and its tokenizer."""
-    model = write_vision_model(MODEL, directory)
-    words = {f"w{index}": index for index in range(211) if index != IMAGE_TOKEN} | {PLACEHOLDER: IMAGE_TOKEN}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken(PLACEHOLDER, special=True)])
-    write_tokenizer(directory, tokenizer, TEMPLATE)
-    inputs = reference_inputs(MODEL, PROMPT, FILES)
+@pytest.fixture(scope="module", params=["qwen3_vl_moe", "llama4"])
+def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """One family whose images are their placeholder repeated, and one whose are tiles with tokens between."""
+    name, directory = str(request.param), tmp_path_factory.mktemp("seeing")
+    model = write_vision_model(name, directory)
+    tokens = VISION_MODELS[name].tokens or {PLACEHOLDER: IMAGE_TOKEN}
+    written = next(text for text, number in tokens.items() if number == IMAGE_TOKEN)
+    tokenizer = word_tokenizer(tokens)
+    write_tokenizer(directory, tokenizer, TEMPLATE.replace(PLACEHOLDER, written))
+    inputs = reference_inputs(name, PROMPT, FILES)
     with torch.inference_mode():
         tokens = model.generate(
             **inputs,
@@ -57,7 +67,8 @@ def expected(directory: Path) -> str:
             eos_token_id=None,
             suppress_tokens=[IMAGE_TOKEN],
         )
-    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :].tolist())
+    length = inputs["input_ids"].shape[1]
+    return Expected(directory, tokenizer.decode(tokens[0, length:].tolist()), length)
 
 
 @dataclass
@@ -74,8 +85,9 @@ class Seeing:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["vision", "language_model_only"])
-def seeing(request: pytest.FixtureRequest, directory: Path, expected: str) -> Iterator[Seeing]:
+def seeing(request: pytest.FixtureRequest, expected: Expected) -> Iterator[Seeing]:
     """A gateway before an engine whose event loop has a thread of its own."""
+    directory = expected.directory
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -131,7 +143,7 @@ def ask(seeing: Seeing, *files: bytes, max_tokens: int = NUM_TOKENS) -> httpx.Re
     )
 
 
-def test_the_answer_is_transformers(seeing: Seeing, expected: str) -> None:
+def test_the_answer_is_transformers(seeing: Seeing, expected: Expected) -> None:
     """Or a 400 where the tower was left out, and text is answered all the same."""
     answer = ask(seeing, *FILES)
     if not seeing.has_tower:
@@ -141,9 +153,8 @@ def test_the_answer_is_transformers(seeing: Seeing, expected: str) -> None:
         assert text.status_code == 200
         return
     assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"].split() == expected.split()
-    longer = len(reference_inputs(MODEL, PROMPT, FILES)["input_ids"][0])
-    assert answer.json()["usage"]["prompt_tokens"] == longer
+    assert answer.json()["choices"][0]["message"]["content"].split() == expected.answer.split()
+    assert answer.json()["usage"]["prompt_tokens"] == expected.num_prompt_tokens
 
 
 def test_what_only_the_engine_can_tell_is_a_400_too(seeing: Seeing) -> None:

@@ -17,7 +17,8 @@ from gpu_service.vision.processor import LOW_DETAIL_PIXELS, ImagePreparer
 from moebius.models.config import ModelConfig
 from moebius.models.read import read_model_config
 from protos import engine_pb2 as pb
-from tests.helpers.tiny_vision_models import IMAGE_TOKEN, VISION_MODELS, write_vision_model
+from tests.helpers.tiny_tokenizer import write_tokenizer
+from tests.helpers.tiny_vision_models import IMAGE_TOKEN, VISION_MODELS, word_tokenizer, write_vision_model
 
 SIZE = (1400, 600)
 # Case of VISION_MODELS -> its family, and what its limit counts for each pixel of an image.
@@ -28,6 +29,8 @@ FAMILIES = {
     # Its processor is that of GLM-4.6V.
     "glm4v_moe_groups_tied": ("glm4v_moe", 2),
     "kimi_k25": ("kimi_k25", 1),
+    "glm5_next": ("glm5_next", 1),
+    "minimax_m3_vl": ("minimax_m3_vl", 1),
 }
 
 
@@ -49,12 +52,15 @@ def file() -> bytes:
 def preparer(family: str, pixels: int, config: ModelConfig, directory: Path) -> ImagePreparer:
     """Of a checkpoint whose images have at most so many pixels."""
     settings: dict[str, Any] = dict(VISION_MODELS[family].processor)
-    if family == "kimi_k25":
+    if family == "glm5_next":
+        settings |= {"max_image_tokens": pixels // 64}
+    elif family == "kimi_k25":
         settings |= {"max_patches": pixels // 16, "size": {"max_height": 4096, "max_width": 4096}}
     else:
         settings |= {"size": {"shortest_edge": 64, "longest_edge": pixels * FAMILIES[family][1]}}
     directory.mkdir(exist_ok=True)
     (directory / "preprocessor_config.json").write_text(json.dumps(settings))
+    write_tokenizer(directory, word_tokenizer(VISION_MODELS[family].tokens), None)
     return ImagePreparer(replace(config, model_type=FAMILIES[family][0]), directory, max_megapixels=1.0)
 
 
@@ -84,6 +90,20 @@ def test_little_detail_is_never_more_than_the_checkpoint_allows(
     low, high = small.prepare(file, low_detail=True), small.prepare(file)
     assert low.grid == high.grid
     np.testing.assert_array_equal(low.pixels, high.pixels)
+
+
+def test_little_detail_is_fewer_tiles(file: bytes, tmp_path: Path) -> None:
+    """As many as cover 512 x 512 pixels, and one more with all of the image."""
+    write_vision_model("llama4", tmp_path)
+    config = read_model_config(tmp_path)
+    assert config.vision is not None
+    config = replace(config, vision=replace(config.vision, tile_size=336, patch_size=14))
+    settings = {"size": {"height": 336, "width": 336}, "max_patches": 16}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    made = ImagePreparer(config, tmp_path, max_megapixels=1.0)
+    low, high = made.prepare(file, low_detail=True), made.prepare(file)
+    assert (low.tiles, high.tiles) == ((1, 2), (2, 5))
+    assert (low.num_tokens, high.num_tokens) == (3 * 144, 11 * 144)
 
 
 def test_a_detail_that_is_not_known_is_named(config: ModelConfig, file: bytes, tmp_path: Path) -> None:

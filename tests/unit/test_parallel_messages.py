@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpu_service.engine.interface import Abort, Add, Call, Flush, Message, Stop
 from gpu_service.parallel.inbox import decode_messages, encode_messages
 from gpu_service.request import Request, SamplingParams
-from gpu_service.vision.prompt import PreparedImage, place_images
+from gpu_service.vision.prompt import ImageLayout, PreparedImage, place_images
 from protos import ranks_pb2
 from protos.engine_pb2 import Constraint
 from tests.helpers.constraints import compiler, constrained
@@ -99,6 +99,7 @@ def test_constraints_arrive_as_they_were_sent() -> None:
 
 
 PLACEHOLDER = 9
+LAYOUT = ImageLayout(PLACEHOLDER, PLACEHOLDER, start=(7,), whole=(8,), column=(6,), row=(5,))
 
 
 def image(key: int, rows: int, columns: int) -> PreparedImage:
@@ -109,7 +110,7 @@ def image(key: int, rows: int, columns: int) -> PreparedImage:
 
 def request(name: str, prompt: list[int], images: list[PreparedImage]) -> Request:
     """With images in the place of its placeholders."""
-    tokens, vision = place_images(prompt, images, PLACEHOLDER)
+    tokens, vision = place_images(prompt, images, LAYOUT)
     return Request(name, tokens, SamplingParams(), vision=vision if images else None)
 
 

@@ -20,7 +20,14 @@ MODELS = {
     for file in sorted(FIXTURES.glob("*.json"))
     if family_of((published := Published.load(file.stem)).config["model_type"]).vision is not None
 }
-_PREFIXES = ("model.visual.", "vision_tower.", "mm_projector.")
+_PREFIXES = (
+    "mm_projector.",
+    "model.visual.",
+    "multi_modal_projector.",
+    "patch_merge_mlp.",
+    "vision_model.",
+    "vision_tower.",
+)
 
 
 def _build(config: dict[str, Any], hidden_size: int) -> VisionTower:

@@ -10,9 +10,9 @@ from gpu_service.models.vision.tower import VisionTower
 from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.features import ImageEncoder, ImageFeatures, ImagePlan, ImageSlice
 from gpu_service.vision.processor import content_key
-from gpu_service.vision.prompt import ImageError, PreparedImage, place_images
+from gpu_service.vision.prompt import ImageError, ImageLayout, PreparedImage, place_images
 
-PLACEHOLDER = 99
+PLACEHOLDER = ImageLayout(99, 99)
 
 
 def image(key: int, rows: int, columns: int) -> PreparedImage:
@@ -25,6 +25,29 @@ def test_placeholders_become_as_many_tokens_as_images_have() -> None:
     tokens, vision = place_images([5, 99, 6, 99], [image(-1, 2, 3), image(-2, 1, 2)], PLACEHOLDER)
     assert tokens == [5, *[99] * 6, 6, 99, 99]
     assert [(placed.start, placed.end) for placed in vision.images] == [(1, 7), (8, 10)]
+
+
+def test_tiles_are_runs_with_tokens_of_the_layout_in_between() -> None:
+    """Llama 4's order: rows of tiles, a token between columns and after each row, then all of the image."""
+    layout = ImageLayout(99, 98, start=(1,), end=(2,), column=(3,), row=(4,), whole=(99,))
+    pixels = np.zeros((5, 3), np.float32)
+    cut = PreparedImage(-7, pixels, (5, 2, 4), (5, 2), tiles=(2, 2))
+    tokens, vision = place_images([5, 99, 6], [cut], layout)
+    run = [98, 98]
+    assert tokens == [5, 1, *run, 3, *run, 4, *run, 3, *run, 4, 99, *run, 2, 6]
+    assert [(part.start, part.end, part.first) for part in vision.images] == [
+        (2, 4, 0),
+        (5, 7, 2),
+        (8, 10, 4),
+        (11, 13, 6),
+        (15, 17, 8),
+    ]
+    keys = [5, 1, -7, -7, 3, -7, -7, 4, -7, -7, 3, -7, -7, 4, 99, -7, -7, 2, 6]
+    assert Request("r", tokens, SamplingParams(), vision=vision).prefix_keys(19) == keys
+    whole = PreparedImage(-8, pixels, (1, 2, 4), (1, 2))
+    tokens, vision = place_images([99], [whole], layout)
+    assert tokens == [1, 99, 98, 98, 2]
+    assert [(part.start, part.end, part.first) for part in vision.images] == [(2, 4, 0)]
 
 
 def test_positions_are_those_of_the_paper() -> None:

@@ -20,15 +20,16 @@ from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import IMAGES, VISION, parameter_bytes, plan_memory, size_kv_pool
 from gpu_service.models.compose import build_model
 from gpu_service.models.vision.registry import build_tower
-from gpu_service.vision.processor import PROCESSORS, ImagePreparer, KimiImageProcessor
-from gpu_service.vision.prompt import ImageError
+from gpu_service.vision.processor import PROCESSORS, ImagePreparer, KimiImageProcessor, read_layout
+from gpu_service.vision.prompt import ImageError, ImageLayout
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config_loader import load_config
 from moebius.errors import UserError
 from moebius.models.config import ModelConfigError, ModelOverrides, VisionConfig
 from moebius.models.read import read_model_config
 from moebius.models.registry import FAMILIES
-from tests.helpers.tiny_vision_models import kimi_sizes, noise, write_vision_model
+from tests.helpers.tiny_tokenizer import write_tokenizer
+from tests.helpers.tiny_vision_models import kimi_sizes, noise, word_tokenizer, write_vision_model
 
 
 def test_every_family_with_vision_has_names_and_a_tower() -> None:
@@ -38,7 +39,7 @@ def test_every_family_with_vision_has_names_and_a_tower() -> None:
         return pattern.replace("**", "proj.weight").replace("*", "3")
 
     towers = [family.vision for family in FAMILIES.values() if family.vision is not None]
-    assert len(towers) == 4
+    assert len(towers) >= 7
     for vision in towers:
         for rule in vision.renames:
             assert rule.canonical is not None
@@ -175,6 +176,20 @@ def test_an_image_is_upright_and_opaque(checkpoint: Path) -> None:
         buffer = io.BytesIO()
         Image.new(mode, (40, 16)).save(buffer, "PNG")
         assert preparer.prepare(buffer.getvalue()).token_grid == (2, 5)
+
+
+def test_tokens_of_an_image_are_found_by_their_names(tmp_path: Path) -> None:
+    """A tokenizer that lacks one is refused with its name, before any request."""
+    write_vision_model("llama4", tmp_path)
+    config = read_model_config(tmp_path)
+    layout = read_layout(config, tmp_path)
+    assert layout == ImageLayout(200, 201, (202,), (203,), (204,), (205,), (200,))
+    write_tokenizer(tmp_path, word_tokenizer({"<|image|>": 200}), None)
+    with pytest.raises(UserError, match=r"no token '<\|image_start\|>'.*language_model_only"):
+        read_layout(config, tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="how images stand in prompts is not known"):
+        ImagePreparer(config, tmp_path, 1.0)
 
 
 def test_sizes_of_kimi_are_transformers() -> None:

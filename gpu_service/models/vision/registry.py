@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,26 @@ import torch
 
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.models.vision.kimi_k25 import build_kimi_tower
+from gpu_service.models.vision.llama4 import build_llama4_tower
+from gpu_service.models.vision.minimax_m3 import build_minimax_m3_tower
 from gpu_service.models.vision.tower import GridTower, VisionTower, transformers_needed
 from moebius.models.config import ModelConfig
 from moebius.models.registry import vision_family
+
+# By `VisionFamily.tower`; the others are one class of transformers.
+_BUILDERS: Mapping[str, Callable[[Mapping[str, Any], int, torch.dtype], VisionTower]] = {
+    "Kimi_K25": build_kimi_tower,
+    "Llama4": build_llama4_tower,
+    "MiniMaxM3VL": build_minimax_m3_tower,
+}
 
 
 def build_from_config(config: Mapping[str, Any], hidden_size: int, dtype: torch.dtype) -> VisionTower:
     """From config.json's keys, on torch's current device and without values. Raises ValueError."""
     family = vision_family(config["model_type"]).tower
-    if family == "Kimi_K25":
-        return build_kimi_tower(config, hidden_size, dtype)
+    build = _BUILDERS.get(family)
+    if build is not None:
+        return build(config, hidden_size, dtype)
     return _grid_tower(family, config, hidden_size, dtype)
 
 

@@ -1,5 +1,5 @@
 """GLM-5.3-Flash: Kimi Delta Attention, latent attention to pools of tokens that an indexer chooses in a
-quarter of the layers, hyper-connections, and clamped SwiGLU everywhere. Text; images are not read yet.
+quarter of the layers, hyper-connections, and clamped SwiGLU everywhere.
 
 Source: the configuration class of transformers 5.23.
 """
@@ -17,15 +17,16 @@ from moebius.models.config import (
     ModelConfig,
     MoeConfig,
 )
-from moebius.models.family import Family
+from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla, read_moe, read_v3_router
-from moebius.models.names import TEXT, VISION, TensorNames, rename
+from moebius.models.names import TEXT, VISION, VISUAL, TensorNames, rename
+from moebius.models.vision import read_grid_vision
 
 _LINEAR, _FULL, _SHARED = "linear_attention", "full", "shared"
 _INDEXED = ("indexed_attention", "full_attention")
 _DENSE_LAYERS = 3
-# Of rotary embedding, which no layer has; what follows from other keys; of training; and of images.
+# Of rotary embedding, which no layer has; what follows from other keys; and of training.
 _HARMLESS = (
     "ep_size",
     "first_k_dense_replace",
@@ -36,13 +37,6 @@ _HARMLESS = (
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
-    "image_end_token_id",
-    "image_start_token_id",
-    "image_token_id",
-    "video_end_token_id",
-    "video_start_token_id",
-    "video_token_id",
-    "vision_config",
 )
 
 
@@ -174,4 +168,11 @@ _HYPER = tuple(
     for part in ("fn", "base", "scale")
 )
 
-FAMILIES = (Family("glm5_next", read_glm5_next, TensorNames((VISION, *_HYPER, TEXT), mtp_layers=True)),)
+FAMILIES = (
+    Family(
+        "glm5_next",
+        read_glm5_next,
+        TensorNames((VISION, *_HYPER, TEXT), mtp_layers=True),
+        VisionFamily(read_grid_vision, (VISUAL,), tower="Glm5Next", processor="glm5"),
+    ),
+)

@@ -1,6 +1,6 @@
 """Llama 4: chunks of the context in layers that rotate, all of it in those that do not; one routed expert.
 
-Text; images are not read. Source: the configuration class of transformers 5.23.
+Source: the configuration class of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -8,24 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 from moebius.models.common import FULL, read_common
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
-from moebius.models.family import Family
+from moebius.models.config import ModelConfig, MoeConfig, RouterConfig, VisionConfig
+from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_rope
 
 _CHUNKED = "chunked_attention"
-# Of training, of images, and what other engines need to know.
+# Of training, what other engines need to know, and what begins and ends an image, which is read by name.
 _HARMLESS = (
     "boi_token_index",
     "boi_token_id",
     "eoi_token_index",
     "eoi_token_id",
     "for_llm_compressor",
-    "image_token_index",
-    "image_token_id",
     "router_jitter_noise",
-    "vision_config",
 )
 
 
@@ -97,6 +94,20 @@ def read_llama4(hf: HfKeys) -> ModelConfig:
     )
 
 
+def _read_llama4_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
+    ratio = vision.number("pixel_shuffle_ratio", default=0.5)
+    if not 0 < ratio <= 1 or (1 / ratio) % 1:
+        raise vision.error("pixel_shuffle_ratio", ratio, "1, 1/2, 1/3 ...")
+    return VisionConfig(
+        image_token_id=hf.integer("image_token_index", "image_token_id", minimum=0),
+        merge_size=round(1 / ratio),
+        patch_size=vision.integer("patch_size", default=14),
+        hidden_size=vision.integer("hidden_size", default=768),
+        intermediate_size=vision.integer("intermediate_size", default=5632),
+        tile_size=vision.integer("image_size", default=448),
+    )
+
+
 _PUBLISHED, _LAYER = "language_model.model.layers.*.feed_forward.", "model.layers.*.mlp."
 _TEXT, _MODEL = "model.layers.*.feed_forward.", "model."
 _LAYERS = tuple(
@@ -120,4 +131,22 @@ _NAMES = TensorNames(
     ("fused_feed_forward", "per_expert_feed_forward"),
 )
 
-FAMILIES = tuple(Family(name, read_llama4, _NAMES) for name in ("llama4", "llama4_text"))
+_VISION = VisionFamily(
+    _read_llama4_vision,
+    (
+        rename("vision_model.**", "vision_model.**"),
+        rename("multi_modal_projector.**", "multi_modal_projector.**"),
+    ),
+    tower="Llama4",
+    processor="llama4",
+    # A tile is as many `<|patch|>`; `<|image|>` stands before the one with all of the image.
+    tokens={
+        "placeholder": "<|image|>",
+        "start": "<|image_start|>",
+        "end": "<|image_end|>",
+        "column": "<|tile_x_separator|>",
+        "row": "<|tile_y_separator|>",
+        "whole": "<|image|>",
+    },
+)
+FAMILIES = (Family("llama4", read_llama4, _NAMES, _VISION), Family("llama4_text", read_llama4, _NAMES))

@@ -1,4 +1,4 @@
-"""MiniMax-M3: attention to blocks of tokens that each KV head chooses, gpt-oss' SwiGLU. Text only.
+"""MiniMax-M3: attention to blocks of tokens that each KV head chooses, gpt-oss' SwiGLU.
 
 Sources: the configuration class and the checkpoint conversion of transformers 5.23; `sparse_attention_config`
 as public tests of other engines spell it.
@@ -16,28 +16,25 @@ from moebius.models.common import (
     refuse_bias,
 )
 from moebius.models.config import ModelConfig, MoeConfig
-from moebius.models.family import Family
+from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_rope
+from moebius.models.vision import read_grid_vision
 
 _SPARSE = "minimax_m3_sparse"
-# Of training, of images, and of parts that these models do not have.
+# Of training, of images (what their processor says as well), and of parts that these models do not have.
 _HARMLESS = (
     "image_seq_length",
-    "image_token_id",
-    "image_token_index",
     "img_token_compression_config",
     "merged_hidden_size",
     "mtp_transformer_layers",
     "process_image_mode",
     "projector_hidden_act",
-    "projector_hidden_size",
+    "projector_hidden_size",  # The tower's builder reads it.
     "router_jitter_noise",
     "use_mtp",
-    "video_token_id",
     "video_token_index",
-    "vision_config",
     "vision_feature_layer",
     "vision_feature_select_strategy",
 )
@@ -136,6 +133,23 @@ def read_minimax_m3(hf: HfKeys) -> ModelConfig:
     )
 
 
+_TOWER, _VIT = "vision_tower.", "vision_tower.vision_model."
+_PROJECTOR = "multi_modal_projector."
+_VISION = VisionFamily(
+    read_grid_vision,
+    (
+        rename(_VIT + "embeddings.patch_embedding.**", _TOWER + "embeddings.proj.**"),
+        rename(_VIT + "encoder.layers.**", _TOWER + "layers.**"),
+        rename(_VIT + "pre_layrnorm.**", _TOWER + "pre_layrnorm.**"),
+        rename(_PROJECTOR + "**", _PROJECTOR + "**"),
+        rename("patch_merge_mlp.**", _PROJECTOR + "merge_**"),
+        # Names that the modules do not have are an error, not left out.
+        rename(_TOWER + "**", _TOWER + "**"),
+    ),
+    tower="MiniMaxM3VL",
+    processor="minimax",
+    tokens={"start": "]<]start of image[>[", "end": "]<]end of image[>["},
+)
 _PUBLISHED, _LAYER = "language_model.model.", "model.layers.*."
 _BLOCK, _ATTENTION = _PUBLISHED + "layers.*.block_sparse_moe.", _PUBLISHED + "layers.*.self_attn."
 FAMILIES = (
@@ -164,5 +178,6 @@ FAMILIES = (
             ("per_expert_w123",),
             mtp_layers=True,
         ),
+        _VISION,
     ),
 )

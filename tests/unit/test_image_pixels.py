@@ -1,0 +1,71 @@
+"""Guards that our own image processors make the pixels of transformers': golden values in tests/data.
+
+They were written by transformers 5.23's Llama4ImageProcessor and MiniMaxM3VLImageProcessor with torchvision 0.29
+on torch 2.13, from the same images.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gpu_service.vision.own_processors import FrameImageProcessor, TileImageProcessor
+from moebius.errors import UserError
+from tests.helpers.tiny_vision_models import noise
+
+CASES = json.loads((Path(__file__).parents[1] / "data" / "image_pixels.json").read_text())
+
+
+def _image(case: dict[str, Any]) -> Image.Image:
+    width, height = case["width"], case["height"]
+    return Image.open(io.BytesIO(noise(width + height, width, height))).convert("RGB")
+
+
+def _tiles(settings: dict[str, Any]) -> TileImageProcessor:
+    side = settings.get("size", {}).get("height", 336)
+    return TileImageProcessor.from_settings(settings, patch_size=14, merge_size=2, tile_size=side)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_pixels_are_transformers(number: int) -> None:
+    """Sizes, tiles and values, for images that are thin, wide, small, large or just right."""
+    case = CASES[number]
+    is_llama = case["processor"] == "llama4"
+    processor = _tiles(case["settings"]) if is_llama else FrameImageProcessor.from_settings(case["settings"])
+    made = processor.preprocess([_image(case)], "np")
+    pixels = made["pixel_values"]
+    assert list(pixels.shape) == case["shape"]
+    if is_llama:
+        assert list(made["tiles"]) == case["tiles"]
+        assert made["image_grid_thw"].tolist() == [
+            [len(pixels), pixels.shape[-1] // 14, pixels.shape[-1] // 14]
+        ]
+    else:
+        assert made["image_grid_thw"].tolist() == [case["grid"]]
+    flat = pixels.reshape(-1).astype(np.float64)
+    np.testing.assert_allclose(flat[case["at"]], case["values"], atol=2e-6)
+    assert flat.mean() == pytest.approx(case["mean"], abs=2e-6)
+    assert (flat**2).mean() == pytest.approx(case["square"], abs=2e-6)
+
+
+def test_no_image_has_more_patches_than_were_planned() -> None:
+    """What memory is set aside for is never exceeded."""
+    for case in CASES:
+        shape = case["shape"]
+        if case["processor"] == "llama4":
+            assert shape[0] * (shape[-1] // 14) ** 2 <= _tiles(case["settings"]).max_patches
+        else:
+            assert shape[0] <= FrameImageProcessor.from_settings(case["settings"]).max_patches
+
+
+def test_settings_that_do_not_fit_are_named() -> None:
+    with pytest.raises(UserError, match=r"tiles of \(448, 448\), but vision_config says 336"):
+        TileImageProcessor.from_settings({"size": {"height": 448, "width": 448}}, 14, 2, 336)
+    with pytest.raises(UserError, match="resample of the image processor is 1"):
+        FrameImageProcessor.from_settings({"resample": 1})
