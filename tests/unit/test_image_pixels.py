@@ -1,7 +1,7 @@
 """Guards that our own image processors make the pixels of transformers': golden values in tests/data.
 
-They were written by transformers 5.23's Llama4ImageProcessor and MiniMaxM3VLImageProcessor with torchvision 0.29
-on torch 2.13, from the same images.
+They were written by transformers 5.23's Llama4ImageProcessor and MiniMaxM3VLImageProcessor, with torchvision
+0.29 on torch 2.13, from the same images.
 """
 
 from __future__ import annotations
