@@ -6,7 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway.errors import ApiError
@@ -169,27 +169,29 @@ class ChoiceFormat(ResponseFormat):
         return {**self._envelope(self.whole_object, choices), "usage": usage_object(usage), **of_prompt}
 
     def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
-        """Chunks in the order clients rely on: opening, content, closing."""
-        choices: list[dict[str, Any]] = []
+        """The opening, then new content; the last chunk of an output says why it ended."""
+        opened = b""
         of_prompt: dict[str, Any] = {}
         if delta.index not in self._opened:
             if not self._opened or not self.prompt_of_response:
                 of_prompt = self._details.of_prompt(delta.index)
             self._opened.add(delta.index)
             opening = self.opening(delta.index)
-            choices += [opening] if opening is not None else []
-        new = self.delta_choices(delta)
+            if opening is not None:
+                opened = self._chunk(opening, lambda: _before(usage(), delta), of_prompt)
+                of_prompt = {}
+        choices = self.delta_choices(delta)
+        if not choices and (delta.finish is not None or (delta.token_ids and self._details.wants_ids)):
+            choices = [self.empty(delta.index)]
         if delta.token_ids and self._details.wants_ids:
-            new = new or [self.empty(delta.index)]
-            new[-1].update(self._details.of_output(delta.token_ids))
-        choices += new
+            choices[-1].update(self._details.of_output(delta.token_ids))
         if delta.finish is not None:
-            choices.append(self.closing(delta.index, delta.finish))
+            choices[-1].update(finish_reason=self.reason(delta.finish), stop_reason=delta.finish.stop_reason)
         if choices and not self.prompt_of_response:
             choices[0].update(of_prompt)
             of_prompt = {}
-        parts = (self._chunk(choice, usage, {} if n else of_prompt) for n, choice in enumerate(choices))
-        return b"".join(parts)
+        parts = [self._chunk(choice, usage, {} if n else of_prompt) for n, choice in enumerate(choices)]
+        return b"".join((opened, *parts))
 
     def stream_end(self, usage: Usage) -> bytes:
         """The usage where it was asked for, and the end."""
@@ -228,15 +230,24 @@ class ChoiceFormat(ResponseFormat):
 
     @abstractmethod
     def empty(self, index: int) -> dict[str, Any]:
-        """The choice of tokens that became no text yet."""
+        """The choice of tokens that became no text, or of an end alone."""
 
-    @abstractmethod
-    def closing(self, index: int, finish: Finish) -> dict[str, Any]:
-        """The choice that ends output `index` in a stream."""
+    def reason(self, finish: Finish) -> str:
+        """Why an output ended, as the API calls it."""
+        return finish.reason
 
     @abstractmethod
     def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
         """The choice of a non-streamed answer."""
+
+
+def _before(usage: Usage, delta: ParsedDelta) -> Usage:
+    """What was counted before `delta`."""
+    return replace(
+        usage,
+        completion_tokens=usage.completion_tokens - delta.new_tokens,
+        reasoning_tokens=usage.reasoning_tokens - delta.reasoning_tokens,
+    )
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -287,7 +298,7 @@ def chat_message(output: Output) -> dict[str, Any]:
 
 
 class ChatFormat(ChoiceFormat):
-    """A role chunk, content chunks, then an empty delta with the finish reason."""
+    """A role chunk, then content chunks, the last of which has the finish reason."""
 
     operation = "chat"
     id_prefix = "chatcmpl"
@@ -322,7 +333,8 @@ class ChatFormat(ChoiceFormat):
     def _calls_one(self, made: dict[str, Any]) -> bool:
         return self._in_functions and "tool_calls" in made
 
-    def _reason(self, finish: Finish) -> str:
+    def reason(self, finish: Finish) -> str:
+        """As it was called in the time of functions, for who speaks of them."""
         return "function_call" if self._in_functions and finish.reason == "tool_calls" else finish.reason
 
     def _add_logprobs(self, delta: ParsedDelta, choices: list[dict[str, Any]]) -> None:
@@ -338,16 +350,6 @@ class ChatFormat(ChoiceFormat):
         """An empty delta."""
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
 
-    def closing(self, index: int, finish: Finish) -> dict[str, Any]:
-        """An empty delta with the finish reason."""
-        return {
-            "index": index,
-            "delta": {},
-            "logprobs": None,
-            "finish_reason": self._reason(finish),
-            "stop_reason": finish.stop_reason,
-        }
-
     def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
         """A whole message."""
         message = chat_message(output)
@@ -357,7 +359,7 @@ class ChatFormat(ChoiceFormat):
             "index": index,
             "message": message,
             "logprobs": self._logprobs_of(output.logprobs),
-            "finish_reason": self._reason(finish),
+            "finish_reason": self.reason(finish),
             "stop_reason": finish.stop_reason,
         }
 
@@ -368,7 +370,7 @@ class ChatFormat(ChoiceFormat):
 
 
 class CompletionFormat(ChoiceFormat):
-    """Text chunks, then an empty text with the finish reason."""
+    """Text chunks, the last of which has the finish reason."""
 
     operation = "text_completion"
     id_prefix = "cmpl"
@@ -388,12 +390,6 @@ class CompletionFormat(ChoiceFormat):
     def empty(self, index: int) -> dict[str, Any]:
         """Empty text."""
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
-
-    def closing(self, index: int, finish: Finish) -> dict[str, Any]:
-        """Empty text with the finish reason."""
-        choice = self._choice(index, "", (), finish)
-        choice["logprobs"] = None
-        return choice
 
     def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
         """A whole text."""

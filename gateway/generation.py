@@ -71,14 +71,19 @@ class PromptJob:
         self.completion_tokens = self.reasoning_tokens = self.cached_tokens = self.counted_prompt_tokens = 0
         self.finish_reasons, self.input_logprobs, self.first_token_s = [], None, None
         completed = 0
+        # Of outputs whose end follows at once: clients get both together.
+        held: dict[int, ParsedDelta] = {}
         self.called_at = time.perf_counter()
         async with aclosing(engine.generate(self.request, context, self.images)) as responses:
             every = responses if self.stream_interval == 1 else gathered(responses, self.stream_interval)
             async for response in every:
                 delta = self._take(states, response)
-                if delta is not None:
-                    yield delta
-                completed += response.WhichOneof("response") == "complete"
+                is_complete = response.WhichOneof("response") == "complete"
+                completed += is_complete
+                if delta is not None and delta.finish is None and response.chunk.complete_follows:
+                    held[delta.index] = delta
+                elif delta is not None:
+                    yield delta.after(held.pop(delta.index, None)) if is_complete else delta
                 if len(self.finish_reasons) == count and completed < count:
                     return
         if len(self.finish_reasons) == count:

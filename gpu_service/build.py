@@ -241,9 +241,13 @@ def _engine(
     if compiler is not None:
         operations[PREPARE] = compiler.prepare
     cache = make_request_cache(gpu, runner.states, num_pages)
+    scheduler = Scheduler(limits, cache)
+    builder = InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope)
+    if group.parallel.size == 1:
+        scheduler.holds = builder.token_masks.holds
     engine = Engine(
-        Scheduler(limits, cache),
-        InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope),
+        scheduler,
+        builder,
         group.guard(steps),
         on_output,
         observer=observer,

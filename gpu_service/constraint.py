@@ -59,6 +59,9 @@ class OutputConstraint:
         self.matcher = matcher
         self.error = ""  # not empty: the output can not go on, and why
         self.is_complete = False
+        # Filled by `engine/token_masks.py`: its latest mask took long; the next one, computed by a thread.
+        self.is_slow = False
+        self.ahead: Future[Words] | None = None
         self._eos = sorted(eos_token_ids)
         self._start, self._after = tuple(source.start_token_ids), tuple(source.after_token_ids)
         self._forced = tuple(source.forced_token_ids) or self._after
@@ -93,6 +96,7 @@ class OutputConstraint:
     def accept(self, token_id: int) -> None:
         """The output's next token. Sets `error` when it breaks the grammar, `is_complete` at its end."""
         self._count += 1
+        self.ahead = None
         if self.phase is Phase.OPENING:
             self._open(token_id)
         elif self.phase is Phase.THOUGHT:

@@ -93,6 +93,7 @@ def chunk(deltas: Sequence[OutputDelta]) -> pb.GenerateResponse:
         completion_tokens=last.num_output_tokens,
         cached_tokens=last.cached_tokens,
         index=request.index,
+        complete_follows=last.finish_reason not in (None, FinishReason.ERROR),
     )
     if request.params.logprobs is not None:
         message.output_logprobs.CopyFrom(

@@ -68,6 +68,7 @@ class EngineMetrics:
         values = {
             "block_size": str(page_size),
             "num_gpu_blocks": str(num_pages),
+            "kv_cache_size_tokens": str(num_pages * page_size),
             "enable_prefix_caching": str(prefix_caching),
         }
         names = [*self._labels, *values]

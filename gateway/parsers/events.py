@@ -82,6 +82,20 @@ class ParsedDelta:
         """The text of all `ContentDelta`s."""
         return "".join(event.text for event in self.events if isinstance(event, ContentDelta))
 
+    def after(self, earlier: ParsedDelta | None) -> ParsedDelta:
+        """Both as one; `earlier` came before, and did not end the output."""
+        if earlier is None:
+            return self
+        return ParsedDelta(
+            self.index,
+            earlier.events + self.events,
+            earlier.logprobs + self.logprobs,
+            earlier.token_ids + self.token_ids,
+            earlier.new_tokens + self.new_tokens,
+            earlier.reasoning_tokens + self.reasoning_tokens,
+            self.finish,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:

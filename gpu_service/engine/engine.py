@@ -238,6 +238,8 @@ class Engine:
     def _schedule(self) -> Batch | None:
         batch = self.scheduler.schedule()
         waits = self._in_flight or self._lane_is_open
+        while batch is None and not waits and self._builder.token_masks.wait_for_held():
+            batch = self.scheduler.schedule()
         if batch is None and self.scheduler.has_work and not waits:
             raise RuntimeError("requests are unfinished, but none can be scheduled")
         return batch

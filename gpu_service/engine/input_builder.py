@@ -63,7 +63,7 @@ class InputBuilder:
     def __init__(self, limits: SchedulerLimits, page_size: int, *, has_mrope: bool = False) -> None:
         """`has_mrope`: the model's rotary embedding wants positions in time, height and width."""
         self._limits = limits
-        self._masks = MaskBuilder(limits)
+        self.token_masks = MaskBuilder(limits)
         self._has_mrope = has_mrope
         self._page_size = page_size
         max_pages = -(-limits.context_limit // page_size)
@@ -116,14 +116,14 @@ class InputBuilder:
 
     def masks(self, batch: Batch) -> TokenMasks | None:
         """Of a step whose plan awaits them, once all steps before it are committed."""
-        return self._masks.build(batch)
+        return self.token_masks.build(batch)
 
     def _sampling(
         self, batch: Batch, requests: list[Request], output_positions: list[int]
     ) -> SamplingPlan | None:
         if not requests:
             return None
-        return self._masks.plan(batch, build_sampling_plan(requests, output_positions, self._limits))
+        return self.token_masks.plan(batch, build_sampling_plan(requests, output_positions, self._limits))
 
 
 def _upload(request: Request) -> SlotUpload:

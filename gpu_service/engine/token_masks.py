@@ -2,12 +2,15 @@
 
 A row's mask follows from the tokens before it, so a step that is launched before the last of them is known
 awaits its masks: the layers run meanwhile, and sampling is launched when the step before is committed. A
-step none of whose rows has a constraint is never held up.
+step none of whose rows has a constraint is never held up. Where a row's own mask takes long, as those of
+ambiguous grammars do, the row is left out of steps until a thread has computed it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +25,8 @@ from gpu_service.scheduler.limits import SchedulerLimits, stop_token_ids
 
 # Threads that compute masks, and rows from which it is worth waking them.
 _THREADS, _ROWS = 4, 3
+# Processor time of one mask, seconds, from which others should not wait for it.
+_SLOW_S = 0.004
 Rows = list[tuple[int, Request, OutputConstraint]]  # rows of the logits and who has them
 
 
@@ -31,6 +36,33 @@ class MaskBuilder:
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._executor: LLExecutor | None = None
+        # The latest masks took long together: whose it was is found out by the next ones.
+        self._looks_closer = False
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: set[Future[Words]] = set()
+
+    def holds(self, request: Request) -> bool:
+        """Whether the next step is better without the request: its mask takes long, and is being computed.
+
+        Depends on time: ranks that have to schedule alike may not ask.
+        """
+        constraint = request.constraint
+        if constraint is None or not (constraint.is_slow and constraint.follows_grammar):
+            return False
+        if request.inflight_tokens > 0:
+            return True
+        if constraint.ahead is None:
+            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="slow masks")
+            constraint.ahead = self._pool.submit(_mask_of, constraint)
+            self._begun.add(constraint.ahead)
+        return not constraint.ahead.done()
+
+    def wait_for_held(self) -> bool:
+        """Blocks until one of the masks that requests wait for is there; False: there is none to come."""
+        if not self._begun:
+            return False
+        _, self._begun = wait(self._begun, return_when=FIRST_COMPLETED)
+        return True
 
     def plan(self, batch: Batch, sampling: SamplingPlan) -> SamplingPlan:
         """The same with the batch's masks, or awaiting them."""
@@ -76,21 +108,41 @@ class MaskBuilder:
         matchers = [
             (constraint.matcher, index)
             for index, (_, _, constraint) in enumerate(rows)
-            if constraint.matcher is not None and constraint.follows_grammar
+            if constraint.matcher is not None and constraint.follows_grammar and constraint.ahead is None
         ]
-        if len(matchers) < _ROWS:
-            for matcher, index in matchers:
-                fill_next_token_bitmask(matcher, words, index)
+        for index, (_, _, constraint) in enumerate(rows):
+            if constraint.ahead is not None:
+                words[index] = constraint.ahead.result()
+        if len(matchers) < _ROWS or self._looks_closer:
+            self._looks_closer = False
+            for _, index in matchers:
+                _fill(rows[index][2], words, index)
             return
         if self._executor is None:
             self._executor = LLExecutor(_THREADS)
+        started = time.perf_counter()
         fill_next_token_bitmask_par(self._executor, matchers, words)
+        self._looks_closer = time.perf_counter() - started > _SLOW_S
 
     def _banned(self, request: Request) -> frozenset[int]:
         params = request.params
         if len(request.output_token_ids) < params.min_tokens:
             return stop_token_ids(request, self._limits)
         return self._limits.eos_token_ids if params.ignore_eos else frozenset()
+
+
+def _fill(constraint: OutputConstraint, words: Words, index: int) -> None:
+    """The matcher's mask into row `index`, and how long that takes."""
+    assert constraint.matcher is not None
+    started = time.thread_time()
+    fill_next_token_bitmask(constraint.matcher, words, index)
+    constraint.is_slow = time.thread_time() - started > _SLOW_S
+
+
+def _mask_of(constraint: OutputConstraint) -> Words:
+    words = np.full((1, constraint.num_words), -1, dtype=np.int32)
+    _fill(constraint, words, 0)
+    return words[0]
 
 
 def _constrained(batch: Batch) -> Rows:

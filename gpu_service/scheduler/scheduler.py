@@ -57,6 +57,8 @@ class Scheduler:
         self.lane = LaneBooks()
         # Where there is no lane.
         self.turns = PromptTurns()
+        # Whether a request that decodes sits out for now; depends on time, so it is set on an only rank.
+        self.holds: Callable[[Request], bool] = lambda request: False
         self._free_slots = list(range(limits.max_num_seqs))
         self._arrivals = 0
         self._step = 0
@@ -114,7 +116,7 @@ class Scheduler:
             self.limits,
             cache.page_size,
             cache.keeps_states,
-            excluded=excludes,
+            excluded=lambda request, need: excludes(request, need) or (need == 1 and self.holds(request)),
             budget=self._budget(),
         )
         return self._plan(division)

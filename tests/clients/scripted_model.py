@@ -78,25 +78,26 @@ def call(name: str, **arguments: Any) -> str:
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
 
 
-def instance_of(schema: dict[str, Any], definitions: dict[str, Any] | None = None) -> Any:
-    """A small value that a schema allows; of the keywords that the checks use."""
+def instance_of(schema: dict[str, Any], definitions: dict[str, Any] | None = None, number: int = 0) -> Any:
+    """A small value that a schema allows, another for each `number`; of the keywords that the checks use."""
     definitions = definitions or schema.get("$defs", {})
     if "$ref" in schema:
-        return instance_of(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+        return instance_of(definitions[schema["$ref"].rpartition("/")[2]], definitions, number)
     if "enum" in schema:
         return schema["enum"][0]
     if "const" in schema:
         return schema["const"]
     if "anyOf" in schema:
-        return instance_of(schema["anyOf"][0], definitions)
+        return instance_of(schema["anyOf"][0], definitions, number)
     kind = str(schema.get("type"))
     if kind == "object":
-        return {name: instance_of(one, definitions) for name, one in schema.get("properties", {}).items()}
+        properties = schema.get("properties", {}).items()
+        return {name: instance_of(one, definitions, number) for name, one in properties}
     if kind == "array":
-        return [instance_of(schema["items"], definitions)] * schema.get("minItems", 1)
-    return {"integer": schema.get("minimum", 1), "number": 0.5, "boolean": True, "null": None}.get(
-        kind, "text"
-    )
+        return [instance_of(schema["items"], definitions, number)] * schema.get("minItems", 1)
+    text = f"text {number}" if number else "text"
+    numbers = {"integer": schema.get("minimum", 1) + number, "number": number + 0.5}
+    return {**numbers, "boolean": True, "null": None}.get(kind, text)
 
 
 def reply(prompt: Prompt) -> str:
@@ -140,9 +141,12 @@ class ScriptedModel(FakeEngine):
         info.served_model_name = "scripted"
         return info
 
+    def reply(self, prompt: str, request: pb.GenerateRequest) -> str:
+        """What it writes where no schema decides it."""
+        return reply(read_prompt(prompt))
+
     def _output(self, script: Script, request: pb.GenerateRequest, index: int) -> tuple[list[int], str]:
-        prompt = read_prompt(self.decode(request.tokenized.input_ids))
-        text = reply(prompt)
+        text = self.reply(self.decode(request.tokenized.input_ids), request)
         if request.constraint.WhichOneof("kind") == "json_schema":
             text = json.dumps(instance_of(json.loads(request.constraint.json_schema)))
             if request.constraint.start_token_ids or request.constraint.after_token_ids:
@@ -154,8 +158,8 @@ class ScriptedModel(FakeEngine):
         return super()._output(Script(text=text), request, index)
 
 
-def main() -> None:
-    """Serves until SIGTERM."""
+def serve(kind: type[ScriptedModel], aliases: tuple[str, ...] = ()) -> None:
+    """Prints the gateway's URL and serves until SIGTERM; `aliases`: other names of the model."""
     tls_everywhere.follow()
     with tempfile.TemporaryDirectory(prefix="moebius-clients-") as name:
         directory = Path(name)
@@ -164,17 +168,20 @@ def main() -> None:
         tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
         tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")])
         write_tokenizer(directory, tokenizer, TEMPLATE)
-        engine = ScriptedModel(directory, tokenizer, CONTEXT)
+        engine = kind(directory, tokenizer, CONTEXT)
         engine.placeholder = int(tokenizer.token_to_id(IMAGE) or 0)
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
         address = f"unix:{directory}/engine.sock"
-        with serving(engine, address), running_gateway(gateway_config(address)) as url:
+        config = gateway_config(address)
+        named = config.model.model_copy(update={"model_aliases": aliases})
+        config = config.model_copy(update={"model": named})
+        with serving(engine, address), running_gateway(config) as url:
             sys.stdout.write(f"\n{url}\n")  # at once: log lines of other threads go there, too
             sys.stdout.flush()
             stop.wait()
 
 
 if __name__ == "__main__":
-    main()
+    serve(ScriptedModel)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import pytest
 
+from gpu_service.constraint import OutputConstraint, Words
+from gpu_service.engine import token_masks
 from gpu_service.engine.step import StepPlan
 from gpu_service.engine.step_runner import Pending, StepRunner
 from gpu_service.experts.client import ExpertUnavailable
@@ -406,6 +409,42 @@ def test_a_grammar_that_becomes_too_complex_ends_its_output(loop: dict[str, bool
         assert "items" in ambiguous.error_message
         assert 0 < len(ambiguous.output_token_ids) < 80
         assert other.finish_reason is FinishReason.LENGTH
+
+
+@LOOPS
+def test_requests_that_wait_for_slow_masks_become_the_same(
+    truth: tuple[dict[str, object], list[list[int]]], loop: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that sits out until a thread has its mask has the tokens of one whose steps wait for it; also
+    where pages are few, and it is sent back to wait meanwhile."""
+    monkeypatch.setattr(token_masks, "_SLOW_S", -1.0)
+    params, expected = truth
+    for pages in (64, 28):
+        with running_engine(budget=24, num_pages=pages, **loop) as harness:
+            assert harness.run(workload(**params), together=True) == expected
+
+
+def test_others_go_on_while_a_mask_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that takes long holds up its own request only."""
+    monkeypatch.setattr(token_masks, "_SLOW_S", -1.0)
+    computed, other = token_masks._mask_of, make_request("other", prompt_of(2, 9), max_tokens=60)
+    waited: list[int] = []
+
+    def long_mask(constraint: OutputConstraint) -> Words:
+        end = time.monotonic() + 20
+        before = len(other.output_token_ids)
+        while not other.finished and len(other.output_token_ids) < before + 5 and time.monotonic() < end:
+            time.sleep(0.001)
+        waited.append(len(other.output_token_ids) - before)
+        return computed(constraint)
+
+    monkeypatch.setattr(token_masks, "_mask_of", long_mask)
+    with running_engine() as harness:
+        slow = constrained("slow", prompt_of(1, 9), Constraint(regex="[ab]{8}"))
+        harness.run([slow, other], together=True)
+    assert slow.finish_reason is FinishReason.STOP
+    assert re.fullmatch("[ab]{8}", text_of(slow.output_token_ids))
+    assert max(waited) >= 5
 
 
 def test_a_grammar_whose_first_mask_is_too_complex_is_refused() -> None:

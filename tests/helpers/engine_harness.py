@@ -181,9 +181,11 @@ def running_engine(
         Sampler(VOCAB, device),
     )
     harness = Harness.__new__(Harness)
+    builder = InputBuilder(scheduler.limits, knobs.page_size)
+    scheduler.holds = builder.token_masks.holds
     engine = Engine(
         scheduler,
-        InputBuilder(scheduler.limits, knobs.page_size),
+        builder,
         _step_runner(runner, knobs),
         lambda deltas: harness.on_output(deltas),
         observer=knobs.observer,

@@ -194,12 +194,17 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             completion_tokens=start + len(new),
             cached_tokens=cached,
             index=index,
+            complete_follows=start + step >= len(ids) and self._ends_well,
         )
         if params.HasField("logprobs"):
             chunk.output_logprobs.CopyFrom(self._scored(new, params, index))
         if params.HasField("prompt_logprobs") and start == 0:
             chunk.input_logprobs.CopyFrom(_input_logprobs(request))
         return pb.GenerateResponse(chunk=chunk)
+
+    @property
+    def _ends_well(self) -> bool:
+        return self.script.fail_after is None and not self.script.error_message
 
     def _scored(self, ids: Sequence[int], params: pb.SamplingParams, index: int) -> pb.OutputLogProbs:
         """As scripted for the output; after the alternatives the ids that the request names."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import resource
 import socket
@@ -16,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.connections import connection_limits
+from gateway.connections import ConnectionTable, connection_limits
 from moebius.config import GatewayConfig
 from moebius.errors import ConfigError
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
@@ -360,3 +362,35 @@ def test_a_client_that_leaves_cancels_what_runs_though_it_asked_more(engine: tup
             connection.sendall(head_for(body) + body)
             time.sleep(0.2)
         assert engine[0].seen.cancelled.wait(5)
+
+
+def test_requests_that_arrive_together_are_begun_some_at_a_time() -> None:
+    """A crowd does not fill one turn of the event loop: other work has its place between, the oldest request
+    is begun first, and one that comes alone at once."""
+    seen: list[int | str] = []
+
+    async def arrive() -> None:
+        loop = asyncio.get_running_loop()
+        table = ConnectionTable(connection_limits(GatewayConfig()), lambda _reason: None)
+        table.begin(loop, lambda: seen.append("alone"))
+        assert seen == ["alone"]
+        await asyncio.sleep(0.01)
+        for number in range(20):
+            table.begin(loop, lambda number=number: seen.append(number))  # type: ignore[misc]
+        while len(seen) < 20:
+            seen.append("turn")
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        table.begin(loop, lambda: seen.append("last"))
+
+    asyncio.run(arrive())
+    numbers = [one for one in seen if isinstance(one, int)]
+    assert numbers == list(range(20))
+    assert seen[-1] == "last"
+    runs = [
+        list(group)
+        for is_turn, group in itertools.groupby(seen[1:-1], lambda one: one == "turn")
+        if not is_turn
+    ]
+    assert max(map(len, runs)) <= 8
+    assert len(runs) >= 3

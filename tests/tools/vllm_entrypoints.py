@@ -2,38 +2,41 @@
 
 SDIST is the unpacked source distribution of vllm from PyPI (its `tests/` is not in the wheel). The demo model
 is served under any name; the tests that do not apply, and why, are in `docs/vllm-tests.md`. None of vLLM's
-files is copied. More arguments go to pytest; `--url` names a server that runs already.
+files is copied. More arguments go to pytest.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from moebius.app.demo_model import build_demo_model, default_directory
-from tests.helpers.stack import running_stack
+from moebius.app.demo_model import build_demo_model
 
 PLUGIN = Path(__file__).parent
 FILES = (
     "openai/chat_completion/test_chat.py",
     "openai/chat_completion/test_chat_completion.py",
     "openai/chat_completion/test_chat_echo.py",
+    "openai/chat_completion/test_completion_with_function_calling.py",
+    "openai/chat_completion/test_include_reasoning.py",
+    "openai/chat_completion/test_thinking_token_budget.py",
     "openai/chat_completion/test_chat_logit_bias_validation.py",
     "openai/chat_completion/test_logprob_token_ids.py",
     "openai/completion/test_completion.py",
     "openai/completion/test_prompt_validation.py",
+    "openai/completion/test_token_in_token_out.py",
     "openai/models/test_models.py",
     "openai/responses/test_simple.py",
     "openai/test_chunked_prompt.py",
+    "openai/test_openai_schema.py",
+    "openai/test_return_tokens_as_ids.py",
     "openai/test_return_token_ids.py",
     "serve/tokenize/test_tokenization.py",
     "serve/instrumentator/test_basic.py",
+    "serve/instrumentator/test_orca_metrics.py",
     "serve/instrumentator/test_metrics.py",
     "anthropic/test_messages.py",
 )
@@ -108,56 +111,38 @@ NOT_APPLICABLE: dict[str, tuple[str, ...]] = {
 }
 
 
-@contextlib.contextmanager
-def server(url: str) -> Iterator[str]:
-    """`url`, or that of the demo model under any name."""
-    if url:
-        yield url
-        return
-    model = build_demo_model()
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        running_stack(model, Path(directory), "--model-aliases", "*", timeout_s=600) as stack,
-    ):
-        yield stack.base_url
-
-
 def main() -> int:
     """Runs the tests; returns pytest's exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sdist", type=Path)
-    parser.add_argument("--url", default="")
-    parser.add_argument("--tokenizer", default=str(default_directory()), help="directory of the served model")
     arguments, more = parser.parse_known_args()
     folder = arguments.sdist.resolve() / "tests" / "entrypoints"
     chosen = [str(folder / name) for name in FILES]
     if any(not one.startswith("-") for one in more):
         chosen = [str(folder / one) for one in more if not one.startswith("-")]
         more = [one for one in more if one.startswith("-")]
-    with server(arguments.url) as url:
-        environment = {
-            **os.environ,
-            "MOEBIUS_URL": url,
-            "MOEBIUS_TOKENIZER": arguments.tokenizer,
-            "PYTHONPATH": str(PLUGIN),
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "vllm_shim",
-            "-p",
-            "no:schemathesis",
-            "--noconftest",
-            "-c",
-            os.devnull,
-        ]
-        command += ["--rootdir", str(arguments.sdist.resolve()), "-o", "asyncio_mode=auto", "-W", "ignore"]
-        for file, names in NOT_APPLICABLE.items():
-            for name in names:
-                command += ["--deselect", f"tests/entrypoints/{file}::{name}"]
-        return subprocess.run([*command, *chosen, *more], env=environment, cwd=arguments.sdist).returncode
+    environment = {
+        **os.environ,
+        "MOEBIUS_TOKENIZER": str(build_demo_model()),
+        "PYTHONPATH": str(PLUGIN),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "vllm_shim",
+        "-p",
+        "no:schemathesis",
+        "--noconftest",
+        "-c",
+        os.devnull,
+    ]
+    command += ["--rootdir", str(arguments.sdist.resolve()), "-o", "asyncio_mode=auto", "-W", "ignore"]
+    for file, names in NOT_APPLICABLE.items():
+        for name in names:
+            command += ["--deselect", f"tests/entrypoints/{file}::{name}"]
+    return subprocess.run([*command, *chosen, *more], env=environment, cwd=arguments.sdist).returncode
 
 
 if __name__ == "__main__":

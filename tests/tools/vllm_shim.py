@@ -1,16 +1,21 @@
 """A pytest plugin with which vLLM's tests of its HTTP server meet ours (`tests.tools.vllm_entrypoints`).
 
 vLLM's package is not there: whatever the tests import of it is a stand-in, but for the tokenizer. Their
-helper that starts a server hands out the one that runs already, under any model name.
+helper that starts a server starts one of `tests.tools.vllm_servers`, or hands out one that runs already.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,18 +24,62 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-URL = os.environ["MOEBIUS_URL"]
+ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = os.environ["MOEBIUS_TOKENIZER"]
 _ROOTS = ("vllm", "pybase64")
 # What a server that was started with these would do differently, which ours is not asked to.
-_OTHER_SERVERS = (
-    "--enable-lora",
-    "--lora-modules",
-    "--uds",
-    "--root-path",
-    "--enable-prompt-embeds",
-    "--runner",
-)
+_OTHER_SERVERS = ("--uds", "--root-path", "--enable-prompt-embeds", "--runner", "--watermark-config")
+# Tests that count what a server did want one that has done nothing.
+_FRESH = "test_metrics.py"
+
+
+def _start(kind: str) -> tuple[str, subprocess.Popen[str]]:
+    """The URL of a new server, which ends with this process at the latest."""
+    command = [sys.executable, "-m", "tests.tools.vllm_servers", kind]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    atexit.register(process.terminate)
+    assert process.stdout is not None
+    url = next((line.strip() for line in process.stdout if line.startswith("http")), "")
+    assert url, f"the server did not start: {' '.join(command)}"
+    return url, process
+
+
+@functools.cache
+def _shared(kind: str) -> str:
+    return _start(kind)[0]
+
+
+def _kind(arguments: Sequence[str]) -> str:
+    """Which of our servers stands for one with these arguments."""
+    if "test_thinking_token_budget" in os.environ["PYTEST_CURRENT_TEST"]:
+        return "thoughts"
+    parses = {"--reasoning-parser", "--tool-call-parser"} & set(arguments)
+    return "rules" if parses else "demo"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Loads the fixtures of the entrypoints' own tests; those above them need vLLM."""
+    folder = Path(config.rootpath) / "tests" / "entrypoints"
+    for number, file in enumerate((folder / "conftest.py", folder / "openai" / "responses" / "conftest.py")):
+        spec = importlib.util.spec_from_file_location(f"vllm_fixtures_{number}", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        config.pluginmanager.register(module)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what needs another model: LoRA adapters, images."""
+    for item in items:
+        values = [str(value) for value in getattr(getattr(item, "callspec", None), "params", {}).values()]
+        if any(value.endswith("-lora") for value in values):
+            item.add_marker(pytest.mark.skip("needs a LoRA adapter"))
+        if "multimodal" in values:
+            item.add_marker(pytest.mark.skip("needs a model that sees"))
 
 
 class _Exception(Exception):
@@ -68,7 +117,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class RemoteOpenAIServer:
-    """The server that runs, in the place of one that vLLM's helper would start."""
+    """One of our servers, in the place of one that vLLM's helper would start."""
 
     DUMMY_API_KEY = "token-abc123"
     show_hidden_metrics = False
@@ -78,21 +127,24 @@ class RemoteOpenAIServer:
         if others:
             pytest.skip(f"needs a server with {others[0]}")
         self.model = model
+        self._own: subprocess.Popen[str] | None = None
+        kind = _kind(vllm_serve_args)
+        if _FRESH in os.environ["PYTEST_CURRENT_TEST"]:
+            self.url_root, self._own = _start(kind)
+        else:
+            self.url_root = _shared(kind)
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        pass
-
-    @property
-    def url_root(self) -> str:
-        """Without a path."""
-        return URL
+        if self._own is not None:
+            self._own.terminate()
+            self._own.wait(60)
 
     def url_for(self, *parts: str) -> str:
         """A path of it."""
-        return "/".join((URL, *parts))
+        return "/".join((self.url_root, *parts))
 
     def get_client(self, **options: Any) -> openai.OpenAI:
         """OpenAI's client."""
@@ -108,13 +160,17 @@ class RemoteOpenAIServer:
         """Anthropic's client."""
         import anthropic
 
-        return anthropic.Anthropic(base_url=URL, api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+        return anthropic.Anthropic(
+            base_url=self.url_root, api_key=self.DUMMY_API_KEY, max_retries=0, **options
+        )
 
     def get_async_client_anthropic(self, **options: Any) -> Any:
         """Anthropic's client."""
         import anthropic
 
-        return anthropic.AsyncAnthropic(base_url=URL, api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+        return anthropic.AsyncAnthropic(
+            base_url=self.url_root, api_key=self.DUMMY_API_KEY, max_retries=0, **options
+        )
 
 
 _from_pretrained = AutoTokenizer.from_pretrained
@@ -130,6 +186,9 @@ def _install() -> None:
     AutoTokenizer.from_pretrained = _tokenizer  # type: ignore[method-assign]
     utils, conftest = ModuleType("tests.utils"), _Module("tests.conftest")
     utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
+    utils.ROCM_EXTRA_ARGS = []  # type: ignore[attr-defined]
+    utils.multi_gpu_only = lambda **_options: pytest.mark.skip("needs several GPUs")  # type: ignore[attr-defined]
+    utils.requires_fp8 = lambda test: test  # type: ignore[attr-defined]
     utils.__dict__.setdefault("__getattr__", lambda name: MagicMock(name=name))
     sys.modules["tests.utils"], sys.modules["tests.conftest"] = utils, conftest
 

@@ -97,7 +97,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
                 if number:
                     await self._pace.step()
                 chunk = pb.GenerateStreamChunk(
-                    token_ids=[self._token(number)], prompt_tokens=16, completion_tokens=number + 1
+                    token_ids=[self._token(number)],
+                    prompt_tokens=16,
+                    completion_tokens=number + 1,
+                    complete_follows=number + 1 == count,
                 )
                 yield pb.GenerateResponse(chunk=chunk)
         complete = pb.GenerateComplete(
