@@ -85,6 +85,11 @@ class MaskResult:
         """What constraints add to a step in processor time."""
         return self.cpu_step_seconds - self.unconstrained_cpu_step_seconds
 
+    @property
+    def added_cpu(self) -> float:
+        """The same as a share: what a busy machine can tell, too."""
+        return self.added_cpu_seconds / self.unconstrained_cpu_step_seconds
+
 
 _TABLE = BenchTable[MaskResult](
     Column("streams", lambda row: f"{row.streams}"),
@@ -94,6 +99,7 @@ _TABLE = BenchTable[MaskResult](
     Column("limit ms", lambda row: f"{row.unconstrained_step_seconds * 1e3:.2f}", 8),
     Column("added", lambda row: f"{row.added * 100:+.1f} %", 8),
     Column("added CPU ms", lambda row: f"{row.added_cpu_seconds * 1e3:+.2f}", 12),
+    Column("added CPU", lambda row: f"{row.added_cpu * 100:+.1f} %", 9),
 )
 
 
