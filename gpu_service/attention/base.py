@@ -9,7 +9,12 @@ import torch
 
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardInputs
-from gpu_service.ops.block_attention import best_blocks, block_scores
+from gpu_service.ops.block_attention import (
+    best_blocks,
+    best_whole_blocks,
+    block_scores,
+    mean_block_scores,
+)
 from moebius.models.config import ModelConfig
 
 # Scores of blocks, float32, that are alive at a time.
@@ -114,22 +119,28 @@ class AttentionBackend(PlannedAttention):
         query `[T, num_kv_heads, head_dim of the indexer]`, rotary embedding applied; `index_layer` counts the
         layers that choose, whose keys of the step are in `kv_cache.index_keys` already. A block's score is
         the highest product of query and key among its tokens up to the row; the latest `local_blocks` are
-        always chosen. Equal scores are chosen together, so that the way a sequence was cut into steps can not
-        decide. None: no sequence has more blocks than may be chosen.
+        always chosen. With `shared_heads`, so many queries choose once for all heads, by the keys of whole
+        blocks (`mean_block_scores`). Equal scores are chosen together, so that the way a sequence was cut
+        into steps can not decide. None: no sequence has more blocks than may be chosen.
         """
         sizes, inputs = self.config.block_indexer, self._planned
         assert sizes is not None, "asked only of models whose layers choose"
         num_blocks = -(-self._max_length // sizes.block_size)
         if num_blocks <= sizes.top_blocks:
             return None
+        score, best = block_scores, best_blocks
+        if sizes.shared_heads:
+            score, best = mean_block_scores, best_whole_blocks
         keys = self.kv_cache.index_keys
         assert keys is not None, "the cache of this model holds the keys that layers choose by"
         (num_rows, heads, _), positions = query.shape, inputs.positions
-        kept = torch.empty((num_rows, heads, num_blocks), dtype=torch.bool, device=query.device)
+        # A backend reads each KV head's own choice.
+        num_choices = self.config.num_kv_heads if sizes.shared_heads else heads
+        kept = torch.empty((num_rows, num_choices, num_blocks), dtype=torch.bool, device=query.device)
         at_once = max(1, MAX_BLOCK_SCORES // (heads * num_blocks))
         for first in range(0, num_rows, at_once):
             rows = slice(first, first + at_once)
-            scores = block_scores(
+            scores = score(
                 query[rows],
                 keys.pages(index_layer),
                 positions[rows],
@@ -140,7 +151,7 @@ class AttentionBackend(PlannedAttention):
                 first,
                 inputs.is_uniform_decode,
             )
-            kept[rows] = best_blocks(scores, positions[rows], sizes)
+            kept[rows] = best(scores, positions[rows], sizes)
         return kept
 
     @abstractmethod

@@ -82,7 +82,8 @@ def _attend(attention: AttentionBackend, num_rows: int) -> None:
         parts = rows[:, : shape.num_heads], rows[:, shape.num_heads : value_begin], rows[:, value_begin:]
         indexer = config.block_indexer
         if indexer is not None:
-            kept = attention.choose_blocks(rows.new_zeros(num_rows, shape.num_kv_heads, indexer.head_dim), 0)
+            queries = indexer.shared_heads or shape.num_kv_heads
+            kept = attention.choose_blocks(rows.new_zeros(num_rows, queries, indexer.head_dim), 0)
             chosen = layer._replace(kept_blocks=kept, block_size=indexer.block_size)
             attention.forward(*parts, layer_id, chosen)
         attention.forward(*parts, layer_id, layer)

@@ -106,7 +106,7 @@ def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> i
         return keys_and_values
     activations = TORCH_DTYPES[config.dtype]
     return keys_and_values + index_bytes_per_page(
-        len(indexer.layers), indexer.head_dim, page_size, activations
+        len(indexer.layers), indexer.row_dim, page_size, activations
     )
 
 
@@ -140,7 +140,7 @@ class KVCache(ChosenFromPages):
         self._slots = [layer.flatten(0, 1) for layer in self._layers]
         indexer = config.block_indexer
         if indexer is not None:
-            sizes = len(indexer.layers), indexer.head_dim
+            sizes = len(indexer.layers), indexer.row_dim
             self.index_keys = IndexKeys(*sizes, num_pages, page_size, dtype, device)
 
     def kv_heads(self, layer_id: int) -> int:
@@ -172,7 +172,8 @@ class IndexKeys(LayerPages):
 
     One tensor `[num_pages, page_size, row_dim]` per such layer, in the same pages as the latents and
     always in the type of the activations: 8-bit keys would choose other tokens. A row is a token's key, and,
-    where tokens are chosen in pools, the logits of its weights in one (`ops.kv.pool_index_keys`).
+    where tokens are chosen in pools, the logits of its weights in one (`ops.kv.pool_index_keys`), or where
+    they are chosen by means of blocks, its rotation (`ops.kv.mean_index_keys`).
     """
 
     def __init__(

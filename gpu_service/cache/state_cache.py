@@ -13,7 +13,7 @@ import math
 import numpy as np
 import torch
 
-from moebius.models.attention_config import CompressedAttentionConfig
+from moebius.models.attention_config import CompressedAttentionConfig, NGramConfig
 from moebius.models.config import LinearAttentionConfig, ModelConfig
 
 # What a request starts from: zeros, never written.
@@ -46,23 +46,44 @@ class StateSlots:
 
 
 class StateCache(StateSlots):
-    """States of all linear-attention layers.
+    """States of all linear-attention layers, and of those that embed n-grams.
 
     Per layer `[num_slots + 1, conv_width - 1, conv_size]` in the activations' dtype, the latest inputs of
     the convolution, oldest first; and `[num_slots + 1, num_value_heads, key_head_dim, value_head_dim]` in
-    float32, the recurrent state.
+    float32, the recurrent state. Per layer that embeds n-grams, tokens int64 `[num_slots + 1, size - 1]`, and
+    inputs of its convolution, which has a channel for each element of the residual streams.
     """
 
     def __init__(
-        self, config: LinearAttentionConfig, num_slots: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: LinearAttentionConfig,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ngram: NGramConfig | None = None,
+        stream_size: int = 0,
     ) -> None:
-        """As in `StateSlots`."""
+        """As in `StateSlots`; `stream_size`: elements of a token's residual streams."""
         super().__init__(num_slots, device)
         recent = (config.conv_width - 1, config.conv_size)
         heads = (config.num_value_heads, config.key_head_dim, config.value_head_dim)
         layers = range(len(config.layers))
         self._conv = [self._make(recent, dtype) for _ in layers]
         self._recurrent = [self._make(heads, torch.float32) for _ in layers]
+        places = range(0 if ngram is None else len(ngram.layers))
+        self._tokens, self._token_convs = list[torch.Tensor](), list[torch.Tensor]()
+        if ngram is not None:
+            self._tokens = [self._make((ngram.size - 1,), torch.int64) for _ in places]
+            spanned = (ngram.conv_width - 1, stream_size)
+            self._token_convs = [self._make(spanned, dtype) for _ in places]
+
+    def tokens(self, place: int) -> torch.Tensor:
+        """Latest token ids, all slots; `place` counts the layers that embed n-grams."""
+        return self._tokens[place]
+
+    def token_conv(self, place: int) -> torch.Tensor:
+        """Inputs of the convolution over embedded n-grams, all slots."""
+        return self._token_convs[place]
 
     def conv(self, layer: int) -> torch.Tensor:
         """Inputs of the layer's convolution, all slots; `layer` counts the linear-attention layers."""
@@ -134,7 +155,15 @@ def state_bytes(config: ModelConfig) -> int:
         return 0
     conv = (linear.conv_width - 1) * linear.conv_size * config.dtype_bytes
     recurrent = 4 * linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
-    return len(linear.layers) * (conv + recurrent)
+    return len(linear.layers) * (conv + recurrent) + _ngram_bytes(config)
+
+
+def _ngram_bytes(config: ModelConfig) -> int:
+    ngram = config.ngram
+    if ngram is None:
+        return 0
+    spanned = (ngram.conv_width - 1) * config.stream_size * config.dtype_bytes
+    return len(ngram.layers) * (8 * (ngram.size - 1) + spanned)
 
 
 def _recent_elements(sizes: CompressedAttentionConfig, head_dim: int) -> int:
@@ -149,4 +178,6 @@ def make_states(
     """The states of a rank whose own configuration is `config`; None where no layer has one."""
     if config.compressed is not None:
         return RecentTokens(config, num_slots, dtype, device)
-    return None if config.linear is None else StateCache(config.linear, num_slots, dtype, device)
+    if config.linear is None:
+        return None
+    return StateCache(config.linear, num_slots, dtype, device, config.ngram, config.stream_size)

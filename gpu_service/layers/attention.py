@@ -10,16 +10,18 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
-from gpu_service.engine.step import ForwardContext
+from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.layers.linear import (
     CheckpointPart,
     FusedLinear,
+    Linear,
     RowParallelLinear,
     empty_parameter,
     gated_query_order,
 )
 from gpu_service.layers.norm import FullWidthNorm, RMSNorm, make_norm, norm_full_width
 from gpu_service.ops.activation import GATE_ACTIVATIONS
+from gpu_service.ops.kv import mean_index_keys
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope, query_scales
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -53,7 +55,7 @@ class BlockIndexer(nn.Module):
         hidden_states: torch.Tensor,
         rope: RopeTable,
         backend: AttentionBackend,
-        slot_mapping: torch.Tensor,
+        inputs: ForwardInputs,
     ) -> torch.Tensor | None:
         """What `backend.choose_blocks` returns for `[T, H]`; the step's keys are in the cache afterwards."""
         heads = self.qk_proj(hidden_states).view(-1, self._num_heads + 1, self._head_dim)
@@ -61,7 +63,42 @@ class BlockIndexer(nn.Module):
         query, key = qk_norm_rope(heads, *norms, self._num_heads, rope)
         index_keys = backend.kv_cache.index_keys
         assert index_keys is not None, "the cache of this model holds the keys that layers choose by"
-        index_keys.append(self._index_layer, key[:, 0], slot_mapping)
+        index_keys.append(self._index_layer, key[:, 0], inputs.slot_mapping)
+        return backend.choose_blocks(query, self._index_layer)
+
+
+class MeanBlockIndexer(nn.Module):
+    """Small queries that choose for all heads, and one key, of which blocks of tokens have the mean.
+
+    Every rank has all of it. Attribute names are those of checkpoints.
+    """
+
+    def __init__(self, index_layer: int, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = config.block_indexer
+        assert sizes is not None, "the family's reader fills `block_indexer`"
+        self._index_layer, self._num_heads, self._head_dim = index_layer, sizes.shared_heads, sizes.head_dim
+        self.block_size = sizes.block_size
+        rows = (sizes.shared_heads + 1) * sizes.head_dim
+        self.index_qk_proj = Linear(config.hidden_size, rows, bias=False, dtype=dtype)
+        self.q_layernorm = make_norm(config, sizes.head_dim, dtype=dtype)
+        self.k_layernorm = make_norm(config, sizes.head_dim, dtype=dtype)
+
+    def forward(
+        self, hidden_states: torch.Tensor, rope: RopeTable, backend: AttentionBackend, inputs: ForwardInputs
+    ) -> torch.Tensor | None:
+        """As `BlockIndexer`; keys are normed and rotated once their block is whole."""
+        assert not rope.interleaved, "the family's reader refuses it"
+        heads = self.index_qk_proj(hidden_states).view(-1, self._num_heads + 1, self._head_dim)
+        query = apply_rope(self.q_layernorm(heads[:, : self._num_heads].contiguous()), rope)
+        pairs = rope.cos.shape[-1] // 2
+        rows = (heads[:, self._num_heads], rope.cos[:, 0, :pairs], rope.sin[:, 0, pairs:])
+        index_keys = backend.kv_cache.index_keys
+        assert index_keys is not None, "the cache of this model holds the keys that layers choose by"
+        index_keys.append(self._index_layer, torch.cat(rows, dim=1), inputs.slot_mapping)
+        where = inputs.positions, inputs.slot_mapping, inputs.block_table, inputs.query_start_loc_tensor
+        slots, norm = index_keys.pages(self._index_layer).flatten(0, 1), self.k_layernorm
+        mean_index_keys(slots, norm.weight, norm.eps, self.block_size, *where, index_keys.page_size)
         return backend.choose_blocks(query, self._index_layer)
 
 
@@ -115,7 +152,13 @@ class GQAttention(nn.Module):
         self._query_heads, self._window, self._chunk = queries, shape.window, shape.chunk
         self._unit_norm = config.unit_qk_norm
         self._growth = config.unrotated_query_growth, config.unrotated_query_growth_length
-        self.indexer = None if index_layer is None else BlockIndexer(index_layer, config, keys, dtype=dtype)
+        self.indexer: BlockIndexer | MeanBlockIndexer | None = None
+        if index_layer is not None and config.block_indexer is not None:
+            self.indexer = (
+                MeanBlockIndexer(index_layer, config, dtype=dtype)
+                if config.block_indexer.shared_heads
+                else BlockIndexer(index_layer, config, keys, dtype=dtype)
+            )
         gate = {"g_proj": queries}
         self.g_proj: FusedLinear | None = None
         if config.head_gate:
@@ -172,7 +215,7 @@ class GQAttention(nn.Module):
         assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
         layer = AttentionLayer(self._window, self.sinks, chunk=self._chunk)
         if self.indexer is not None and rope is not None:
-            kept = self.indexer(hidden_states, rope, backend, context.inputs.slot_mapping)
+            kept = self.indexer(hidden_states, rope, backend, context.inputs)
             layer = layer._replace(kept_blocks=kept, block_size=self.indexer.block_size)
         attended = backend.forward(query, key, value, self.layer_id, layer)
         if self._value_dim < self.head_dim:

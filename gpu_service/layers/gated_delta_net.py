@@ -11,7 +11,7 @@ from gpu_service.layers.linear import FusedLinear, RowParallelLinear, linear_att
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.layers.states import ConvTaps, StateLayer, StepSequences, own_rows
 from gpu_service.ops.linear_attention import gated_delta_extend, gated_delta_update
-from gpu_service.ops.norm import gated_rms_norm
+from gpu_service.ops.norm import gated_rms_norm, sigmoid_gated_rms_norm
 from gpu_service.ops.rope import RopeTable
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange
@@ -70,5 +70,6 @@ class GatedDeltaNet(StateLayer):
         qkv, gate, b, a = self.in_proj(hidden_states).split(self._widths, dim=1)
         qkv = states.convolve(qkv, self.conv1d)
         values = states.recur(gated_delta_update, gated_delta_extend, qkv, a, b, self.A_log, self.dt_bias)
-        output: torch.Tensor = self.out_proj(gated_rms_norm(values, gate, self.norm.weight, self.norm.eps))
+        gated = sigmoid_gated_rms_norm if self._linear.sigmoid_gates else gated_rms_norm
+        output: torch.Tensor = self.out_proj(gated(values, gate, self.norm.weight, self.norm.eps))
         return output

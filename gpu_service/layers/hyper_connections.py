@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import nn
@@ -65,10 +66,10 @@ class HyperStreams(ResidualStream):
         # A view: what a stage hands to the next is `sum`, their concatenation.
         self.streams = total.view(total.shape[0], num_streams, -1)
 
-    @staticmethod
-    def embedded(hidden_states: torch.Tensor, num_streams: int) -> HyperStreams:
+    @classmethod
+    def embedded(cls, hidden_states: torch.Tensor, num_streams: int) -> Self:
         """Of embedded tokens `[T, H]`: all streams are alike."""
-        return HyperStreams(hidden_states.repeat(1, num_streams), num_streams)
+        return cls(hidden_states.repeat(1, num_streams), num_streams)
 
     def normed(self, norm: RMSNorm) -> torch.Tensor:
         """The norm of what the streams end as, `[T, H]`."""

@@ -160,7 +160,9 @@ def _block_scores_bytes(config: ModelConfig, tokens: int) -> int:
     blocks = config.block_indexer
     if blocks is None:
         return 0
-    scores = tokens * config.num_kv_heads * -(-config.max_model_len // blocks.block_size)
+    # Shared heads' products before they are added up.
+    heads = blocks.shared_heads or config.num_kv_heads
+    scores = tokens * heads * -(-config.max_model_len // blocks.block_size)
     return 8 * min(scores, MAX_BLOCK_SCORES)
 
 
@@ -169,8 +171,9 @@ def _selection_row(config: ModelConfig) -> int:
     blocks = config.block_indexer
     if blocks is not None:
         # Queries twice, the key, and a byte for each block of the longest sequence.
-        heads, num_blocks = config.num_kv_heads, -(-config.max_model_len // blocks.block_size)
-        return (2 * heads + 2) * blocks.head_dim * config.dtype_bytes + heads * num_blocks
+        kv_heads, num_blocks = config.num_kv_heads, -(-config.max_model_len // blocks.block_size)
+        queries = 2 * (blocks.shared_heads or kv_heads) * blocks.head_dim
+        return (queries + 2 * blocks.row_dim) * config.dtype_bytes + kv_heads * num_blocks
     sizes = config.compressed
     if sizes is not None and sizes.sparse_layers:
         query = 2 * sizes.index_num_heads * sizes.index_head_dim * config.dtype_bytes

@@ -19,10 +19,11 @@ from gpu_service.layers.decoder import (
     SingleLayer,
     gather_logits,
 )
+from gpu_service.layers.gated_streams import GatedStreamLayer, GatedStreams, NGramLayer, StreamMixer
 from gpu_service.layers.hyper_connections import HyperDecoderLayer, HyperHead, HyperStreams
 from gpu_service.layers.linear import Packed
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
-from gpu_service.layers.norm import make_norm
+from gpu_service.layers.norm import RMSNorm, make_norm
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import shard_config, stage_layers
@@ -55,7 +56,12 @@ class Backbone(nn.Module):
             Embedding(config.vocab_size, size, dtype=dtype, parallel=parallel) if embeds else None
         )
         self.layers = nn.ModuleList(layers)
-        self.norm = make_norm(config, size, dtype=dtype) if last else None
+        self._streams = GatedStreams if has_gated_streams(config) else HyperStreams
+        self.norm: RMSNorm | StreamMixer | None = None
+        if last and has_gated_streams(config):
+            self.norm = StreamMixer(config, dtype=dtype)
+        elif last:
+            self.norm = make_norm(config, size, dtype=dtype)
         weighs = config.hyper is not None and config.hyper.weighs_last
         self.hc_head = HyperHead(config) if last and weighs else None
         ropes = config.layer_ropes or (config.rope,) * config.num_layers
@@ -94,16 +100,16 @@ class Backbone(nn.Module):
         if not self._parallel.is_first_stage:
             received = torch.empty((ids.shape[0], self._stream_size), dtype=self._dtype, device=ids.device)
             received = self._parallel.receive_from_previous_stage(received)
-            return ResidualStream(received) if hyper is None else HyperStreams(received, hyper.num_streams)
+            return ResidualStream(received) if hyper is None else self._streams(received, hyper.num_streams)
         assert self.embed_tokens is not None
         embedded: torch.Tensor = self.embed_tokens(ids)
         if self._embedding_scale != 1.0:
             embedded.mul_(self._embedding_scale)
         if inputs.image_features is not None:
             inputs.image_features.replace_embeddings(embedded)
-        return (
-            ResidualStream(embedded) if hyper is None else HyperStreams.embedded(embedded, hyper.num_streams)
-        )
+        if hyper is None:
+            return ResidualStream(embedded)
+        return self._streams.embedded(embedded, hyper.num_streams)
 
 
 class CausalLM(nn.Module):
@@ -184,6 +190,11 @@ class CausalLM(nn.Module):
             self._packed_tied_head = pack_weight(embedding)
 
 
+def has_gated_streams(config: ModelConfig) -> bool:
+    """Whether the residual streams are those of `layers.gated_streams`."""
+    return config.hyper is not None and config.hyper.rank > 0
+
+
 def make_mlp(
     layer_id: int, config: ModelConfig, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
 ) -> MLP | MoE:
@@ -234,11 +245,12 @@ def build_causal_lm(
     dtype: torch.dtype,
     device: torch.device,
     parallel: ParallelContext = SOLO,
+    make_ngrams: Callable[[int], NGramLayer | None] = lambda layer_id: None,
 ) -> CausalLM:
-    """Compose a model whose layers differ only in what `make_attention` returns.
+    """Compose a model whose layers differ only in what `make_attention` and `make_ngrams` return.
 
     `make_attention` is given the layer's index in this stage, or, where layers attend twice, the attention's;
-    experts know layers by their index in the checkpoint.
+    experts and n-grams know layers by their index in the checkpoint.
     """
     layer_class = DecoderLayer if config.hyper is None else HyperDecoderLayer
 
@@ -251,7 +263,10 @@ def build_causal_lm(
         if config.shortcut_experts:
             attentions = [make_attention(2 * index), make_attention(2 * index + 1)]
             return _make_shortcut_layer(config, attentions, mlp, dtype=dtype, parallel=parallel)
-        return layer_class(config, make_attention(index), mlp, dtype=dtype)
+        attention = make_attention(index)
+        if has_gated_streams(config):
+            return GatedStreamLayer(config, attention, mlp, dtype=dtype, ngrams=make_ngrams(layer_id))
+        return layer_class(config, attention, mlp, dtype=dtype)
 
     layers = [make_layer(index, layer_id) for index, layer_id in enumerate(stage_layers(config, parallel))]
     return CausalLM(config, layers, dtype=dtype, device=device, parallel=parallel)

@@ -12,6 +12,7 @@ from gpu_service.layers.attention import GQAttention
 from gpu_service.layers.compressed import CompressedAttention, StepTables
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.layers.gated_delta_net import GatedDeltaNet
+from gpu_service.layers.gated_streams import NGramLayer
 from gpu_service.layers.kimi_delta import KimiDeltaAttention
 from gpu_service.layers.mamba import Mamba
 from gpu_service.layers.mamba2 import Mamba2
@@ -40,7 +41,14 @@ def build_model(
         attention = _compressed_attention(config, dtype, torch.device(device), parallel)
     else:
         attention = _attention_of(config, dtype, parallel)
-    model = build_causal_lm(config, attention, dtype=dtype, device=torch.device(device), parallel=parallel)
+    model = build_causal_lm(
+        config,
+        attention,
+        dtype=dtype,
+        device=torch.device(device),
+        parallel=parallel,
+        make_ngrams=_ngrams_of(config, dtype, parallel),
+    )
     return model.eval()
 
 
@@ -68,6 +76,21 @@ def _attention_of(config: ModelConfig, dtype: torch.dtype, parallel: ParallelCon
         return linear_class(states[layer_id], config, sequences, dtype=dtype, parallel=parallel)
 
     return attention
+
+
+def _ngrams_of(
+    config: ModelConfig, dtype: torch.dtype, parallel: ParallelContext
+) -> Callable[[int], NGramLayer | None]:
+    """By a layer's index in the checkpoint; states count those of the stage."""
+    ngram, stage, sequences = config.ngram, stage_layers(config, parallel), StepSequences()
+    own = () if ngram is None else tuple(layer for layer in ngram.layers if layer in stage)
+
+    def ngrams(layer_id: int) -> NGramLayer | None:
+        if layer_id not in own:
+            return None
+        return NGramLayer(config, layer_id, own.index(layer_id), sequences, dtype=dtype)
+
+    return ngrams
 
 
 def _compressed_attention(

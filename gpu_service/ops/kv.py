@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.registry import Op
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -64,3 +65,40 @@ def pool_index_keys(
     gathered = slots[pages * page_size + tokens % page_size].float()
     weights = (gathered[..., size:] + offsets).softmax(1)
     slots[slot_mapping[rows], :size] = (weights * gathered[..., :size]).sum(1).to(slots.dtype)
+
+
+@Op
+def mean_index_keys(
+    slots: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    pool: int,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Where a new token is the last of its pool, its key becomes the pool's, in place.
+
+    slots `[num_slots, D + R]`: of each token a key as it was projected, then the cosines of the R / 2 pairs
+    that it would be rotated by, then their sines; those of the new tokens are stored already. The key of a
+    pool is the mean of its tokens' keys, then its RMS norm with weight `[D]`, then that rotated as the
+    pool's first token is (element j pairs with j + R / 2). A key that was replaced is read by no other pool,
+    so that a step may be run again. The rest as in `pool_index_keys`; nothing is asked of the host.
+    """
+    size = weight.shape[0]
+    pairs = (slots.shape[1] - size) // 2
+    rows = torch.arange(positions.shape[0], device=positions.device)
+    requests = torch.searchsorted(query_starts[1:], rows.to(query_starts.dtype), right=True)
+    tokens = (positions[:, None] - torch.arange(pool - 1, -1, -1, device=positions.device)).clamp_(min=0)
+    # Rows that only pad belong to no request.
+    tables = block_table[requests.clamp_(max=block_table.shape[0] - 1)]
+    gathered = slots[tables.gather(1, tokens // page_size).long() * page_size + tokens % page_size]
+    mean = gathered[..., :size].float().mean(1).to(slots.dtype)
+    key = rms_norm.reference(mean, weight, eps)
+    cos, sin = gathered[:, 0, size : size + pairs], gathered[:, 0, size + pairs :]
+    first, second, rest = key.split((pairs, pairs, size - 2 * pairs), dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    is_last = (positions + 1) % pool == 0
+    slots[slot_mapping, :size] = torch.where(is_last[:, None], rotated, slots[slot_mapping, :size])

@@ -9,7 +9,11 @@ from dataclasses import dataclass, replace
 
 from gpu_service.parallel.context import ParallelContext
 from moebius.errors import ConfigError
-from moebius.models.attention_config import BlockIndexerConfig, CompressedAttentionConfig
+from moebius.models.attention_config import (
+    BlockIndexerConfig,
+    CompressedAttentionConfig,
+    NGramConfig,
+)
 from moebius.models.config import (
     LinearAttentionConfig,
     MlaConfig,
@@ -174,6 +178,14 @@ def _own_compressed(config: ModelConfig, layers: range) -> CompressedAttentionCo
     return replace(sizes, rates=sizes.rates[layers.start : layers.stop], sparse_layers=sparse)
 
 
+def _own_ngrams(config: ModelConfig, layers: range) -> NGramConfig | None:
+    """Layers of a stage that embed n-grams, counted from its first one."""
+    if config.ngram is None:
+        return None
+    own = tuple(layer - layers.start for layer in config.ngram.layers if layer in layers)
+    return replace(config.ngram, layers=own) if own else None
+
+
 def _check_output_groups(config: ModelConfig, parallel: ParallelContext) -> None:
     """Raises ConfigError where a group of heads that is projected as one would be divided."""
     groups = 0 if config.compressed is None else config.compressed.output_groups
@@ -228,6 +240,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
         mla=_own_choices(config, layers),
         block_indexer=_own_blocks(config, layers),
         compressed=_own_compressed(config, layers),
+        ngram=_own_ngrams(config, layers),
     )
 
 

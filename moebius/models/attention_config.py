@@ -1,5 +1,6 @@
-"""Parts of a `config.ModelConfig` that few models have: compressed attention, several residual streams, and
-attention to tokens, or blocks of them, that a small one chooses."""
+"""Parts of a `config.ModelConfig` that few models have: choices of tokens or blocks, compressed attention,
+several residual streams, embeddings of n-grams.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +36,79 @@ class CompressedAttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockIndexerConfig:
+    """Grouped-query attention to blocks of tokens, which each KV head chooses for itself (MiniMax-M3), or
+    which are chosen once for all heads (`shared_heads`; Qwen4).
+    """
+
+    head_dim: int  # Of the small queries, one head for each KV head, and of the one key, that only score.
+    block_size: int  # Consecutive tokens that are chosen together, by the best of them.
+    top_blocks: int  # A query attends to at most so many blocks, those that are always chosen included.
+    local_blocks: int  # Latest blocks, the query's own included, that are always chosen.
+    layers: frozenset[int]  # Layers that choose; all others attend to all tokens.
+    # Heads whose positive products with the mean key of a block add up to its score, which counts for all
+    # heads of attention; the tokens after the last whole block are always read, and not counted. 0: each KV
+    # head has one of its own.
+    shared_heads: int = 0
+    rotary_dim: int = 0  # With shared heads, elements of their queries and keys that are rotated.
+
+    @property
+    def row_dim(self) -> int:
+        """Elements that the cache holds of a token: its key, and with shared heads its rotation, by which
+        the mean key of the block that it begins is rotated.
+        """
+        return self.head_dim + self.rotary_dim
+
+
+@dataclass(frozen=True, slots=True)
 class HyperConnectionConfig:
-    """Several residual streams instead of one; see `gpu_service.ops.hyper_connections`."""
+    """Several residual streams instead of one; see `gpu_service.ops.hyper_connections`, or with a `rank`
+    `gpu_service.ops.gated_streams`.
+    """
 
     num_streams: int
     iterations: int  # Of Sinkhorn's normalisation of the weights between streams.
     eps: float  # Added to weights and to the sums that they are divided by.
     # Whether the streams end as a sum with learned weights; False: as their mean.
     weighs_last: bool = False
+    # Qwen4: streams are normed and mixed element by element, by weights that come through a bottleneck of
+    # this width, also at the end; 0: streams are mixed as wholes.
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NGramConfig:
+    """Embeddings of the latest tokens together, which some layers add to the residual streams (Qwen4).
+
+    Rows of a table are found by hashing the latest 2, 3, ... `size` tokens, several times each.
+    """
+
+    # Layers that have them, ascending, counted over the whole model: a layer's place decides its hashes.
+    layers: tuple[int, ...]
+    size: int  # Tokens of the longest n-gram.
+    heads: int  # Hashes of each order.
+    embed_dim: int  # Elements of all hashes' rows together.
+    vocab_base: int  # Each hash has a prime number of rows, the next ones from here on.
+    padded_to: int  # A layer's table has a multiple of so many rows,
+    parts: int  # and is stored as so many tensors of equal size.
+    seed: int  # Of the hashes' factors.
+    end_token_id: int  # No n-gram reaches beyond it.
+    conv_taps: int  # Of the causal convolution, `size` tokens apart.
+
+    @property
+    def num_hashes(self) -> int:
+        """Rows of the table that a token has."""
+        return (self.size - 1) * self.heads
+
+    @property
+    def row_dim(self) -> int:
+        """Elements of a row of the table."""
+        return self.embed_dim // self.num_hashes
+
+    @property
+    def conv_width(self) -> int:
+        """Tokens that the convolution spans, the newest included."""
+        return (self.conv_taps - 1) * self.size + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +129,3 @@ class IndexerConfig:
     def row_dim(self) -> int:
         """Elements that the cache holds of a token: its key, and its logits within a pool."""
         return self.head_dim * (1 if self.pool == 1 else 2)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockIndexerConfig:
-    """Grouped-query attention to blocks of tokens, which each KV head chooses for itself (MiniMax-M3)."""
-
-    head_dim: int  # Of the small queries, one head for each KV head, and of the one key, that only score.
-    block_size: int  # Consecutive tokens that are chosen together, by the best of them.
-    top_blocks: int  # A query attends to at most so many blocks, those that are always chosen included.
-    local_blocks: int  # Latest blocks, the query's own included, that are always chosen.
-    layers: frozenset[int]  # Layers that choose; all others attend to all tokens.

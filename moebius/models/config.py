@@ -19,6 +19,7 @@ from moebius.models.attention_config import (
     CompressedAttentionConfig,
     HyperConnectionConfig,
     IndexerConfig,
+    NGramConfig,
 )
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "none"]
@@ -182,6 +183,8 @@ class LinearAttentionConfig:
     decay_bound: float | None = None
     # Whether the checkpoint stores `A_log` as `[1, 1, heads, 1]`.
     decay_has_axes: bool = False
+    # Whether the outputs' gates are sigmoids; False: SiLU.
+    sigmoid_gates: bool = False
     # Mamba instead of the delta rule, whose every channel is a head with a value of one element: width of the
     # bottleneck that their steps come through. 0: another one.
     step_rank: int = 0
@@ -346,6 +349,7 @@ class ModelConfig:
     # None: no layer compresses what it attends to. Else `num_kv_heads` is 1, and the window is here.
     compressed: CompressedAttentionConfig | None = None
     hyper: HyperConnectionConfig | None = None  # None: layers add to one residual stream.
+    ngram: NGramConfig | None = None  # None: no layer embeds n-grams.
     # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
     unread_keys: tuple[str, ...] = field(default=(), compare=False)
 

@@ -15,8 +15,19 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 # every way of summing them would give other logits.
 _EPSILON = 1e-3
 
+# Larger where streams are normed apart from one another, which magnifies what rounds.
+_STREAM_EPSILON = 1e-2
+
 # Families whose norms, but for the one inside linear attention, hold their weight less 1.
-ONE_PLUS_WEIGHT_NORMS = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "step3p7", "minimax_m3_vl")
+ONE_PLUS_WEIGHT_NORMS = (
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen4_exp",
+    "qwen4_exp_text",
+    "step3p7",
+    "minimax_m3_vl",
+)
 
 
 def _rope(**changes: Any) -> dict[str, Any]:
@@ -218,6 +229,80 @@ LINEAR_MODELS: dict[str, dict[str, Any]] = {
             "linear_key_head_dim": 6,
             "linear_value_head_dim": 8,
             "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
+        },
+        "shard_bytes": 60_000,
+    },
+    # Blocks are neither as long as a page nor as a chunk, and what is chosen is far below the tests' contexts;
+    # many heads choose, because where all say nothing, transformers takes any block.
+    "qwen4_exp": {
+        "model_type": "qwen4_exp",
+        "changes": {
+            "num_hidden_layers": 4,
+            "rms_norm_eps": _STREAM_EPSILON,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 28,
+            "head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 14,
+            "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL],
+            "hc_count": 4,
+            "hc_lowrank": 22,
+            "indexer_n_heads": 16,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 18,
+            "indexer_budget": 6,
+            "indexer_compress_ratio": 3,
+            "ple_layer_ids": [2],
+            "ple_embed_dim": 40,
+            "ngram_size": 3,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 50,
+            "make_ngram_vocab_size_divisible_by": 6,
+            "split_ngram_parts": 3,
+            "rope_parameters": _rope(mrope_section=[1, 1, 1]),
+        },
+    },
+    "qwen4_exp_text_three_streams_bias_tied": {
+        "model_type": "qwen4_exp_text",
+        "changes": {
+            "num_hidden_layers": 5,
+            "rms_norm_eps": _STREAM_EPSILON,
+            "num_experts": 10,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": False,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 44,
+            "attention_bias": True,
+            "num_key_value_heads": 3,
+            "layer_types": [_FULL, _LINEAR, _LINEAR, _FULL, _LINEAR],
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 2,
+            "output_gate_type": "sigmoid",
+            "hc_count": 3,
+            "hc_lowrank": 26,
+            "indexer_n_heads": 14,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 12,
+            "indexer_budget": 10,
+            "indexer_compress_ratio": 5,
+            "ple_layer_ids": [2, 5],
+            "ple_embed_dim": 36,
+            "ple_conv_kernel_size": 3,
+            "ngram_size": 4,
+            "heads_per_ngram": 3,
+            "ngram_vocab_size_base": 31,
+            "make_ngram_vocab_size_divisible_by": 10,
+            "split_ngram_parts": 2,
+            "seed": 77,
+            "eos_token_id": [7, 9],
             "tie_word_embeddings": True,
             "rope_parameters": _rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
         },

@@ -173,6 +173,9 @@ def attending_to_all(name: str, num_tokens: int) -> TinyModel:
 
 def choosing_at_most(tiny: TinyModel, num_tokens: int) -> TinyModel:
     """The same with so many tokens per choice; without sparse attention as it is."""
+    if "indexer_budget" in tiny.changes:
+        whole = -(-num_tokens // (ratio := tiny.changes["indexer_compress_ratio"])) * ratio
+        return replace(tiny, changes=tiny.changes | {"indexer_budget": whole})
     if "index_topk" not in tiny.changes:
         return tiny
     # In whole pools, where tokens are chosen in pools.
@@ -195,6 +198,9 @@ def _randomize(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
+        if ".ple_embedding." in name and not tensor.is_floating_point():
+            # Follows from the configuration.
+            continue
         if name.endswith(".tid2eid"):
             # Experts of each token, all of them different.
             experts = torch.rand(tensor.shape[0], model.config.n_routed_experts, generator=generator)

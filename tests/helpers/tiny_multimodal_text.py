@@ -272,6 +272,7 @@ TEXT_TOWERS: dict[str, TextTower] = {
     "deepseek_v4": TextModel("DeepseekV4", {}, _deepseek_v4_names, published_config=_deepseek_v4_config),
     "longcat_flash": LongcatModel("LongcatFlash", {}),
     "qwen3_5_moe": TextTower("Qwen3_5Moe", _QWEN_3_5_VISION, fuses_experts=True),
+    "qwen4_exp": TextTower("Qwen4Exp", _QWEN_3_5_VISION, fuses_experts=True),
     "qwen3_vl_moe": TextTower("Qwen3VLMoe", _QWEN_VISION, _transpose_experts),
     "glm4v_moe": TextTower("Glm4vMoe", _GLM_VISION),
     "glm5_next": TextTower("Glm5Next", _GLM5_VISION),

@@ -35,7 +35,7 @@ LINEAR_KEYS = SPARSE_KEYS | {
     "ssm.time_step_rank": "linear_num_value_heads",
 }
 # Time, height and width have parts of what is rotated.
-_SECTIONS = SectionDefaults((11, 11, 10), interleaved=True)
+SECTIONS = SectionDefaults((11, 11, 10), interleaved=True)
 
 
 def read_linear_attention(hf: HfKeys, num_layers: int, *, interleaved: bool) -> LinearAttentionConfig:
@@ -99,7 +99,7 @@ def read_qwen3_5_moe(hf: HfKeys) -> ModelConfig:
         post="renormalize",
     )
     layers = frozenset(range(common["num_layers"]))
-    return _config(hf, common, router, layers, interleaved=False, mrope=_SECTIONS)
+    return _config(hf, common, router, layers, interleaved=False, mrope=SECTIONS)
 
 
 def _config(

@@ -1,0 +1,222 @@
+"""Decoder layers with gated residual streams, and embeddings of n-grams that some of them add; see
+`ops.gated_streams` and `ops.ngrams`. Every rank has all of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gpu_service.cache.state_cache import StateCache
+from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.layers.decoder import ResidualStream
+from gpu_service.layers.hyper_connections import HyperStreams
+from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, empty_parameter
+from gpu_service.layers.norm import OnePlusWeightRMSNorm
+from gpu_service.layers.states import ConvTaps, StepSequences
+from gpu_service.ops.gated_streams import gate_values, inject_update, mix_gated_streams, norm_streams
+from gpu_service.ops.linear_attention import causal_conv_extend, causal_conv_update
+from gpu_service.ops.ngrams import NGramTable, ngram_rows, ngram_table
+from gpu_service.ops.rope import RopeTable
+from gpu_service.parallel.partition import ShardRange
+from moebius.models.attention_config import NGramConfig
+from moebius.models.config import ModelConfig
+
+
+class StreamNorm(OnePlusWeightRMSNorm):
+    """The norm of each residual stream by itself; the weights of all streams are one `[N * H]`."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        super().__init__(config.stream_size, config.rms_norm_eps, dtype=dtype)
+        self._hidden_size = config.hidden_size
+
+    @property
+    def by_stream(self) -> torch.Tensor:
+        """View `[N, H]` of the weights."""
+        return self.weight.view(-1, self._hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Streams `[T, N, H]` to new ones."""
+        return norm_streams(hidden_states, self.by_stream, self.eps)
+
+
+class StreamMixer(nn.Module):
+    """What the streams are read as, at the end of a model; attribute names are those of transformers."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, injects: bool = False) -> None:
+        super().__init__()
+        hyper, whole = config.hyper, ShardRange.whole
+        assert hyper is not None, "the family's reader fills `hyper`"
+        self._rank, self._num_streams = hyper.rank, hyper.num_streams
+        self.hc_norm = StreamNorm(config, dtype=dtype)
+        down = {"input_mix_weight_down": whole(hyper.rank)}
+        if injects:
+            down |= {"block_inject_weight": whole(hyper.num_streams)}
+        self.down = FusedLinear(config.stream_size, down, bias=False, dtype=dtype)
+        self.input_mix_weight_up = Linear(hyper.rank, config.stream_size, bias=False, dtype=dtype)
+
+    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams `[T, N, H]` to `[T, H]`, and `[T, N]` (or nothing) for `inject_update`."""
+        normed = self.hc_norm(streams)
+        narrow = self.down(normed.flatten(1))
+        mix = self.input_mix_weight_up(functional.silu(narrow[:, : self._rank] / self._num_streams))
+        return mix_gated_streams(mix, normed), narrow[:, self._rank :]
+
+
+class StreamConnection(StreamMixer):
+    """Around one half of a layer."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype=dtype, injects=True)
+
+    def around(self, streams: torch.Tensor, half: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Streams `[T, N, H]` after a half of a layer that turns `[T, H]` into a new `[T, H]`; in place."""
+        hidden_states, inject = self(streams)
+        inject_update(half(hidden_states), streams, inject)
+
+
+class GatedStreams(HyperStreams):
+    """Streams that the model's last norm, a `StreamMixer`, reads together."""
+
+    def normed(self, norm: nn.Module) -> torch.Tensor:
+        """What the streams end as, `[T, H]`."""
+        output: torch.Tensor = norm(self.streams)[0]
+        return output
+
+
+class NGramRows(nn.Module):
+    """A layer's table of n-grams `[rows, row_dim]`, which checkpoints store in equal parts."""
+
+    def __init__(self, sizes: NGramConfig, num_rows: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(num_rows, sizes.row_dim, dtype=dtype)
+        self._parts = sizes.parts
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        rows, columns = self.weight.shape[0] // self._parts, self.weight.shape[1]
+        for part in range(self._parts):
+            own = ShardRange.whole(rows), ShardRange.whole(columns)
+            yield CheckpointPart(f"ngram_embedding.shard_{part}", "weight", *own, part * rows)
+
+
+class NGramEmbedding(nn.Module):
+    """A token's rows of the table, one after another. Its factors follow from config.json."""
+
+    def __init__(self, config: ModelConfig, place: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.ngram is not None, "the family's reader fills `ngram`"
+        self._sizes = config.ngram
+        self._table = ngram_table(config.ngram, place, config.vocab_size, "cpu")
+        self.ngram_embedding = NGramRows(config.ngram, self._table.num_rows, dtype=dtype)
+
+    def pack(self) -> None:
+        """Puts what was computed to the weights; the loader calls it once."""
+        device, (*tensors, num_rows) = self.ngram_embedding.weight.device, self._table
+        self._table = NGramTable(*(tensor.to(device) for tensor in tensors), num_rows)
+
+    def forward(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
+        """`[T, embed_dim]`; tokens: all slots of the layer's latest tokens."""
+        assert inputs.state_reads is not None
+        assert inputs.state_writes is not None
+        slots, table = (inputs.state_reads, inputs.state_writes), self._table
+        rows = ngram_rows(
+            inputs.input_ids,
+            inputs.positions,
+            tokens,
+            *slots,
+            inputs.query_start_loc_tensor,
+            *table[:3],
+            self._sizes.end_token_id,
+        )
+        return functional.embedding(rows, self.ngram_embedding.weight).flatten(1)
+
+
+class NGramLayer(nn.Module):
+    """Adds embedded n-grams to every stream, gated by the stream, and a convolution of them over time."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, state: int, sequences: StepSequences, *, dtype: torch.dtype
+    ) -> None:
+        """`layer` of the whole model; `state` counts the stage's layers that embed n-grams."""
+        super().__init__()
+        sizes, width = config.ngram, config.stream_size
+        assert sizes is not None, "the family's reader fills `ngram`"
+        self._sizes, self._state, self._sequences = sizes, state, sequences
+        self._hidden_size = config.hidden_size
+        self.ple_embedding = NGramEmbedding(config, sizes.layers.index(layer), dtype=dtype)
+        parts = {"key_proj": ShardRange.whole(width), "value_proj": ShardRange.whole(config.hidden_size)}
+        self.kv_proj = FusedLinear(sizes.embed_dim, parts, bias=False, dtype=dtype)
+        self.norm_key = StreamNorm(config, dtype=dtype)
+        self.norm_query = StreamNorm(config, dtype=dtype)
+        self.norm_conv = StreamNorm(config, dtype=dtype)
+        self.conv1d = SpreadTaps({"": ShardRange.whole(width)}, sizes, dtype=dtype)
+
+    def forward(self, streams: torch.Tensor, context: ForwardContext) -> None:
+        """Streams `[T, N, H]` are added to in place; the states after the step are in its slots."""
+        inputs, states = context.inputs, context.states
+        assert isinstance(states, StateCache), "a model that embeds n-grams needs states"
+        embedded = self.ple_embedding(inputs, states.tokens(self._state))
+        keys, values = self.kv_proj(embedded).split((streams[0].numel(), self._hidden_size), dim=1)
+        weights = self.norm_key.by_stream, self.norm_query.by_stream
+        gated = gate_values(keys.reshape(streams.shape), streams, values, *weights, self.norm_key.eps)
+        rows, recent = self.norm_conv(gated).flatten(1), states.token_conv(self._state)
+        own = rows, recent, self.conv1d.taps, inputs.state_reads, inputs.state_writes
+        if inputs.is_uniform_decode:
+            convolved = causal_conv_update(*own)
+        else:
+            convolved = causal_conv_extend(*own, self._sequences.of(inputs))
+        streams.add_(gated).add_(convolved.view(streams.shape))
+
+
+class SpreadTaps(ConvTaps):
+    """Taps of a convolution over every `size`-th token, as one over all with zeros in between."""
+
+    def __init__(self, parts: dict[str, ShardRange], sizes: NGramConfig, *, dtype: torch.dtype) -> None:
+        super().__init__(parts, sizes.conv_taps, dtype=dtype)
+        self._sizes = sizes
+
+    def pack(self) -> None:
+        """Puts the zeros in; the loader calls it once."""
+        stored = self.weight
+        spread = stored.new_zeros(*stored.shape[:2], self._sizes.conv_width)
+        spread[..., :: self._sizes.size] = stored
+        self.weight = nn.Parameter(spread, requires_grad=False)
+
+
+class GatedStreamLayer(nn.Module):
+    """A decoder layer each of whose halves reads all streams and adds to all; no other norms.
+
+    The attention's name is the checkpoint's: `linear_attn` where its class says so.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: nn.Module,
+        mlp: nn.Module,
+        *,
+        dtype: torch.dtype,
+        ngrams: NGramLayer | None = None,
+    ) -> None:
+        super().__init__()
+        self._attention_name: str = getattr(attention, "checkpoint_name", "self_attn")
+        self.ple = ngrams
+        self.attn_hyper_connection = StreamConnection(config, dtype=dtype)
+        self.add_module(self._attention_name, attention)
+        self.mlp_hyper_connection = StreamConnection(config, dtype=dtype)
+        self.mlp = mlp
+
+    def forward(
+        self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
+    ) -> ResidualStream:
+        """Changes the streams in place and returns them."""
+        assert isinstance(stream, GatedStreams), "the backbone makes the streams of its layers"
+        streams, attention = stream.streams, self.get_submodule(self._attention_name)
+        if self.ple is not None:
+            self.ple(streams, context)
+        self.attn_hyper_connection.around(streams, lambda rows: attention(rows, rope, context))
+        self.mlp_hyper_connection.around(streams, lambda rows: self.mlp(rows, context))
+        return stream

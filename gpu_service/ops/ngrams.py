@@ -1,0 +1,127 @@
+"""N-grams of tokens as rows of a table: hashes of each token together with those before it (Qwen4).
+
+Token t of n-gram order m has the hash `x_0 f_0 ^ x_1 f_1 ^ ... ^ x_(m-1) f_(m-1)`, where x_i is the token i
+places before t (the end token from the first end token on, going back) and f are odd factors that follow
+from a seed. Each of an order's heads takes it modulo a prime of its own and has its own part of the table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from gpu_service.ops.registry import Op
+from moebius.models.attention_config import NGramConfig
+
+_MASK64 = 2**64 - 1
+# Of the splitmix64 generator (Steele, Lea, Flood 2014).
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# Seeds of layers are so far apart.
+_LAYER_STEP = 10007
+
+
+class NGramTable(NamedTuple):
+    """How a layer hashes; made by `ngram_table`, all int64."""
+
+    factors: torch.Tensor  # [size], of a token and of those before it
+    primes: torch.Tensor  # [num_hashes], rows of each hash
+    offsets: torch.Tensor  # [num_hashes], its first row
+    num_rows: int  # Of the table, padding included.
+
+
+def _splitmix64(value: int) -> int:
+    value = (value + _GAMMA) & _MASK64
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK64
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK64
+    return value ^ (value >> 31)
+
+
+def _is_prime(value: int) -> bool:
+    if value < 4:
+        return value > 1
+    return value % 2 == 1 and all(value % divisor for divisor in range(3, math.isqrt(value) + 1, 2))
+
+
+def _primes(start: int, skipped: int, count: int) -> list[int]:
+    """`count` primes from `start` on, after the first `skipped` ones."""
+    found: list[int] = []
+    candidate = start
+    while len(found) < skipped + count:
+        if _is_prime(candidate):
+            found.append(candidate)
+        candidate += 1
+    return found[skipped:]
+
+
+def ngram_table(sizes: NGramConfig, place: int, vocab_size: int, device: torch.device | str) -> NGramTable:
+    """Of the `place`-th layer that embeds n-grams."""
+    # No product of a token and a factor exceeds 63 bits.
+    half = max(1, (2**63 - 1) // max(vocab_size, 1) // 2)
+    seed = sizes.seed + _LAYER_STEP * place
+    factors = [2 * (_splitmix64((seed + _GAMMA * (i + 1)) & _MASK64) % half) + 1 for i in range(sizes.size)]
+    primes = _primes(sizes.vocab_base, place * sizes.num_hashes, sizes.num_hashes)
+    offsets = [sum(primes[:i]) for i in range(len(primes))]
+    num_rows = -(-sum(primes) // sizes.padded_to) * sizes.padded_to
+    tensors = (torch.tensor(numbers, device=device) for numbers in (factors, primes, offsets))
+    return NGramTable(*tensors, num_rows)
+
+
+@Op
+def ngram_rows(
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    states: torch.Tensor,
+    reads: torch.Tensor,
+    writes: torch.Tensor,
+    query_starts: torch.Tensor,
+    factors: torch.Tensor,
+    primes: torch.Tensor,
+    offsets: torch.Tensor,
+    end_token_id: int,
+) -> torch.Tensor:
+    """Rows of the table for the n-grams that end with each new token, int64 `[T, num_hashes]`.
+
+    ids, positions int64 `[T]` and query_starts int32 `[R + 1]` as in `ForwardInputs`; states int64 `[slots,
+    size - 1]`: each request's latest tokens before the step, oldest first, in slots `reads` int64 `[R]`;
+    afterwards those after it, in slots `writes`. What a slot holds of positions before the first is not
+    read. factors, primes, offsets as in `NGramTable`. Nothing is asked of the host.
+    """
+    kept, rows = states.shape[1], torch.arange(ids.shape[0], device=ids.device)
+    requests = torch.searchsorted(query_starts[1:], rows.to(query_starts.dtype), right=True)
+    requests.clamp_(max=reads.shape[0] - 1)
+    before = _earlier(ids, rows, states, reads, query_starts, requests, range(1, kept + 1))
+    inside = positions[:, None] >= torch.arange(1, kept + 1, device=ids.device)
+    before = torch.where(inside, before, end_token_id)
+    ended = (before == end_token_id).cumsum(1) > 0
+    before = torch.where(ended, end_token_id, before)
+    # The latest tokens as they will be: those `kept - 1`, ..., 0 before each request's last row.
+    ends, every = query_starts[1:].long() - 1, torch.arange(reads.shape[0], device=ids.device)
+    own = (ids, ends, states, reads, query_starts, every)
+    states[writes] = _earlier(*own, range(kept - 1, -1, -1))
+    tokens = torch.cat((ids[:, None], before), dim=1) * factors
+    hashes, mixed = [], tokens[:, 0]
+    heads = primes.shape[0] // kept
+    for order in range(kept):
+        mixed = mixed ^ tokens[:, order + 1]
+        own_primes = primes[order * heads : (order + 1) * heads]
+        hashes.append(mixed[:, None] % own_primes)
+    return torch.cat(hashes, dim=1) + offsets
+
+
+def _earlier(
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    states: torch.Tensor,
+    reads: torch.Tensor,
+    query_starts: torch.Tensor,
+    requests: torch.Tensor,
+    places: range,
+) -> torch.Tensor:
+    """Tokens so many places before those of some rows, `[len(rows), len(places)]`, as far as they are kept."""
+    at = rows[:, None] - torch.arange(places.start, places.stop, places.step, device=ids.device)
+    first = query_starts[requests].long()[:, None]
+    kept = states.shape[1]
+    from_state = states[reads[requests]].gather(1, (at - first + kept).clamp_(0, kept - 1))
+    return torch.where(at >= first, ids[at.clamp(min=0)], from_state)
