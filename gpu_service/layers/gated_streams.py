@@ -114,8 +114,9 @@ class NGramEmbedding(nn.Module):
 
     def pack(self) -> None:
         """Puts what was computed to the weights; the loader calls it once."""
-        device, (*tensors, num_rows) = self.ngram_embedding.weight.device, self._table
-        self._table = NGramTable(*(tensor.to(device) for tensor in tensors), num_rows)
+        factors, primes, offsets, num_rows = self._table
+        device = self.ngram_embedding.weight.device
+        self._table = NGramTable(factors.to(device), primes.to(device), offsets.to(device), num_rows)
 
     def forward(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
         """`[T, embed_dim]`; tokens: all slots of the layer's latest tokens."""
@@ -162,7 +163,10 @@ class NGramLayer(nn.Module):
         keys, values = self.kv_proj(embedded).split((streams[0].numel(), self._hidden_size), dim=1)
         weights = self.norm_key.by_stream, self.norm_query.by_stream
         gated = gate_values(keys.reshape(streams.shape), streams, values, *weights, self.norm_key.eps)
-        rows, recent = self.norm_conv(gated).flatten(1), states.token_conv(self._state)
+        rows: torch.Tensor = self.norm_conv(gated).flatten(1)
+        recent = states.token_conv(self._state)
+        assert inputs.state_reads is not None
+        assert inputs.state_writes is not None
         own = rows, recent, self.conv1d.taps, inputs.state_reads, inputs.state_writes
         if inputs.is_uniform_decode:
             convolved = causal_conv_update(*own)

@@ -68,7 +68,9 @@ def wanted_name(
 def _is_of_stage(canonical: str, config: ModelConfig, parallel: ParallelContext) -> bool:
     if _module(canonical) == EMBEDDING:
         return parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)
-    return parallel.is_last_stage or not f"{canonical}.".startswith(tuple(f"{name}." for name in (*_LAST, HEAD)))
+    return parallel.is_last_stage or not f"{canonical}.".startswith(
+        tuple(f"{name}." for name in (*_LAST, HEAD))
+    )
 
 
 def _module(canonical: str) -> str:

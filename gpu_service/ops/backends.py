@@ -16,11 +16,17 @@ from gpu_service.ops.activation import (
     gelu_tanh_and_mul,
     silu_and_mul,
 )
-from gpu_service.ops.block_attention import block_scores
+from gpu_service.ops.block_attention import block_scores, mean_block_scores
 from gpu_service.ops.examples import SMALL, Sizes, example
+from gpu_service.ops.gated_streams import (
+    gate_values,
+    inject_update,
+    mix_gated_streams,
+    norm_streams,
+)
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
-from gpu_service.ops.kv import append_kv, pool_index_keys
+from gpu_service.ops.kv import append_kv, mean_index_keys, pool_index_keys
 from gpu_service.ops.linear import fp8_linear
 from gpu_service.ops.linear_attention import (
     causal_conv_extend,
@@ -28,6 +34,7 @@ from gpu_service.ops.linear_attention import (
     gated_delta_extend,
     gated_delta_update,
 )
+from gpu_service.ops.ngrams import ngram_rows
 from gpu_service.ops.norm import (
     fused_add_rms_norm,
     gated_group_rms_norm,
@@ -58,8 +65,10 @@ OPS: tuple[Op[..., Any], ...] = (
     gelu_tanh_and_mul,
     clamped_swiglu_and_mul,
     block_scores,
+    mean_block_scores,
     append_kv,
     pool_index_keys,
+    mean_index_keys,
     causal_conv_update,
     causal_conv_extend,
     gated_delta_update,
@@ -75,6 +84,11 @@ OPS: tuple[Op[..., Any], ...] = (
     sigmoid_gated_rms_norm,
     collapse_streams,
     mix_streams,
+    norm_streams,
+    mix_gated_streams,
+    inject_update,
+    gate_values,
+    ngram_rows,
     route,
     zero_experts,
     fp8_linear,

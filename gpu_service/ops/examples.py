@@ -13,13 +13,15 @@ import torch
 
 from gpu_service.ops.linear import GROUP
 from gpu_service.ops.linear_attention import Sequences, make_sequences
+from gpu_service.ops.ngrams import ngram_table
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
-from moebius.models.attention_config import HyperConnectionConfig
+from moebius.models.attention_config import HyperConnectionConfig, NGramConfig
 from moebius.models.config import LinearAttentionConfig, ModelConfig, RouterConfig
 
 _SMALL_LINEAR = LinearAttentionConfig(2, 4, 16, 64, 4, frozenset())
 _SMALL_HYPER = HyperConnectionConfig(3, 4, 1e-6)
+_SMALL_NGRAMS = NGramConfig((0, 1), 3, 3, 12, 50, 8, 4, 1234, 2, 4)
 _SMALL_ROUTER = RouterConfig(
     16, 3, "sigmoid", correction_bias=True, num_groups=4, top_groups=2, post="renormalize", scale=2.5
 )
@@ -190,6 +192,18 @@ class _Maker:
         starts = torch.tensor([0, 3, 4], dtype=torch.int32, device=self._device)
         return query, pages, positions, table, starts, 6, 2, 1, False
 
+    def mean_block_scores(self) -> tuple[Any, ...]:
+        """The same; rows of pages hold more than a key."""
+        _, pages, *rest = self.block_scores()
+        size = self._sizes.index_dim
+        return self._random(3, 5, size), torch.cat((pages, pages[..., :4]), dim=2), *rest
+
+    def mean_keys(self) -> tuple[Any, ...]:
+        """As `pool_keys`; some elements of a key are rotated."""
+        slots, offsets, *rest = self.pool_keys()
+        size = self._sizes.index_dim
+        return slots[:, : size + 8].contiguous(), offsets[0], 1e-6, offsets.shape[0], *rest
+
     def conv_update(self) -> tuple[Any, ...]:
         return self._conv(3)
 
@@ -250,6 +264,33 @@ class _Maker:
         tokens, num, size = streams.shape
         post, comb = self._random(tokens, num, dtype=torch.float32), self._random(tokens, num, num).float()
         return self._random(tokens, size, dtype=torch.float32), streams, post, comb
+
+    def stream_norm(self) -> tuple[Any, ...]:
+        streams = self._streams()
+        return streams, self._random(*streams.shape[1:], dtype=torch.float32), 1e-6
+
+    def gated_mix(self) -> tuple[Any, ...]:
+        streams = self._streams()
+        return streams.flatten(1).flip(1).contiguous(), streams
+
+    def inject(self) -> tuple[Any, ...]:
+        """Next to the bottleneck that one projection makes with it."""
+        update, streams, *_ = self.mix()
+        return update, streams, self._random(streams.shape[0], streams.shape[1] + 4)[:, 4:]
+
+    def gate(self) -> tuple[Any, ...]:
+        streams, weight, eps = self.stream_norm()
+        values = self._random(streams.shape[0], streams.shape[2] + 4)[:, 4:]
+        return streams.flip(0).contiguous(), streams, values, weight, weight.flip(0).contiguous(), eps
+
+    def ngrams(self) -> tuple[Any, ...]:
+        """A token, a chunk at the beginning of its request and one in the middle; some end a text."""
+        starts, device = [0, 1, 6, 8], self._device
+        positions = torch.tensor([9, *range(5), 30, 31], device=device)
+        ids, states = (self._random(*shape, dtype=torch.float32) * 3 for shape in ((8,), (5, 2)))
+        tokens = ids.long().abs(), positions, states.long().abs()
+        table = ngram_table(_SMALL_NGRAMS, 1, self._sizes.vocabulary, device)[:3]
+        return *tokens, *self._slots(), torch.tensor(starts, dtype=torch.int32, device=device), *table, 2
 
     def _streams(self) -> torch.Tensor:
         return self._random(self._sizes.tokens, self._sizes.hyper.num_streams, self._sizes.hidden)
@@ -369,8 +410,10 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "gelu_tanh_and_mul": _Maker.gate_up,
     "clamped_swiglu_and_mul": _Maker.clamped_gate_up,
     "block_scores": _Maker.block_scores,
+    "mean_block_scores": _Maker.mean_block_scores,
     "append_kv": _Maker.append_kv,
     "pool_index_keys": _Maker.pool_keys,
+    "mean_index_keys": _Maker.mean_keys,
     "causal_conv_update": _Maker.conv_update,
     "causal_conv_extend": _Maker.conv_extend,
     "gated_delta_update": _Maker.delta_update,
@@ -386,6 +429,11 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "sigmoid_gated_rms_norm": _Maker.gated_norm,
     "collapse_streams": _Maker.collapse,
     "mix_streams": _Maker.mix,
+    "norm_streams": _Maker.stream_norm,
+    "mix_gated_streams": _Maker.gated_mix,
+    "inject_update": _Maker.inject,
+    "gate_values": _Maker.gate,
+    "ngram_rows": _Maker.ngrams,
     "route": _Maker.route,
     "zero_experts": _Maker.zero_experts,
     "fp8_linear": _Maker.fp8_linear,

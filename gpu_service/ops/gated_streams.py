@@ -68,4 +68,5 @@ def gate_values(
     query = torch.rms_norm(streams.float(), size, None, eps) * query_weight
     score = (normed * query).sum(-1, keepdim=True) * size[0] ** -0.5
     gate = (score.abs().clamp_min(1e-6).sqrt() * score.sign()).sigmoid()
-    return (gate * values[:, None].float()).to(values.dtype)
+    gated: torch.Tensor = gate * values[:, None].float()
+    return gated.to(values.dtype)

@@ -64,8 +64,9 @@ def ngram_table(sizes: NGramConfig, place: int, vocab_size: int, device: torch.d
     primes = _primes(sizes.vocab_base, place * sizes.num_hashes, sizes.num_hashes)
     offsets = [sum(primes[:i]) for i in range(len(primes))]
     num_rows = -(-sum(primes) // sizes.padded_to) * sizes.padded_to
-    tensors = (torch.tensor(numbers, device=device) for numbers in (factors, primes, offsets))
-    return NGramTable(*tensors, num_rows)
+    lists = factors, primes, offsets
+    of_tokens, sizes_of_hashes, first_rows = (torch.tensor(numbers, device=device) for numbers in lists)
+    return NGramTable(of_tokens, sizes_of_hashes, first_rows, num_rows)
 
 
 @Op
@@ -119,7 +120,7 @@ def _earlier(
     requests: torch.Tensor,
     places: range,
 ) -> torch.Tensor:
-    """Tokens so many places before those of some rows, `[len(rows), len(places)]`, as far as they are kept."""
+    """Tokens so many places before some rows, `[len(rows), len(places)]`, as far as they are kept."""
     at = rows[:, None] - torch.arange(places.start, places.stop, places.step, device=ids.device)
     first = query_starts[requests].long()[:, None]
     kept = states.shape[1]

@@ -138,10 +138,18 @@ def test_preempted_equals_not(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_experts"),
-    [("deepseek_v3", 12), ("glm_moe_dsa_shared_groups_biased_tied", 12), ("minimax_m3_vl", 10)],
+    [
+        ("deepseek_v3", 12),
+        ("glm_moe_dsa_shared_groups_biased_tied", 12),
+        ("minimax_m3_vl", 10),
+        ("qwen4_exp_text_three_streams_bias_tied", 10),
+    ],
 )
 def test_latents_and_choices(tmp_path: Path, name: str, num_experts: int) -> None:
-    """All latents, those that layers choose or take over, and blocks: padded, preempted, chosen anew."""
+    """All latents, those that layers choose or take over, and blocks: padded, preempted, chosen anew.
+
+    Also with n-grams, whose tokens are those of steps in flight.
+    """
     make_tiny_model(name, tmp_path)
     model = tiny_model(tmp_path, HOST), DenseExperts(tmp_path, num_experts)
     wanted = requests(4, GREEDY)

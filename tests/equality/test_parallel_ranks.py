@@ -52,6 +52,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         pytest.param("shortcut", 2, 2, {"gpu_experts_ratio": 0.5}, marks=pytest.mark.full),
         pytest.param("minimax", 2, 1, {}, marks=pytest.mark.full),
         ("minimax_blocks", 2, 2, {}),
+        ("ngrams_and_streams", 2, 2, {}),
         pytest.param("qwen2_shared_gate", 2, 1, {}, marks=pytest.mark.full),
     ],
     ids=lambda value: str(value),

@@ -95,6 +95,13 @@ MODELS |= {
         "linear_apart": TINY_MODELS["qwen3_5_moe_text_bias_tied"].changes,
     }.items()
 }
+# Both stages embed n-grams and choose blocks, which all ranks do alike.
+MODELS |= {
+    "ngrams_and_streams": TinyModel(
+        "qwen4_exp_text",
+        TINY_MODELS["qwen4_exp_text_three_streams_bias_tied"].changes | {"num_key_value_heads": 2},
+    )
+}
 # Of the second, every layer chooses eight tokens by itself, and all ranks have to choose alike.
 MODELS |= {"latent_and_linear": TINY_MODELS["kimi_linear_query_latent"]}
 # Layers with two attentions, of which each stage has one; of what has no weights, one rank's sum counts.

@@ -234,8 +234,8 @@ LINEAR_MODELS: dict[str, dict[str, Any]] = {
         },
         "shard_bytes": 60_000,
     },
-    # Blocks are neither as long as a page nor as a chunk, and what is chosen is far below the tests' contexts;
-    # many heads choose, because where all say nothing, transformers takes any block.
+    # Blocks are neither as long as a page nor as a chunk, and what is chosen is far below the tests'
+    # contexts; many heads choose, because where all say nothing, transformers takes any block.
     "qwen4_exp": {
         "model_type": "qwen4_exp",
         "changes": {

@@ -157,6 +157,17 @@ VISION_MODELS: dict[str, TinyVision] = {
         _GRID_PROCESSOR | {"image_processor_type": "Qwen2VLImageProcessorFast"},
         family="qwen3_5_moe",
     ),
+    "qwen4_exp": TinyVision(
+        "qwen4_exp",
+        _QWEN_3_5_VISION,
+        _GRID_PROCESSOR | {"image_processor_type": "Qwen2VLImageProcessorFast"},
+    ),
+    "qwen4_exp_three_streams_bias_tied": TinyVision(
+        "qwen4_exp_text_three_streams_bias_tied",
+        _QWEN_3_5_VISION | {"depth": 2, "num_heads": 3},
+        _GRID_PROCESSOR | {"image_processor_type": "Qwen2VLImageProcessorFast"},
+        family="qwen4_exp",
+    ),
     "kimi_k25": TinyVision("kimi_k25", _KIMI_VISION, _KIMI_PROCESSOR),
     "kimi_k25_two_dense_tied": TinyVision(
         "kimi_k25_two_dense_tied",

@@ -12,21 +12,29 @@ import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.ops.activation import clamped_swiglu_and_mul
-from gpu_service.ops.block_attention import block_scores
+from gpu_service.ops.block_attention import block_scores, mean_block_scores
+from gpu_service.ops.gated_streams import (
+    gate_values,
+    inject_update,
+    mix_gated_streams,
+    norm_streams,
+)
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
-from gpu_service.ops.kv import pool_index_keys
+from gpu_service.ops.kv import mean_index_keys, pool_index_keys
 from gpu_service.ops.linear_attention import (
     causal_conv_extend,
     causal_conv_update,
     gated_delta_extend,
     gated_delta_update,
 )
+from gpu_service.ops.ngrams import ngram_rows
 from gpu_service.ops.norm import gated_group_rms_norm, gated_rms_norm, sigmoid_gated_rms_norm
 from gpu_service.ops.registry import Op
 from gpu_service.ops.selective_scan import selective_scan_extend, selective_scan_update
 from gpu_service.ops.state_space import state_space_extend, state_space_update
-from gpu_service.ops.triton import activation, block_attention, kv, selective_scan, state_space
+from gpu_service.ops.triton import activation, block_attention, kv, ngrams, selective_scan, state_space
+from gpu_service.ops.triton import gated_streams as gated
 from gpu_service.ops.triton import hyper_connections as hyper
 from gpu_service.ops.triton import kimi_delta as kimi
 from gpu_service.ops.triton import linear_attention as kernels
@@ -50,6 +58,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are c
         (mix_streams, hyper.mix_streams),
         (pool_index_keys, kv.pool_index_keys),
         (block_scores, block_attention.block_scores),
+        (mean_block_scores, block_attention.mean_block_scores),
+        (mean_index_keys, kv.mean_index_keys),
+        (norm_streams, gated.norm_streams),
+        (mix_gated_streams, gated.mix_gated_streams),
+        (inject_update, gated.inject_update),
+        (gate_values, gated.gate_values),
+        (ngram_rows, ngrams.ngram_rows),
         (clamped_swiglu_and_mul, activation.clamped_swiglu_and_mul),
         (kimi_delta_update, kimi.kimi_delta_update),
         (kimi_delta_extend, kimi.kimi_delta_extend),

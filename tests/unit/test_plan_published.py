@@ -30,6 +30,7 @@ MODELS = (
     "minimax-m2",
     "qwen3-next-80b-a3b",
     "qwen3.5-35b-a3b",
+    "qwen3.8-flash-next",
     "step-3.5-flash",
 )
 # What scales and hints of quantised matrices are called.

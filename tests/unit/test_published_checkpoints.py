@@ -111,9 +111,10 @@ def test_all_experts_are_found(name: str, tmp_path: Path) -> None:
 
 
 def test_every_family_has_a_published_model() -> None:
-    """But for the text models of Gemma 4, Llama 4, Mistral Small 4 and Qwen3.5 by themselves."""
+    """But for the text models of Gemma 4, Llama 4, Mistral Small 4, Qwen3.5 and Qwen3.8 by themselves."""
     covered = {str(Published.load(name).config["model_type"]) for name in NAMES}
-    assert set(FAMILIES) - covered <= {"gemma4_text", "llama4_text", "mistral4", "qwen3_5_moe_text"}
+    texts = {"gemma4_text", "llama4_text", "mistral4", "qwen3_5_moe_text", "qwen4_exp_text"}
+    assert set(FAMILIES) - covered <= texts
 
 
 def test_patterns() -> None:

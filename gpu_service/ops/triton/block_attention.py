@@ -1,4 +1,7 @@
-"""Scores of blocks of tokens: keys are read once for several rows of a request and all of their heads."""
+"""Scores of blocks of tokens: keys are read once for several rows of a request and all of their heads.
+
+A block's best token for each head, or, of a block's one key, all heads' positive products together.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +84,72 @@ def block_scores(
         BLOCK_SIZE=block_size, BLOCK_M=max(_LEAST, next_power_of_2(rows * heads)), BLOCK_Q=rows,
         BLOCK_D=max(_LEAST, next_power_of_2(head_dim)),
         BLOCK_N=max(_LEAST, min(_KEYS, next_power_of_2(block_size))), BLOCKS=_BLOCKS,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    return scores
+
+
+@jit_for_any("num_requests", "first_row", "num_rows", "table_stride", "num_blocks")
+def mean_block_scores_kernel(  # type: ignore[no-untyped-def]
+    query, pages, scores, positions, block_table, query_starts, num_requests, first_row, num_rows,
+    table_stride, num_blocks, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROW_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, group): BLOCK_Q consecutive rows of one request, all heads, BLOCK_N blocks of tokens."""
+    tile, first_block = tl.program_id(0), tl.program_id(1) * BLOCK_N
+    request, first_tile = request_of_tile(tile, query_starts, num_requests, 0, BLOCK_Q)
+    start = tl.load(query_starts + request)
+    num_new = tl.load(query_starts + request + 1) - start
+    packed, dim = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    local = (tile - first_tile) * BLOCK_Q + packed
+    row = start + local - first_row
+    held = (packed < BLOCK_Q) & (local < num_new) & (row >= 0) & (row < num_rows)
+    own = tl.load(positions + row, mask=held, other=-1)
+    block = first_block + tl.arange(0, BLOCK_N)
+    position = (block + 1) * BLOCK_SIZE - 1
+    latest = tl.max(own, 0)
+    if latest < (first_block + 1) * BLOCK_SIZE - 1:
+        return
+    seen, in_head = (position <= latest) & (block < num_blocks), dim < HEAD_DIM
+    page = tl.load(block_table + request * table_stride + position // PAGE_SIZE, mask=seen, other=0)
+    slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+    key = tl.load(pages + slot[:, None] * ROW_DIM + dim[None, :],
+                  mask=seen[:, None] & in_head[None, :], other=0.0)  # fmt: skip
+    total = tl.zeros([TILE, BLOCK_N], tl.float32)
+    for head in range(NUM_HEADS):
+        line = row.to(tl.int64) * NUM_HEADS + head
+        q = tl.load(query + line[:, None] * HEAD_DIM + dim[None, :],
+                    mask=held[:, None] & in_head[None, :], other=0.0)  # fmt: skip
+        total += tl.maximum(tl.dot(q, tl.trans(key), input_precision=PRECISION), 0.0)
+    visible = held[:, None] & seen[None, :] & (position[None, :] <= own[:, None])
+    at = scores + row.to(tl.int64)[:, None] * num_blocks + block[None, :]
+    tl.store(at, total, mask=visible)
+
+
+def mean_block_scores(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    block_size: int,
+    num_blocks: int,
+    first_row: int,
+    one_row_each: bool,
+) -> torch.Tensor:
+    query, (num_rows, heads, head_dim) = query.contiguous(), query.shape
+    shape = num_rows, 1, num_blocks
+    scores = torch.full(shape, float("-inf"), dtype=torch.float32, device=query.device)
+    if not num_rows:
+        return scores
+    num_requests, rows = query_starts.shape[0] - 1, 1 if one_row_each else _ROWS
+    tiles = num_row_tiles(first_row + num_rows, num_requests, rows)
+    mean_block_scores_kernel[(tiles, -(-num_blocks // _KEYS))](
+        query, pages, scores, positions, block_table, query_starts, num_requests, first_row, num_rows,
+        block_table.stride(0), num_blocks, NUM_HEADS=heads, HEAD_DIM=head_dim, ROW_DIM=pages.shape[2],
+        PAGE_SIZE=pages.shape[1], BLOCK_SIZE=block_size, BLOCK_Q=rows, TILE=max(_LEAST, rows),
+        BLOCK_D=max(_LEAST, next_power_of_2(head_dim)), BLOCK_N=_KEYS,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     return scores

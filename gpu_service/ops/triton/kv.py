@@ -146,3 +146,70 @@ def pool_index_keys(
             block_table.stride(0), POOL=pool, SIZE=size, PAGE_SIZE=page_size,
             BLOCK_P=next_power_of_2(pool), BLOCK=next_power_of_2(size),
         )  # fmt: skip
+
+
+@jit
+def _mean_of_pool(of_token, at, inside, pool, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Mean key over a pool's tokens at some elements, rounded as it would be stored."""
+    keys = tl.load(of_token[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    return (tl.sum(keys, 0) / pool).to(dtype).to(tl.float32)
+
+
+@jit_for_any("num_requests", "table_stride")
+def mean_index_keys_kernel(  # type: ignore[no-untyped-def]
+    slots, weight, positions, slot_mapping, block_table, query_starts, eps, num_requests, table_stride,
+    POOL: tl.constexpr, SIZE: tl.constexpr, PAIRS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Program (row): nothing, unless its token is the last of a pool."""
+    row, ROW = tl.program_id(0), SIZE + 2 * PAIRS
+    dtype: tl.constexpr = slots.dtype.element_ty
+    last = tl.load(positions + row)
+    if (last + 1) % POOL == 0:
+        request = request_of_row(row, query_starts, num_requests)
+        place, at, pair = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK), tl.arange(0, BLOCK_R)
+        held = place < POOL
+        token = tl.maximum(last - POOL + 1 + place, 0)
+        page = tl.load(block_table + request * table_stride + token // PAGE_SIZE, mask=held, other=0)
+        of_token = slots + (page.to(tl.int64) * PAGE_SIZE + token % PAGE_SIZE) * ROW
+        begin = last - POOL + 1
+        first_page = tl.load(block_table + request * table_stride + begin // PAGE_SIZE).to(tl.int64)
+        rotation = slots + (first_page * PAGE_SIZE + begin % PAGE_SIZE) * ROW + SIZE + pair
+        is_pair, whole = pair < PAIRS, at < SIZE
+        key = _mean_of_pool(of_token, at, held[:, None] & whole[None, :], POOL, dtype)
+        first = _mean_of_pool(of_token, pair, held[:, None] & is_pair[None, :], POOL, dtype)
+        second = _mean_of_pool(of_token, PAIRS + pair, held[:, None] & is_pair[None, :], POOL, dtype)
+        cos = tl.load(rotation, mask=is_pair, other=0.0).to(tl.float32)
+        sin = tl.load(rotation + PAIRS, mask=is_pair, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(key * key, 0) / SIZE + eps)
+        key = (key * scale * tl.load(weight + at, mask=whole, other=0.0)).to(dtype)
+        first = (first * scale * tl.load(weight + pair, mask=is_pair, other=0.0)).to(dtype).to(tl.float32)
+        second *= scale * tl.load(weight + PAIRS + pair, mask=is_pair, other=0.0)
+        second = second.to(dtype).to(tl.float32)
+        # The last token's row is read by all threads before any of them writes it.
+        tl.debug_barrier()
+        target = slots + tl.load(slot_mapping + row) * ROW
+        tl.store(target + at, key, mask=whole & (at >= 2 * PAIRS))
+        tl.store(target + pair, (first * cos - second * sin).to(dtype), mask=is_pair)
+        tl.store(target + PAIRS + pair, (second * cos + first * sin).to(dtype), mask=is_pair)
+
+
+def mean_index_keys(
+    slots: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    pool: int,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    page_size: int,
+) -> None:
+    size = weight.shape[0]
+    pairs = (slots.shape[1] - size) // 2
+    if positions.shape[0]:
+        mean_index_keys_kernel[(positions.shape[0],)](
+            slots, weight, positions, slot_mapping, block_table, query_starts, eps, block_table.shape[0],
+            block_table.stride(0), POOL=pool, SIZE=size, PAIRS=pairs, PAGE_SIZE=page_size,
+            BLOCK_P=next_power_of_2(pool), BLOCK=next_power_of_2(size), BLOCK_R=next_power_of_2(pairs),
+        )  # fmt: skip

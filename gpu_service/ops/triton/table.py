@@ -9,11 +9,17 @@ from gpu_service.ops.triton.activation import (
     gelu_tanh_and_mul,
     silu_and_mul,
 )
-from gpu_service.ops.triton.block_attention import block_scores
+from gpu_service.ops.triton.block_attention import block_scores, mean_block_scores
+from gpu_service.ops.triton.gated_streams import (
+    gate_values,
+    inject_update,
+    mix_gated_streams,
+    norm_streams,
+)
 from gpu_service.ops.triton.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.triton.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.triton.kimi_delta import supports_extend as supports_kimi_extend
-from gpu_service.ops.triton.kv import append_kv, pool_index_keys
+from gpu_service.ops.triton.kv import append_kv, mean_index_keys, pool_index_keys
 from gpu_service.ops.triton.linear import fp8_linear
 from gpu_service.ops.triton.linear_attention import (
     causal_conv_update,
@@ -26,6 +32,7 @@ from gpu_service.ops.triton.linear_attention_chunks import (
     gated_delta_extend,
     supports_extend,
 )
+from gpu_service.ops.triton.ngrams import ngram_rows
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.triton.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.triton.router import route, zero_experts
@@ -48,8 +55,10 @@ IMPLEMENTATIONS = {
     "gelu_tanh_and_mul": Implementation(gelu_tanh_and_mul),
     "clamped_swiglu_and_mul": Implementation(clamped_swiglu_and_mul),
     "block_scores": Implementation(block_scores),
+    "mean_block_scores": Implementation(mean_block_scores),
     "append_kv": Implementation(append_kv),
     "pool_index_keys": Implementation(pool_index_keys),
+    "mean_index_keys": Implementation(mean_index_keys),
     "causal_conv_update": Implementation(causal_conv_update),
     "causal_conv_extend": Implementation(causal_conv_extend),
     "gated_delta_update": Implementation(gated_delta_update),
@@ -65,6 +74,11 @@ IMPLEMENTATIONS = {
     "sigmoid_gated_rms_norm": Implementation(sigmoid_gated_rms_norm),
     "collapse_streams": Implementation(collapse_streams),
     "mix_streams": Implementation(mix_streams),
+    "norm_streams": Implementation(norm_streams),
+    "mix_gated_streams": Implementation(mix_gated_streams),
+    "inject_update": Implementation(inject_update),
+    "gate_values": Implementation(gate_values),
+    "ngram_rows": Implementation(ngram_rows),
     "route": Implementation(route),
     "zero_experts": Implementation(zero_experts),
     "fp8_linear": Implementation(fp8_linear),

@@ -1,5 +1,5 @@
-"""Qwen3.8-Flash-Next (`qwen4_exp`): gated delta rule, attention to chosen blocks of tokens in a quarter of the
-layers, gated residual streams, and embeddings of n-grams from a large table. Text and images.
+"""Qwen3.8-Flash-Next (`qwen4_exp`): linear attention, attention to chosen blocks of tokens in a quarter of
+the layers, gated residual streams, and embeddings of n-grams from a large table. Text and images.
 
 Sources: configuration, model and checkpoint conversion of transformers 5.23; the published model's
 configuration in public tests.
@@ -145,7 +145,9 @@ _OWN = tuple(
         drop(f"{prefix}layers.*.ple.ple_embedding.ngram_heads_offsets"),
     )
 )
-_NAMES = TensorNames((MTP, VISION, *_OWN, TEXT_SHARED, TEXT, SHARED), ("fused", "per_expert"), mtp_layers=True)
+_NAMES = TensorNames(
+    (MTP, VISION, *_OWN, TEXT_SHARED, TEXT, SHARED), ("fused", "per_expert"), mtp_layers=True
+)
 
 FAMILIES = (
     Family(

@@ -1,0 +1,67 @@
+"""Hashes of n-grams: one program for each token."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2
+from gpu_service.ops.triton.kv import request_of_row
+
+
+@jit
+def _earlier(ids, state, row, start, places, KEPT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The token so many places before a row: of the step, or of its request's state."""
+    at = row - places
+    is_new = at >= start
+    return tl.load(ids + at, mask=is_new, other=0) + tl.load(state + KEPT + at - start, mask=~is_new, other=0)
+
+
+@jit_for_any("num_requests")
+def ngram_rows_kernel(  # type: ignore[no-untyped-def]
+    ids, positions, states, reads, writes, query_starts, factors, primes, offsets, output, num_requests,
+    end_token_id, KEPT: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row); that of a request's last row leaves its latest tokens."""
+    row, head = tl.program_id(0), tl.arange(0, BLOCK)
+    request = request_of_row(row, query_starts, num_requests)
+    start, end = tl.load(query_starts + request), tl.load(query_starts + request + 1)
+    state = states + tl.load(reads + request) * KEPT
+    position, token = tl.load(positions + row), tl.load(ids + row)
+    mixed, ended = token * tl.load(factors), position < 0
+    for order in tl.static_range(KEPT):
+        before = _earlier(ids, state, row, start, order + 1, KEPT)
+        ended = ended | (position < order + 1) | (before == end_token_id)
+        before = tl.where(ended, end_token_id, before)
+        mixed = mixed ^ (before * tl.load(factors + order + 1))
+        at = order * HEADS + head
+        prime = tl.load(primes + at, mask=head < HEADS, other=1)
+        found = mixed % prime + tl.load(offsets + at, mask=head < HEADS, other=0)
+        tl.store(output + row.to(tl.int64) * (KEPT * HEADS) + at, found, mask=head < HEADS)
+    if row == end - 1:
+        kept = states + tl.load(writes + request) * KEPT
+        for place in tl.static_range(KEPT):
+            tl.store(kept + place, _earlier(ids, state, row, start, KEPT - 1 - place, KEPT))
+
+
+def ngram_rows(
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    states: torch.Tensor,
+    reads: torch.Tensor,
+    writes: torch.Tensor,
+    query_starts: torch.Tensor,
+    factors: torch.Tensor,
+    primes: torch.Tensor,
+    offsets: torch.Tensor,
+    end_token_id: int,
+) -> torch.Tensor:
+    tokens, kept, hashes = ids.shape[0], states.shape[1], primes.shape[0]
+    output = torch.empty(tokens, hashes, dtype=torch.int64, device=ids.device)
+    if tokens:
+        ngram_rows_kernel[(tokens,)](
+            ids, positions, states, reads, writes, query_starts, factors, primes, offsets, output,
+            reads.shape[0], end_token_id, KEPT=kept, HEADS=hashes // kept,
+            BLOCK=next_power_of_2(hashes // kept),
+        )  # fmt: skip
+    return output

@@ -1,0 +1,254 @@
+"""Invariant: what only Qwen4 computes (n-grams, gated streams, means of blocks) is transformers', however a
+sequence is cut; what it does not compute is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.cache.kv_cache import make_cache, page_bytes
+from gpu_service.cache.state_cache import make_states, state_bytes
+from gpu_service.memory.plan import StepSize, activation_bytes
+from gpu_service.models.compose import build_model
+from gpu_service.ops import examples
+from gpu_service.ops.block_attention import best_whole_blocks, mean_block_scores
+from gpu_service.ops.gated_streams import inject_update, mix_gated_streams, norm_streams
+from gpu_service.ops.kv import mean_index_keys
+from gpu_service.ops.ngrams import ngram_rows, ngram_table
+from gpu_service.ops.triton.kv import mean_index_keys as triton_mean_index_keys
+from gpu_service.ops.triton.ngrams import ngram_rows as triton_ngram_rows
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import shard_config
+from moebius.models.attention_config import BlockIndexerConfig, NGramConfig
+from moebius.models.config import ModelConfigError
+from moebius.models.read import read_model_config
+from tests.equality.test_no_hidden_waits import NoQuestions
+from tests.helpers.paged_runner import load_runner
+from tests.helpers.published_checkpoints import Published
+from tests.helpers.tiny_models import TINY_MODELS, choosing_at_most, write_tiny_model
+from tests.tolerances import LOGITS_FLOAT32_SELF, OP_FLOAT32
+
+VOCAB, END = 90, 4
+SIZES = NGramConfig((1, 4), 4, 3, 36, 31, 10, 2, 77, END, 3)
+# Texts end inside, twice in a row, and at the end.
+TOKENS = [7, END, 8, 9, 10, END, END, 3, 80, 12, 5, END, 60, 61]
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _text_config(**changes: Any) -> Any:
+    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+
+    return Qwen4ExpTextConfig(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        ple_layer_ids=[],
+        ngram_size=SIZES.size,
+        heads_per_ngram=SIZES.heads,
+        ngram_vocab_size_base=SIZES.vocab_base,
+        make_ngram_vocab_size_divisible_by=SIZES.padded_to,
+        seed=SIZES.seed,
+        eos_token_id=END,
+        rms_norm_eps=1e-3,
+        **changes,
+    )
+
+
+def _their_rows(place: int) -> tuple[list[list[int]], Any]:
+    """Of transformers' table the rows of all tokens, and its module."""
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
+
+    module = Qwen4ExpTextNGramEmbedding(_text_config(), SIZES.embed_dim, 0, place)
+    rows = torch.arange(module.ngram_embedding.weight.shape[0], dtype=torch.float32)
+    module.ngram_embedding.weight.data = rows[:, None].expand_as(module.ngram_embedding.weight).clone()
+    embedded = module(torch.tensor([TOKENS]), None)[0]
+    return embedded.view(len(TOKENS), -1, SIZES.row_dim)[..., 0].long().tolist(), module
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_hashes_are_transformers(place: int) -> None:
+    table, (_, theirs) = ngram_table(SIZES, place, VOCAB, "cpu"), _their_rows(place)
+    assert table.factors.tolist() == theirs.layer_multipliers.tolist()
+    assert table.primes.tolist() == theirs.ngram_heads_vocab_sizes.tolist()
+    assert table.offsets.tolist() == theirs.ngram_heads_offsets.tolist()
+    assert table.num_rows == theirs.ngram_embedding.weight.shape[0]
+
+
+@pytest.mark.parametrize("compute", [ngram_rows.reference, triton_ngram_rows], ids=["torch", "triton"])
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 7], [6, 12], [2, 5, 11]])
+def test_rows_do_not_depend_on_how_a_sequence_is_cut(
+    cuts: list[int], compute: Callable[..., torch.Tensor]
+) -> None:
+    """Texts end within a step and at its ends; slots hold anything before the first token."""
+    expected, table = _their_rows(1)[0], ngram_table(SIZES, 1, VOCAB, "cpu")
+    states, found = torch.full((len(cuts) + 3, SIZES.size - 1), 55), list[list[int]]()
+    for step, (begin, end) in enumerate(zip([0, *cuts], [*cuts, len(TOKENS)], strict=True)):
+        slots = torch.tensor([step]), torch.tensor([step + 1])
+        starts = torch.tensor([0, end - begin], dtype=torch.int32)
+        where = torch.tensor(TOKENS[begin:end]), torch.arange(begin, end), states, *slots, starts
+        # What interprets kernels asks.
+        guard: Any = NoQuestions if compute is ngram_rows.reference else nullcontext
+        with guard():
+            rows = compute(*where, *table[:3], END)
+        found += rows.tolist()
+    assert found == expected
+
+
+def test_streams_are_transformers() -> None:
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual
+
+    config = _text_config(hc_count=3, hc_lowrank=10)
+    reference: Any = Qwen4ExpTextGatedResidual(config)
+    streams, update = _random(5, 3, 24), _random(5, 24)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(0.5 * _random(*parameter.shape))
+        mixed, _, weights = reference(streams.flatten(1)[None])
+        after = streams + weights[0, :, :, None] * update[:, None]
+        normed = norm_streams(streams, reference.hc_norm.weight.view(3, 24) + 1, 1e-3)
+        down = torch.nn.functional.silu(reference.input_mix_weight_down(normed.flatten(1)) / 3)
+        ours = mix_gated_streams(reference.input_mix_weight_up(down), normed)
+        inject_update(update, streams, reference.block_inject_weight(normed.flatten(1)))
+    torch.testing.assert_close(ours, mixed[0], rtol=1e-5, atol=OP_FLOAT32)
+    torch.testing.assert_close(streams, after, rtol=1e-5, atol=OP_FLOAT32)
+
+
+def test_keys_of_blocks_do_not_depend_on_how_a_sequence_is_cut() -> None:
+    """Pages of 4, blocks of 6: the last token of a block gets the key of all of them, again and again."""
+    pool, size, pairs, length, page_size = 6, 10, 3, 20, 4
+    rows, weight, table = _random(length, size + 2 * pairs), _random(size), torch.arange(1, 6)[None].int()
+    positions = torch.arange(length)
+    slots = table[0, positions // page_size].long() * page_size + positions % page_size
+
+    def stored(cuts: list[int], compute: Callable[..., None]) -> torch.Tensor:
+        cache = torch.zeros(6 * page_size, size + 2 * pairs)
+        for begin, end in zip([0, *cuts], [*cuts, length], strict=True):
+            for _ in range(2):
+                cache[slots[begin:end]] = rows[begin:end]
+                starts = torch.tensor([0, end - begin], dtype=torch.int32)
+                where = positions[begin:end], slots[begin:end], table, starts, page_size
+                compute(cache, weight, 1e-3, pool, *where)
+        return cache[slots]
+
+    whole = stored([], mean_index_keys.reference)
+    for cuts in ([1, 2, 7], [6, 12], [5, 13, 19]):
+        assert torch.equal(stored(cuts, mean_index_keys.reference), whole)
+    by_kernel = stored([5, 13], triton_mean_index_keys)
+    torch.testing.assert_close(by_kernel, whole, rtol=1e-5, atol=OP_FLOAT32)
+    key = torch.rms_norm(rows[6:12, :size].mean(0), (size,), weight, 1e-3)
+    cos, sin = rows[6, size : size + pairs], rows[6, size + pairs :]
+    rotated = (
+        key[:pairs] * cos - key[pairs : 2 * pairs] * sin,
+        key[pairs : 2 * pairs] * cos + key[:pairs] * sin,
+    )
+    torch.testing.assert_close(whole[11, :size], torch.cat((*rotated, key[2 * pairs :])))
+    others = [token for token in range(length) if (token + 1) % pool]
+    assert torch.equal(whole[others], rows[others])
+
+
+def test_whole_blocks_are_chosen_and_the_tokens_after_them() -> None:
+    """Blocks that are not whole are no choice; equal scores are chosen together."""
+    sizes = BlockIndexerConfig(12, 5, 2, 0, frozenset({0}), shared_heads=3, rotary_dim=4)
+    low = float("-inf")
+    scores = torch.tensor([[[3.0, 5.0, 4.0, low]], [[3.0, low, low, low]], [[1.0, 3.0, 1.0, 0.0]]])
+    kept = best_whole_blocks(scores, torch.tensor([16, 8, 19]), sizes)
+    assert kept[:, 0].tolist() == [
+        [False, True, True, True],
+        [True, True, False, False],
+        [True, True, True, False],
+    ]
+    # Products of all heads, those below zero left out.
+    arguments = examples.example("mean_block_scores", torch.device("cpu"), torch.float32)
+    query, pages, positions, table, _, block, _, first, _ = arguments
+    found = mean_block_scores.reference(*arguments)
+    key = pages[int(table[1, 2]), 3, : query.shape[2]]
+    torch.testing.assert_close(found[2, 0, 1], (query[2] @ key).relu().sum())
+    assert found[1, 0].isinf().tolist() == [False, True]
+    assert (int(positions[2]), block, first) == (11, 6, 1)
+
+
+def test_choices_matter(tmp_path: Path) -> None:
+    """Rows after few tokens are those of attention to all of them, later ones are not."""
+    prompt, tiny = [3 + (k * k * 7 + k) % 200 for k in range(24)], TINY_MODELS["qwen4_exp"]
+    logits = []
+    for name, model in (("sparse", tiny), ("dense", choosing_at_most(tiny, 512))):
+        write_tiny_model(model, tmp_path / name, seed=5)
+        logits.append(load_runner(tmp_path / name).prefill(prompt)[1])
+    # Two blocks of three tokens, and two tokens of the third.
+    torch.testing.assert_close(logits[0][:8], logits[1][:8], rtol=0, atol=LOGITS_FLOAT32_SELF)
+    assert (logits[0][9:] - logits[1][9:]).abs().max() > 0.1
+
+
+def _read(tmp_path: Path, **changes: Any) -> Any:
+    config = Published.load("qwen3.8-flash-next").config
+    text = {key: value for key, value in (config["text_config"] | changes).items() if value != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    return read_model_config(tmp_path)
+
+
+def test_qwen3_8_flash_next_is_read(tmp_path: Path) -> None:
+    config = _read(tmp_path)
+    blocks, ngram = config.block_indexer, config.ngram
+    assert config.attention_layers == tuple(range(3, 48, 4)) == tuple(sorted(blocks.layers))
+    assert (blocks.block_size, blocks.top_blocks, blocks.shared_heads, blocks.row_dim) == (4, 512, 4, 192)
+    assert (config.hyper.num_streams, config.hyper.rank, config.stream_size) == (4, 320, 4 * 2560)
+    assert (ngram.layers, ngram.num_hashes, ngram.row_dim, ngram.conv_width) == ((1,), 16, 160, 10)
+    assert (config.linear.sigmoid_gates, config.rope.mrope_sections) == (True, (11, 11, 10))
+    assert config.vision is not None
+    assert ngram_table(ngram, 0, config.vocab_size, "meta").num_rows == 128 * 2500012
+    states = 36 * (48 * 128 * 128 * 4 + 3 * 10240 * 2) + 9 * 10240 * 2 + 2 * 8
+    assert state_bytes(config) == states
+    assert page_bytes(config, 16, torch.bfloat16) == 12 * 16 * 2 * (2 * 2 * 256 + 192)
+
+
+def test_caches_take_what_the_plan_says(tmp_path: Path) -> None:
+    """Also of ranks and stages; a step's scores and masks are in the plan."""
+    write_tiny_model(TINY_MODELS["qwen4_exp_text_three_streams_bias_tied"], tmp_path, seed=3)
+    config = read_model_config(tmp_path)
+    stages = [shard_config(config, ParallelContext(stage=stage, num_stages=2)) for stage in range(2)]
+    assert [part.ngram and part.ngram.layers for part in stages] == [(1,), (2,)]
+    for part in (config, *stages):
+        assert make_cache(part, 6, 4, torch.float32).nbytes == 6 * page_bytes(part, 4, torch.float32)
+        states = make_states(part, 4, torch.float32)
+        assert states is not None
+        assert states.nbytes == 5 * state_bytes(part)
+    more = activation_bytes(_read(tmp_path, indexer_n_heads=64), StepSize(300, 1), SOLO, False)
+    less = activation_bytes(_read(tmp_path), StepSize(300, 1), SOLO, False)
+    assert more > less
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"indexer_budget": 2047}, "a multiple of indexer_compress_ratio"),
+        ({"indexer_kv_heads": 2}, "indexer_kv_heads"),
+        ({"indexer_head_dim": 32}, "at least what is rotated"),
+        ({"indexer_n_heads": "absent"}, "indexer_n_heads is missing"),
+        ({"ple_layer_ids": [4]}, "ple_layer_ids"),
+        ({"ple_layer_ids": [0]}, "ple_layer_ids"),
+        ({"ple_embed_dim": 2561}, "a multiple of .ngram_size"),
+        ({"split_ngram_parts": 96}, "a divisor of make_ngram_vocab_size_divisible_by"),
+        ({"eos_token_id": "absent"}, "eos_token_id"),
+        ({"output_gate_type": "relu"}, "sigmoid, silu"),
+        ({"hc_count": 1}, "hc_count"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+    ],
+)
+def test_what_qwen4_has_not_is_named(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelConfigError, match=complaint):
+        _read(tmp_path, **changes)
+
+
+def test_models_without_ngrams_compose(tmp_path: Path) -> None:
+    config = _read(tmp_path, ple_layer_ids=[], eos_token_id="absent")
+    assert (config.ngram, make_states(config, 2, torch.float32, "meta") is None) == (None, False)
+    assert build_model(config).config is config
