@@ -102,6 +102,14 @@ class MeanBlockIndexer(nn.Module):
         return backend.choose_blocks(query, self._index_layer)
 
 
+def _indexer(
+    index_layer: int, config: ModelConfig, keys: ShardRange, dtype: torch.dtype
+) -> BlockIndexer | MeanBlockIndexer:
+    if config.block_indexer is not None and config.block_indexer.shared_heads:
+        return MeanBlockIndexer(index_layer, config, dtype=dtype)
+    return BlockIndexer(index_layer, config, keys, dtype=dtype)
+
+
 class GQAttention(nn.Module):
     """QKV in one GEMM, optional norm of queries and keys, rotary embedding, attention, output.
 
@@ -152,13 +160,7 @@ class GQAttention(nn.Module):
         self._query_heads, self._window, self._chunk = queries, shape.window, shape.chunk
         self._unit_norm = config.unit_qk_norm
         self._growth = config.unrotated_query_growth, config.unrotated_query_growth_length
-        self.indexer: BlockIndexer | MeanBlockIndexer | None = None
-        if index_layer is not None and config.block_indexer is not None:
-            self.indexer = (
-                MeanBlockIndexer(index_layer, config, dtype=dtype)
-                if config.block_indexer.shared_heads
-                else BlockIndexer(index_layer, config, keys, dtype=dtype)
-            )
+        self.indexer = None if index_layer is None else _indexer(index_layer, config, keys, dtype)
         gate = {"g_proj": queries}
         self.g_proj: FusedLinear | None = None
         if config.head_gate:
