@@ -127,6 +127,8 @@ def _name_of(command: typer.models.CommandInfo) -> str:
 def _run(arguments: list[str]) -> object:
     command = _command(arguments[0] if arguments else "")
     chosen = getattr(command, "commands", {}).get(arguments[0]) if arguments else None
+    if not arguments or (len(arguments) == 1 and hasattr(chosen, "commands")):
+        arguments = [*arguments, "--help"]  # of the whole, or of a group: its commands
     options = {
         name: not getattr(parameter, "is_flag", False)
         for parameter in getattr(chosen, "params", ())

@@ -84,6 +84,10 @@ class ApiClient:
 
         `tls`: for an https server; None checks it by the CAs that everybody trusts.
         """
+        if not base_url.startswith(("http://", "https://")):
+            raise UserError(
+                f"server: {base_url!r} is not allowed; allowed: http://HOST:PORT or https://HOST:PORT"
+            )
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)

@@ -44,6 +44,8 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["serve", "x", "--prot", "1"], "serve has no option --prot; did you mean --port?"),
         (["expert", "x", "--config", "/no.yaml"], "cannot read configuration file /no.yaml"),
         (["chat", "--prompt", "x", "--base-url", "http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
+        (["chat", "--base-url", "localhost:8000"], "allowed: http://HOST:PORT or https://HOST:PORT"),
+        (["profile", "unix:/no.sock"], "is `moebius serve` or `moebius gpu` running there?"),
         (["chat", "--max-tokens", "many"], "'--max-tokens'"),
         (["bench", "decode", "--streams", "1,none"], "--streams: '1,none' is not allowed"),
         (["sevre"], "No such command 'sevre'"),
@@ -59,6 +61,14 @@ def test_user_error_is_one_line(
     assert message in err
     assert err.count("\n") == 1
     assert out == ""
+
+
+@pytest.mark.parametrize("group", ["", "bench", "models", "experts", "keys"])
+def test_a_group_alone_lists_its_commands(capsys: pytest.CaptureFixture[str], group: str) -> None:
+    """As `--help` does: what somebody types first is no error."""
+    asked = run_cli(capsys, *group.split(), "--help")
+    assert run_cli(capsys, *group.split()) == asked
+    assert "\nCommands:\n" in asked[1]
 
 
 def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

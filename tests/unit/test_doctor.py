@@ -269,3 +269,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(out.splitlines()) == len(document["findings"])
     assert run_cli("doctor") == 0
     assert run_cli("doctor", "--role", "nobody") == 2
+    capsys.readouterr()
+    assert run_cli("doctor", "/no/such/model") == 1
+    assert "FAILURE checkpoint: MODEL '/no/such/model'" in capsys.readouterr().out

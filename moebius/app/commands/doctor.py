@@ -21,6 +21,7 @@ MIB = 2**20
 MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
 # Read at once by each thread; far above any cache's share of it.
 _MEASURED_BYTES = 64 * MIB
+IN_A_POD = "chart values model.path and model.source, mounted at /models"
 
 
 def register(app: typer.Typer) -> None:
@@ -67,6 +68,8 @@ def doctor(
     if kubernetes:
         expected, checkpoint = _expectation(config, role, expect_gpus, expect_weights_mib)
         findings += [*checkpoint, *_pod_findings(config, facts, expected, kubelet_config)]
+    elif config.model.model:
+        findings.append(_checkpoint(config))
     if measure:
         findings += _measured(facts)
     for finding in findings:
@@ -104,7 +107,20 @@ def _expectation(
         values |= _sizes(config, role)
     except (UserError, ValueError, OSError) as found:
         error = str(found)
-    return Expectation(**values), [check_model(config.model.model, error, Path("/models"))]
+    return Expectation(**values), [check_model(config.model.model, error, IN_A_POD)]
+
+
+def _checkpoint(config: MoebiusConfig) -> Finding:
+    """Whether MODEL can be served, as far as its configuration, headers and tokenizer say."""
+    from moebius.app.commands.models import check_files, with_checkpoint
+    from moebius.app.doctor.checks import check_model
+
+    error = ""
+    try:
+        check_files(with_checkpoint(config, needs_weights=False), needs_weights=False)
+    except (UserError, ValueError, OSError) as found:
+        error = str(found)
+    return check_model(config.model.model, error, "`moebius plan` takes the same MODEL, and says more")
 
 
 def _sizes(config: MoebiusConfig, role: str) -> dict[str, Any]:

@@ -123,6 +123,7 @@ def engine_stub(address: str) -> Iterator[Any]:
                 reason = f": {problem}" if problem else ""
                 if problem and active_tls() is None:
                     reason += "; --config FILE names a file whose section `security` says how it is reached"
+                reason = reason or "; is `moebius serve` or `moebius gpu` running there?"
                 raise UserError(f"cannot reach an engine at {address}{reason}") from None
             raise UserError(f"the engine refused: {error.details()}") from None
 
@@ -135,8 +136,11 @@ def _running_engine() -> str:
 
     sockets = sorted(default_state_dir().glob("*/gpu.sock"))
     if len(sockets) != 1:
-        running = ", ".join(f"unix:{path}" for path in sockets) or "none"
-        raise UserError(f"--engine-address is needed: engines found here: {running}")
+        running = ", ".join(f"unix:{path}" for path in sockets)
+        found = (
+            f"several engines run here, name one of {running}" if sockets else "no `moebius serve` runs here"
+        )
+        raise UserError(f"the engine's address is needed (unix:PATH or HOST:PORT): {found}")
     if active_tls() is None:
         configure_tls(load_config(sockets[0].with_name("gateway.yaml")).security)
     return f"unix:{sockets[0]}"

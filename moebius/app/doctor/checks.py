@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 from moebius.app.doctor.facts import HUGE_PAGE, Facts, GpuLink, Volume
@@ -320,9 +319,8 @@ def check_kubelet(settings: Mapping[str, Any], expected: Expectation) -> Iterato
     )
 
 
-def check_model(path: str, error: str, where: Path) -> Finding:
+def check_model(path: str, error: str, fix: str) -> Finding:
     """`error`: why the checkpoint can not be used; empty: it can."""
-    fix = f"chart values model.path and model.source, mounted at {where}"
     return _as(not error, "failure", "checkpoint", error or path, fix)
 
 
