@@ -17,7 +17,8 @@ from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.registry import Attention
 from gpu_service.engine.step import ForwardInputs
 from gpu_service.ops.rope import RopeTable
-from moebius.models.config import AttentionShape, ModelConfig
+from moebius.models.attention_config import AttentionShape
+from moebius.models.config import ModelConfig
 
 # Tiles hold 16, 64 or 128 rows, a query times the heads of its group; these reach all of them.
 _CHUNKS = (2, 8, 128)

@@ -26,7 +26,8 @@ from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope, query_scales
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, kv_heads, query_heads
-from moebius.models.config import AttentionShape, ModelConfig
+from moebius.models.attention_config import AttentionShape
+from moebius.models.config import ModelConfig
 
 
 class BlockIndexer(nn.Module):

@@ -90,7 +90,8 @@ class RotaryEmbedding:
         # int64 [rotary_dim / 2]; None: the model has one position a token.
         self._axes: torch.Tensor | None = None
         if config.mrope_sections:
-            self._axes = section_axes(config.mrope_sections, config.mrope_interleaved).to(device)
+            kind = config.mrope_interleaved, config.mrope_time_last
+            self._axes = section_axes(config.mrope_sections, *kind).to(device)
 
     def table(self, positions: torch.Tensor) -> RopeTable:
         """Factors for all layers of the step.

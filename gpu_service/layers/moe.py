@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,10 +22,11 @@ from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
-from gpu_service.ops.router import route, weigh_chosen, zero_experts
+from gpu_service.ops.router import choose_by_kind, route, weigh_chosen, zero_experts
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, even_shard
 from moebius.checkpoint.errors import CheckpointError
+from moebius.models.attention_config import ExpertKindsConfig
 from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
 
 
@@ -139,6 +141,50 @@ class Router(nn.Module):
         return weights, ids
 
 
+class RouterOfKinds(nn.Module):
+    """Two gates, one for each kind of experts; a token's id says which of them decides.
+
+    Both are computed for all rows, few logits next to what an expert costs. Attribute names, and gates that
+    lie `[H, E]`, are those of the checkpoint; `pack` puts them into one.
+    """
+
+    def __init__(self, hidden_size: int, config: RouterConfig, kinds: ExpertKindsConfig) -> None:
+        super().__init__()
+        shape = hidden_size, kinds.num_experts
+        self.weight: nn.Parameter | None = empty_parameter(*shape, dtype=torch.float32)
+        self.weight_1: nn.Parameter | None = empty_parameter(*shape, dtype=torch.float32)
+        self.e_score_correction_bias = empty_parameter(2, kinds.num_experts, dtype=torch.float32)
+        self._config = replace(config, num_experts=kinds.num_experts, top_k=kinds.top_k)
+        self._kinds = kinds
+        # Filled by `pack`: both gates `[2 * E, H]`, and the ids int64 `[V]` of tokens of the second kind.
+        self._gates: torch.Tensor | None = None
+        self._tokens: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        """From the loaded form to the one in use; the loader calls it once."""
+        assert self.weight is not None
+        assert self.weight_1 is not None
+        self._gates = torch.cat((self.weight, self.weight_1), dim=1).t().contiguous()
+        self._tokens = torch.tensor(self._kinds.tokens, dtype=torch.int64, device=self._gates.device)
+        self.weight = self.weight_1 = None
+
+    def forward(
+        self, hidden_states: torch.Tensor, inputs: ForwardInputs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[T, H]` to weights float32 and ids int32 of parts of experts, see `ops.router.choose_by_kind`."""
+        assert self._gates is not None, "the loader packs what it has loaded"
+        assert self._tokens is not None
+        logits = functional.linear(hidden_states.float(), self._gates)
+        biases, config, valid = self.e_score_correction_bias, self._config, inputs.valid_rows
+        first, second = (
+            route(own, bias, config, valid) for own, bias in zip(logits.chunk(2, dim=1), biases, strict=True)
+        )
+        kinds = self._kinds
+        return choose_by_kind(
+            inputs.input_ids, self._tokens, first, second, kinds.num_experts, kinds.num_parts
+        )
+
+
 class MoE(nn.Module):
     """Route, submit, compute shared, resident and streamed experts meanwhile, collect, add.
 
@@ -164,7 +210,11 @@ class MoE(nn.Module):
         """`limit` is the shared experts', see `MLP`; `hashed_tokens` the router's."""
         super().__init__()
         self.layer_id = layer_id
-        self.gate = Router(hidden_size, config.router, hashed_tokens=hashed_tokens, dtype=dtype)
+        self.gate: Router | RouterOfKinds
+        if config.kinds is None:
+            self.gate = Router(hidden_size, config.router, hashed_tokens=hashed_tokens, dtype=dtype)
+        else:
+            self.gate = RouterOfKinds(hidden_size, config.router, config.kinds)
         shared_size = config.shared_intermediate_size
         self.shared_experts = (
             MLP(

@@ -44,7 +44,7 @@ from gpu_service.ops.norm import (
 )
 from gpu_service.ops.registry import Implementation, Op
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
-from gpu_service.ops.router import route, zero_experts
+from gpu_service.ops.router import choose_by_kind, route, zero_experts
 from gpu_service.ops.sampling import argmax_and_finite, mask_logits, truncate_probabilities
 from gpu_service.ops.selective_scan import selective_scan_extend, selective_scan_update
 from gpu_service.ops.state_space import state_space_extend, state_space_update
@@ -91,6 +91,7 @@ OPS: tuple[Op[..., Any], ...] = (
     ngram_rows,
     route,
     zero_experts,
+    choose_by_kind,
     fp8_linear,
     argmax_and_finite,
     mask_logits,

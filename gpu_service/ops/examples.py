@@ -75,7 +75,10 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
         vocabulary=config.vocab_size,
         storage=storage,
     )
-    linear = config.linear
+    of_kinds, linear = config.moe.kinds, config.linear
+    if of_kinds is not None:
+        router = replace(sizes.router, num_experts=of_kinds.num_experts, top_k=of_kinds.top_k)
+        sizes = replace(sizes, router=router)
     if linear is not None and linear.step_rank:
         scan = linear.num_value_heads, linear.key_head_dim
         sizes = replace(sizes, scan=scan, channels=linear.conv_size)
@@ -301,6 +304,16 @@ class _Maker:
         logits_dtype = torch.float32 if router.float32_gate else self._dtype
         return self._random(self._sizes.tokens, router.num_choices, dtype=logits_dtype), bias, router
 
+    def choose_by_kind(self) -> tuple[Any, ...]:
+        """Of two kinds of five experts, in three parts and in one; a third of the tokens is of the second."""
+        tokens, top_k = self._sizes.tokens, min(4, self._sizes.router.top_k)
+        ids = torch.arange(tokens * top_k, dtype=torch.int32, device=self._device).view(tokens, top_k) % 5
+        ids[-1] = -1
+        weights = self._random(tokens, top_k, dtype=torch.float32).abs()
+        input_ids = torch.arange(tokens, device=self._device) % 6
+        second = torch.tensor([1, 4], device=self._device)
+        return input_ids, second, (weights, ids), (weights.flip(0), (4 - ids).clamp(max=4)), 5, (3, 1)
+
     def zero_experts(self) -> tuple[Any, ...]:
         """About half of the choices have no weights, and a row of padding chose nobody."""
         tokens, top_k = self._sizes.tokens, self._sizes.router.top_k
@@ -436,6 +449,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "ngram_rows": _Maker.ngrams,
     "route": _Maker.route,
     "zero_experts": _Maker.zero_experts,
+    "choose_by_kind": _Maker.choose_by_kind,
     "fp8_linear": _Maker.fp8_linear,
     "argmax_and_finite": _Maker.logits,
     "mask_logits": _Maker.masks,

@@ -124,16 +124,20 @@ def half_split(table: RopeTable) -> RopeTable:
 # Time, height, width.
 
 
-def section_axes(sections: tuple[int, ...], interleaved: bool) -> torch.Tensor:
+def section_axes(sections: tuple[int, ...], interleaved: bool, time_last: bool = False) -> torch.Tensor:
     """The axis of each pair, int64 `[num_pairs]` on the CPU; `sections` are the axes' numbers of pairs.
 
     Interleaved, pair j turns by axis j % 3 while that axis still has pairs (one in three), then by time.
+    `time_last`: pairs of height and width, as many of either, alternate, then come those of time.
     Raises ValueError unless there are three sections.
     """
     if len(sections) != NUM_AXES:
         raise ValueError(f"{len(sections)} sections {sections}; mRoPE has {NUM_AXES}")
     axes = torch.arange(NUM_AXES, device="cpu")
     sizes = torch.tensor(sections, device="cpu")
+    if time_last:
+        time, height, _ = sections
+        return torch.tensor([1, 2] * height + [0] * time, device="cpu")
     if not interleaved:
         return axes.repeat_interleave(sizes)
     pairs = torch.arange(sum(sections), device="cpu")

@@ -71,6 +71,35 @@ def zero_experts(
     return hidden_states.float() * total
 
 
+@Op
+def choose_by_kind(
+    input_ids: torch.Tensor,
+    second_tokens: torch.Tensor,
+    first: tuple[torch.Tensor, torch.Tensor],
+    second: tuple[torch.Tensor, torch.Tensor],
+    num_experts: int,
+    num_parts: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's choice among the experts of its kind, as choices of their parts.
+
+    input_ids int64 `[T]`, second_tokens int64 `[V]`: ids of tokens of the second kind; `first`, `second`:
+    what `route` answers, `[T, top_k]`, for either kind of `num_experts`, of `num_parts` parts each. Returns
+    weights float32 and ids int32 `[T, top_k * max(num_parts)]`, -1 where there is nothing: a part weighs as
+    much as its expert, and those of the second kind are counted after all of the first.
+    """
+    is_second = (input_ids.unsqueeze(1) == second_tokens).any(dim=1, keepdim=True)
+    size, begin, found = first[1].shape[1] * max(num_parts), 0, []
+    for (weights, ids), parts in zip((first, second), num_parts, strict=True):
+        part = torch.arange(parts, dtype=torch.int32, device=ids.device)
+        own = torch.where(ids.unsqueeze(2) < 0, -1, begin + ids.unsqueeze(2) * parts + part).flatten(1)
+        missing = size - own.shape[1]
+        repeated = functional.pad(weights.repeat_interleave(parts, dim=1), (0, missing))
+        found.append((repeated, functional.pad(own, (0, missing), value=-1)))
+        begin += num_experts * parts
+    weights, ids = (torch.where(is_second, theirs, ours) for ours, theirs in zip(*found, strict=True))
+    return weights, ids
+
+
 def weigh_chosen(
     router_logits: torch.Tensor,
     ids: torch.Tensor,

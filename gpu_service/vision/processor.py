@@ -108,6 +108,14 @@ def _glm(settings: Mapping[str, Any], _: VisionConfig) -> Any:
     return Glm4vImageProcessorPil(**settings)
 
 
+def _ernie(settings: Mapping[str, Any], _: VisionConfig) -> Any:
+    from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import (
+        Ernie4_5_VLMoeImageProcessorPil,
+    )
+
+    return Ernie4_5_VLMoeImageProcessorPil(**settings)
+
+
 def _glm5(settings: Mapping[str, Any], _: VisionConfig) -> Any:
     from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
 
@@ -199,6 +207,7 @@ class FamilyProcessor:
 
 # By `VisionFamily.processor`.
 PROCESSORS: Mapping[str, FamilyProcessor] = {
+    "ernie": FamilyProcessor(_ernie, _low_qwen, _most_by_area),
     "glm": FamilyProcessor(_glm, _low_glm, _most_by_area),
     "glm5": FamilyProcessor(_glm5, _low_glm5, _most_by_tokens),
     "kimi": FamilyProcessor(_kimi, _low_kimi),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,10 @@ ROW_GROUP = 128
 _PACKED_SCALES = {"BF16": "", "F16": "_f16"}
 
 
+def _shifted(wanted: range, first: int) -> range:
+    return range(wanted.start + first, wanted.stop + first)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
     """A logical `[out, in]` matrix: one expert's, or a dense one; filled by `MatrixFinder.find`."""
@@ -36,6 +40,9 @@ class StoredMatrix:
     shape: tuple[int, int]
     arrays: tuple[StoredArray, ...]
     bias: StoredArray | None
+    # Where it is a part of the stored matrix: its first row and column in there, and that matrix' shape.
+    first: tuple[int, int] = (0, 0)
+    whole: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -49,16 +56,35 @@ class StoredMatrix:
         if self.bias is not None:
             yield self.bias.tensor.name
 
+    def channels(self, wanted: range, are_columns: bool) -> StoredMatrix:
+        """Some of an expert's channels: rows of gate and up, columns of down. Bounds as in `read`.
+
+        Raises CheckpointError where they would divide what has one scale.
+        """
+        multiple = self.col_multiple if are_columns else self.row_multiple
+        if wanted.start % multiple or wanted.stop % multiple:
+            raise CheckpointError(
+                f"{self.name!r} is used in parts of {len(wanted)} channels, but {self.scheme.name} allows "
+                f"multiples of {multiple}"
+            )
+        if are_columns:
+            # Parts are added: the bias is the first one's.
+            bias = self.bias if wanted.start == 0 else None
+            shape, first = (self.shape[0], len(wanted)), (0, wanted.start)
+        else:
+            shape, first, bias = (len(wanted), self.shape[1]), (wanted.start, 0), self.bias
+        return replace(self, shape=shape, first=first, whole=self.shape, bias=bias)
+
     @property
     def nbytes(self) -> int:
-        """Stored bytes of codes and scales of the whole matrix."""
+        """Stored bytes of codes and scales of the whole matrix, or of the part that this is."""
         total = 0
         for array in self.arrays:
             # A channel has one element per row, a group index one per column.
             rows = 1 if array.role.role == "group_index" else len(array.out)
             width = 1 if array.role.role == "channel" else array.in_size
             total += rows * width * array.tensor.nbytes // math.prod(array.tensor.shape)
-        return total
+        return total if self.whole is None else total * math.prod(self.shape) // math.prod(self.whole)
 
     @property
     def packed_format(self) -> str:
@@ -104,8 +130,8 @@ class StoredMatrix:
 
         Raises CheckpointError naming a tensor that can not be read, or that holds NaN or infinity.
         """
-        row_range = range(self.shape[0])[rows or slice(None)]
-        col_range = range(self.shape[1])[cols or slice(None)]
+        row_range = _shifted(range(self.shape[0])[rows or slice(None)], self.first[0])
+        col_range = _shifted(range(self.shape[1])[cols or slice(None)], self.first[1])
         scales = self._array("scales")
         return SourceMatrix(
             codes=self._codes(reader, row_range, col_range),
@@ -235,7 +261,8 @@ class StoredMatrix:
         array = self._array("group_index")
         if array is None:
             return
-        expected = np.arange(self.shape[1]) // (self.scheme.group_size or self.shape[1])
+        columns = (self.whole or self.shape)[1]
+        expected = np.arange(columns) // (self.scheme.group_size or columns)
         if not np.array_equal(reader.read(array.tensor).reshape(-1), expected):
             raise CheckpointError(
                 f"tensor {array.tensor.name!r} reorders the columns (desc_act); only groups of "

@@ -1,10 +1,25 @@
-"""Parts of a `config.ModelConfig` that few models have: choices of tokens or blocks, compressed attention,
-several residual streams, embeddings of n-grams.
+"""What layers that attend may differ in, and parts of a `config.ModelConfig` that few models have: choices of
+tokens or blocks, compressed attention, several residual streams, embeddings of n-grams, experts of two kinds.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What layers with grouped-query attention may differ in; filled by `ModelConfig.attention_shape`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # Elements of a query or key; values are as long in the cache.
+    window: int | None  # Latest positions that a query sees, its own included; None: all.
+    has_sinks: bool
+    keys_are_values: bool  # Whether values have no projection of their own.
+    # Positions of a chunk: a query sees the earlier ones of its own chunk; None: no chunks.
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +144,48 @@ class IndexerConfig:
     def row_dim(self) -> int:
         """Elements that the cache holds of a token: its key, and its logits within a pool."""
         return self.head_dim * (1 if self.pool == 1 else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKindsConfig:
+    """Experts of two kinds and widths, of which a token's id says between which it chooses (ERNIE 4.5 VL).
+
+    So that all that computes experts knows one width, what `MoeConfig`, `MoeGeometry` and all after the
+    router call an expert is a part of one, `part_size` channels wide: an expert's answer is the sum of its
+    parts'. The parts of an expert follow one another, those of the second kind all others.
+    """
+
+    num_experts: int  # Of either kind.
+    top_k: int  # Experts that a token chooses, of its kind.
+    widths: tuple[int, int]  # Intermediate sizes of an expert of either kind.
+    tokens: tuple[int, ...]  # Ids that choose among the second kind; all others choose among the first.
+
+    @property
+    def part_size(self) -> int:
+        """Intermediate size of a part."""
+        return math.gcd(*self.widths)
+
+    @property
+    def num_parts(self) -> tuple[int, int]:
+        """Parts of an expert of either kind."""
+        first, second = self.widths
+        return first // self.part_size, second // self.part_size
+
+    @property
+    def total_parts(self) -> int:
+        """Of all experts of both kinds."""
+        return self.num_experts * sum(self.num_parts)
+
+    @property
+    def most_parts(self) -> int:
+        """That a token is computed by."""
+        return self.top_k * max(self.num_parts)
+
+    def stored_place(self, part: int) -> tuple[int, int, int]:
+        """Of a part: its expert's number in the checkpoint, its first channel, and the expert's width."""
+        first, second = self.num_parts
+        place, of_first = part, self.num_experts * first
+        if part < of_first:
+            return place // first, place % first * self.part_size, self.widths[0]
+        place -= of_first
+        return self.num_experts + place // second, place % second * self.part_size, self.widths[1]

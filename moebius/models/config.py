@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.attention_config import (
+    AttentionShape,
     BlockIndexerConfig,
     CompressedAttentionConfig,
+    ExpertKindsConfig,
     HyperConnectionConfig,
     IndexerConfig,
     NGramConfig,
@@ -58,6 +60,8 @@ class RopeConfig:
     mrope_sections: tuple[int, ...] = ()
     # False: sections follow one another. True: pairs alternate between the three, the rest is time.
     mrope_interleaved: bool = False
+    # Pairs of height and width alternate first, those of time follow.
+    mrope_time_last: bool = False
     # Queries at position p are multiplied by `1 + query_growth * ln(1 + floor(p / query_growth_length))`.
     query_growth: float = 0.0
     query_growth_length: float = 1.0
@@ -128,6 +132,15 @@ class MoeConfig:
     own_norms: bool = False
     # Layers where a token's id alone chooses its experts, by a table of the checkpoint; all others route.
     hash_layers: frozenset[int] = frozenset()
+    # None: one kind of experts. Else `router` counts parts of them, which its score and its weighing concern.
+    kinds: ExpertKindsConfig | None = None
+
+    def with_top_k(self, top_k: int) -> MoeConfig:
+        """The same where a token chooses so many experts."""
+        if self.kinds is None:
+            return replace(self, router=replace(self.router, top_k=top_k))
+        kinds = replace(self.kinds, top_k=top_k)
+        return replace(self, router=replace(self.router, top_k=kinds.most_parts), kinds=kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,20 +216,6 @@ class LinearAttentionConfig:
     def conv_size(self) -> int:
         """Channels of the convolution: queries, keys, values; of Mamba values alone."""
         return self.value_size if self.step_rank else 2 * self.key_size + self.value_size
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What layers with grouped-query attention may differ in; filled by `ModelConfig.attention_shape`."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int  # Elements of a query or key; values are as long in the cache.
-    window: int | None  # Latest positions that a query sees, its own included; None: all.
-    has_sinks: bool
-    keys_are_values: bool  # Whether values have no projection of their own.
-    # Positions of a chunk: a query sees the earlier ones of its own chunk; None: no chunks.
-    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

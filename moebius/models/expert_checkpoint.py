@@ -125,6 +125,10 @@ class ExpertCheckpoint:
         checkpoint allows.
         """
         template = self.layout.layout.template(which)
-        size = (self.model.moe_intermediate_size, self.model.hidden_size)
+        number, first, width = self.model.stored_place(expert)
+        size = (width, self.model.hidden_size)
         shape = size[::-1] if which == "down" else size
-        return self.finder.find(self.layout.name(layer, expert, which), shape, template, expert)
+        found = self.finder.find(self.layout.name(layer, number, which), shape, template, number)
+        if width == self.model.moe_intermediate_size:
+            return found
+        return found.channels(range(first, first + self.model.moe_intermediate_size), which == "down")

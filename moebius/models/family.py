@@ -17,12 +17,12 @@ class VisionFamily:
     """The vision tower of a multimodal family."""
 
     read: Callable[[HfKeys, HfKeys], VisionConfig]  # Of config.json and of its `vision_config`.
-    # From checkpoint names to those of transformers' modules, below `visual`, `vision_tower`, `mm_projector`;
-    # tried in order, and what none matches is no part of the tower.
+    # From checkpoint names to those of transformers' modules, below `visual`, `vision_tower`, `mm_projector`,
+    # `resampler_model`; tried in order, and what none matches is no part of the tower.
     renames: tuple[RenameRule, ...]
     tower: str  # How transformers' classes of the tower begin.
     # A key of `gpu_service.vision.processor.PROCESSORS`.
-    processor: Literal["glm", "glm5", "kimi", "llama4", "minimax", "qwen"]
+    processor: Literal["ernie", "glm", "glm5", "kimi", "llama4", "minimax", "qwen"]
     # Names of the tokens in an image's place, by the fields of `gpu_service.vision.prompt.ImageLayout`: those
     # that the chat template leaves to the image processor. None: the image token alone, in the template, too.
     tokens: Mapping[str, str] = field(default_factory=dict)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moebius.models.attention_config import ExpertKindsConfig
+
 if TYPE_CHECKING:
     from moebius.models.config import ModelConfig
 
@@ -30,6 +32,8 @@ class MoeGeometry:
     # Where the experts of each decoder layer clamp instead; infinite: they do not; empty: `limit` in all.
     layer_limits: tuple[float, ...] = ()
     has_bias: bool = False  # Whether experts have biases.
+    # Experts are parts of those that the checkpoint stores; None: they are as stored.
+    kinds: ExpertKindsConfig | None = None
     num_zero_experts: int = 0  # Choices of the router besides, which no server knows of.
 
     @property
@@ -41,6 +45,12 @@ class MoeGeometry:
     def mean_top_k(self) -> float:
         """Experts that a token chooses on average, where it chooses evenly."""
         return self.top_k * self.num_experts / (self.num_experts + self.num_zero_experts)
+
+    def stored_place(self, expert: int) -> tuple[int, int, int]:
+        """Its number in the checkpoint, the first of its channels there, and the channels that are stored."""
+        if self.kinds is None:
+            return expert, 0, self.moe_intermediate_size
+        return self.kinds.stored_place(expert)
 
     def limit_of(self, layer: int) -> float:
         """Where the experts of a decoder layer clamp."""
@@ -64,5 +74,6 @@ class MoeGeometry:
             limit=moe.expert_limit,
             layer_limits=moe.expert_limits,
             has_bias=moe.expert_bias,
+            kinds=moe.kinds,
             num_zero_experts=moe.router.num_zero_experts,
         )

@@ -113,8 +113,7 @@ def _check_router(hf: HfKeys, router: RouterConfig) -> None:
 
 def _apply_overrides(hf: HfKeys, config: ModelConfig, overrides: ModelOverrides) -> ModelConfig:
     if overrides.top_k is not None:
-        router = replace(config.moe.router, top_k=overrides.top_k)
-        config = replace(config, moe=replace(config.moe, router=router))
+        config = replace(config, moe=config.moe.with_top_k(overrides.top_k))
     if overrides.max_model_len is not None:
         if overrides.max_model_len > config.max_model_len:
             raise hf.error("max_model_len", overrides.max_model_len, f"at most {config.max_model_len}")

@@ -83,6 +83,13 @@ _LLAMA4_VISION: dict[str, Any] = {
     "projector_input_dim": 16,
     "projector_output_dim": 16,
 }
+_ERNIE_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "patch_size": 4,
+}
 Tensor = torch.Tensor
 
 
@@ -211,6 +218,30 @@ class TextModel(TextTower):
         return getattr(transformers, f"{self.stem}ForCausalLM")(config)
 
 
+def _ernie_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """As Baidu writes it: in one level, sizes of either kind of experts in lists."""
+    inner, vision = dict(written["text_config"]), dict(written["vision_config"])
+    kinds, ropes = inner.pop("mlp_layer_types"), inner.pop("rope_parameters")
+    sparse = [index for index, kind in enumerate(kinds) if kind == "sparse"]
+    assert sparse == list(range(sparse[0], sparse[-1] + 1)), "a range of layers"
+    inner |= {
+        "moe_num_experts": [inner["moe_num_experts"]] * 2,
+        "moe_layer_start_index": [sparse[0]] * 2,
+        "moe_layer_end_index": [sparse[-1], sparse[0]],
+        "moe_layer_interval": 1,
+        "moe_use_aux_free": True,
+        "rope_theta": ropes["rope_theta"],
+        "rope_3d": True,
+        "freq_allocation": ropes["mrope_section"][2],
+    }
+    merges = {"spatial_conv_size": vision.pop("spatial_merge_size"), "temporal_conv_size": 2}
+    vision["mlp_ratio"] = vision.pop("intermediate_size") / vision["hidden_size"]
+    tokens = {key: value for key, value in written.items() if key.endswith("_token_id")}
+    tokens["im_patch_id"] = tokens.pop("image_token_id")
+    top = {"model_type": "ernie4_5_moe_vl", "dtype": written["dtype"], "vision_config": vision}
+    return inner | tokens | merges | top
+
+
 class LongcatModel(TextModel):
     """Transformers also writes gate and up of choices without weights, which were never released."""
 
@@ -270,6 +301,8 @@ def _fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 TEXT_TOWERS: dict[str, TextTower] = {
     "deepseek_v4": TextModel("DeepseekV4", {}, _deepseek_v4_names, published_config=_deepseek_v4_config),
+    "ernie4_5_vl_moe": TextTower("Ernie4_5_VLMoe", _ERNIE_VISION),
+    "ernie4_5_moe_vl": TextTower("Ernie4_5_VLMoe", _ERNIE_VISION, published_config=_ernie_config),
     "longcat_flash": LongcatModel("LongcatFlash", {}),
     "qwen3_5_moe": TextTower("Qwen3_5Moe", _QWEN_3_5_VISION, fuses_experts=True),
     "qwen4_exp": TextTower("Qwen4Exp", _QWEN_3_5_VISION, fuses_experts=True),
@@ -543,6 +576,33 @@ MULTIMODAL_MODELS: dict[str, dict[str, Any]] = {
             "index_local_blocks": 2,
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 1.0},
+        },
+        "shard_bytes": 60_000,
+    },
+    # Experts of text in three parts, those of images in one; then in two and in three.
+    "ernie4_5_vl_moe": {
+        "model_type": "ernie4_5_vl_moe",
+        "changes": {
+            "moe_intermediate_size": [36, 12],
+            "moe_num_experts": 7,
+            "moe_k": 3,
+            "moe_num_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "rope_parameters": _mrope([3, 3, 2]),
+        },
+    },
+    "ernie4_5_moe_vl_no_shared_tied": {
+        "model_type": "ernie4_5_moe_vl",
+        "changes": {
+            "moe_intermediate_size": [16, 24],
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_num_shared_experts": 0,
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+            "num_key_value_heads": 3,
+            "rms_norm_eps": 1e-4,
+            "tie_word_embeddings": True,
+            "rope_parameters": _mrope([2, 2, 4]) | {"rope_theta": 700.0},
         },
         "shard_bytes": 60_000,
     },

@@ -76,6 +76,21 @@ _MINIMAX_VISION: dict[str, Any] = {
     "num_attention_heads": 2,
     "patch_size": 4,
 }
+# What begins and ends the images of `tests/parity/test_vision.py`, which choose experts as images do.
+_ERNIE_TOKENS = {"image_start_token_id": 66, "image_end_token_id": 39}
+_ERNIE_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_heads": 2,
+    "patch_size": 4,
+}
+_ERNIE_PROCESSOR: dict[str, Any] = {
+    "patch_size": 4,
+    "merge_size": 2,
+    "size": {"shortest_edge": 128, "longest_edge": 4096},
+    "image_processor_type": "Ernie4_5_VLMoeImageProcessor",
+}
 _GRID_PROCESSOR: dict[str, Any] = {
     "patch_size": 4,
     "merge_size": 2,
@@ -168,6 +183,12 @@ VISION_MODELS: dict[str, TinyVision] = {
         _GRID_PROCESSOR | {"image_processor_type": "Qwen2VLImageProcessorFast"},
         family="qwen4_exp",
     ),
+    "ernie4_5_vl_moe": TinyVision("ernie4_5_vl_moe", _ERNIE_VISION, _ERNIE_PROCESSOR),
+    "ernie4_5_moe_vl_no_shared_tied": TinyVision(
+        "ernie4_5_moe_vl_no_shared_tied",
+        _ERNIE_VISION | {"depth": 3, "num_heads": 3, "intermediate_size": 48},
+        _ERNIE_PROCESSOR,
+    ),
     "kimi_k25": TinyVision("kimi_k25", _KIMI_VISION, _KIMI_PROCESSOR),
     "kimi_k25_two_dense_tied": TinyVision(
         "kimi_k25_two_dense_tied",
@@ -211,13 +232,16 @@ def write_vision_model(name: str, directory: Path, *, publish: bool = True) -> A
     tower = dataclasses.replace(TEXT_TOWERS[tiny.family or text.model_type], vision=tiny.vision)
     config = tower.config(_COMMON | text.changes)
     config.image_token_id = tiny.image_token
+    if name.startswith("ernie"):
+        for key, token in _ERNIE_TOKENS.items():
+            setattr(config, key, token)
     if text.model_type == "kimi_k25":
         config.projection_hidden_size = tiny.vision["hidden_size"]
     model = tower.model(config).eval()
     _randomize(model, seed=sum(name.encode()) + 1)
     model.save_pretrained(directory)
     if publish:
-        tower.publish(directory)
+        tower.publish(directory, text.changes)
     if publish and text.model_type == "kimi_k25":
         _put_patches_right(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(tiny.processor))
@@ -275,7 +299,10 @@ def reference_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[s
         "pixel_values": torch.cat([pixels for pixels, _ in made]),
         "image_grid_thw": grids,
     }
-    if name.startswith(("qwen", "glm4")):
+    if name.startswith("ernie"):
+        kinds = torch.tensor([IMAGE_TOKEN, *_ERNIE_TOKENS.values()])
+        inputs["moe_mm_token_type_ids"] = torch.isin(inputs["input_ids"], kinds).int()
+    if name.startswith(("ernie", "qwen", "glm4")):
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).int()
     return inputs
 
@@ -293,11 +320,15 @@ def _processed(name: str, file: bytes) -> tuple[torch.Tensor, torch.Tensor]:
 
         own = {key: value for key, value in settings.items() if key != "image_processor_type"}
         return _as_tensors(Glm5NextImageProcessorPil(**own).preprocess([image], return_tensors="np"))
+    from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import (
+        Ernie4_5_VLMoeImageProcessorPil,
+    )
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
     from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     kinds: dict[str, Any] = {
+        "Ernie4_5_VLMoeImageProcessor": Ernie4_5_VLMoeImageProcessorPil,
         "Glm4vImageProcessor": Glm4vImageProcessorPil,
         "Glm46VImageProcessor": Glm46VImageProcessorPil,
         "Qwen2VLImageProcessorFast": Qwen2VLImageProcessorPil,

@@ -74,7 +74,7 @@ class TorchExperts:
             stem = f"model.layers.{layer}.mlp.experts.{expert}."
             up, down = self.weights[stem + "up_proj.weight"], self.weights[stem + "down_proj.weight"]
             return down @ functional.relu(up @ hidden_state.float()).square()
-        gate, up, down = self._matrices(f"model.layers.{layer}.mlp.experts.", expert)
+        gate, up, down = self._part(f"model.layers.{layer}.mlp.experts.", expert)
         x = hidden_state.float()
         if self.config["model_type"].startswith("gemma4"):
             return down @ (functional.gelu(gate @ x, approximate="tanh") * (up @ x))
@@ -87,6 +87,20 @@ class TorchExperts:
             return down @ (clamped * torch.sigmoid(alpha * clamped) * ((up @ x).clamp(-limit, limit) + 1))
         limit = (self.config.get("swiglu_limits") or [None] * (layer + 1))[layer] or math.inf
         return down @ (functional.silu(gate @ x).clamp(max=limit) * (up @ x).clamp(-limit, limit))
+
+    def _part(self, stem: str, expert: int) -> list[torch.Tensor]:
+        """Of ERNIE 4.5 VL, parts of the text's experts, then of those of images, all equally wide."""
+        widths = self.config["moe_intermediate_size"] if "moe_k" in self.config else 0
+        if not isinstance(widths, list):
+            return self._matrices(stem, expert)
+        experts = self.config["moe_num_experts"]
+        experts = experts[0] if isinstance(experts, list) else experts
+        size, numbers = math.gcd(*widths), [*[0] * experts, *[1] * experts]
+        places = [(n, first) for n, kind in enumerate(numbers) for first in range(0, widths[kind], size)]
+        number, first = places[expert]
+        gate, up, down = self._matrices(stem, number)
+        channels = slice(first, first + size)
+        return [gate[channels], up[channels], down[:, channels]]
 
     def _matrices(self, stem: str, expert: int) -> list[torch.Tensor]:
         """Gate, up and down `[out, in]`, whether experts have tensors of their own or one for all."""

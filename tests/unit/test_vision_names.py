@@ -22,6 +22,8 @@ MODELS = {
 }
 _PREFIXES = (
     "mm_projector.",
+    "model.resampler_model.",
+    "model.vision_model.",
     "model.visual.",
     "multi_modal_projector.",
     "patch_merge_mlp.",
@@ -42,7 +44,7 @@ def test_released_names_fill_the_tower(name: str) -> None:
     family = family_of(config["model_type"])
     vision = family.vision
     assert vision is not None
-    tower = _build(config, config["text_config"]["hidden_size"])
+    tower = _build(config, config.get("text_config", config)["hidden_size"])
     found: dict[str, tuple[int, ...]] = {}
     for pattern, _, shape in MODELS[name].tensors:
         for published in expand(pattern) if pattern.startswith(_PREFIXES) else ():

@@ -204,6 +204,81 @@ def zero_experts(
     return output
 
 
+@jit
+def choose_by_kind_kernel(
+    input_ids_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    first_weights_ptr: tl.tensor,
+    first_ids_ptr: tl.tensor,
+    second_weights_ptr: tl.tensor,
+    second_ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    num_tokens: int,
+    num_experts: int,
+    FIRST_PARTS: tl.constexpr,
+    SECOND_PARTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+) -> None:
+    """Program t: the parts that row t is computed by, of experts of its kind."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(input_ids_ptr + row)
+    listed = tl.arange(0, BLOCK_TOKENS)
+    others = tl.load(tokens_ptr + listed, mask=listed < num_tokens, other=-1)
+    is_second = tl.max(tl.where((others == token) & (listed < num_tokens), 1, 0), axis=0)
+    parts = tl.where(is_second == 1, SECOND_PARTS, FIRST_PARTS)
+    begin = tl.where(is_second == 1, num_experts * FIRST_PARTS, 0)
+    place = tl.arange(0, BLOCK)
+    choice = place // parts
+    used = choice < TOP_K
+    in_first, in_second = used & (is_second == 0), used & (is_second == 1)
+    at = row * TOP_K + choice
+    # Of the two loads one is masked as a whole.
+    ids = tl.load(first_ids_ptr + at, mask=in_first, other=-1)
+    ids = tl.maximum(ids, tl.load(second_ids_ptr + at, mask=in_second, other=-1))
+    weights = tl.load(first_weights_ptr + at, mask=in_first, other=0.0)
+    weights += tl.load(second_weights_ptr + at, mask=in_second, other=0.0)
+    ids = tl.where(ids < 0, -1, begin + ids * parts + place % parts)
+    tl.store(weights_ptr + row * SIZE + place, weights, mask=place < SIZE)
+    tl.store(ids_ptr + row * SIZE + place, ids, mask=place < SIZE)
+
+
+def choose_by_kind(
+    input_ids: torch.Tensor,
+    second_tokens: torch.Tensor,
+    first: tuple[torch.Tensor, torch.Tensor],
+    second: tuple[torch.Tensor, torch.Tensor],
+    num_experts: int,
+    num_parts: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, top_k = first[1].shape
+    size = top_k * max(num_parts)
+    weights = torch.empty((tokens, size), dtype=torch.float32, device=input_ids.device)
+    ids = torch.empty((tokens, size), dtype=torch.int32, device=input_ids.device)
+    if tokens:
+        choose_by_kind_kernel[(tokens,)](
+            input_ids,
+            second_tokens,
+            *first,
+            *second,
+            weights,
+            ids,
+            second_tokens.shape[0],
+            num_experts,
+            FIRST_PARTS=num_parts[0],
+            SECOND_PARTS=num_parts[1],
+            TOP_K=top_k,
+            SIZE=size,
+            BLOCK=next_power_of_2(size),
+            BLOCK_TOKENS=next_power_of_2(second_tokens.shape[0]),
+            num_warps=1,
+        )
+    return weights, ids
+
+
 def route(
     router_logits: torch.Tensor,
     correction_bias: torch.Tensor | None,

@@ -35,7 +35,7 @@ from gpu_service.ops.triton.linear_attention_chunks import (
 from gpu_service.ops.triton.ngrams import ngram_rows
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.triton.rope import apply_rope, qk_norm_rope, rope_table
-from gpu_service.ops.triton.router import route, zero_experts
+from gpu_service.ops.triton.router import choose_by_kind, route, zero_experts
 from gpu_service.ops.triton.sampling import argmax_and_finite, mask_logits
 from gpu_service.ops.triton.selective_scan import selective_scan_extend, selective_scan_update
 from gpu_service.ops.triton.state_space import (
@@ -81,6 +81,7 @@ IMPLEMENTATIONS = {
     "ngram_rows": Implementation(ngram_rows),
     "route": Implementation(route),
     "zero_experts": Implementation(zero_experts),
+    "choose_by_kind": Implementation(choose_by_kind),
     "fp8_linear": Implementation(fp8_linear),
     "argmax_and_finite": Implementation(argmax_and_finite),
     "mask_logits": Implementation(mask_logits),
