@@ -7,19 +7,13 @@ from a seed. Each of an order's heads takes it modulo a prime of its own and has
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 
 from gpu_service.ops.registry import Op
 from moebius.models.attention_config import NGramConfig
-
-_MASK64 = 2**64 - 1
-# Of the splitmix64 generator (Steele, Lea, Flood 2014).
-_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# Seeds of layers are so far apart.
-_LAYER_STEP = 10007
+from moebius.models.ngrams import hash_factors, hash_primes
 
 
 class NGramTable(NamedTuple):
@@ -31,37 +25,9 @@ class NGramTable(NamedTuple):
     num_rows: int  # Of the table, padding included.
 
 
-def _splitmix64(value: int) -> int:
-    value = (value + _GAMMA) & _MASK64
-    value = ((value ^ (value >> 30)) * _FIRST) & _MASK64
-    value = ((value ^ (value >> 27)) * _SECOND) & _MASK64
-    return value ^ (value >> 31)
-
-
-def _is_prime(value: int) -> bool:
-    if value < 4:
-        return value > 1
-    return value % 2 == 1 and all(value % divisor for divisor in range(3, math.isqrt(value) + 1, 2))
-
-
-def _primes(start: int, skipped: int, count: int) -> list[int]:
-    """`count` primes from `start` on, after the first `skipped` ones."""
-    found: list[int] = []
-    candidate = start
-    while len(found) < skipped + count:
-        if _is_prime(candidate):
-            found.append(candidate)
-        candidate += 1
-    return found[skipped:]
-
-
 def ngram_table(sizes: NGramConfig, place: int, vocab_size: int, device: torch.device | str) -> NGramTable:
     """Of the `place`-th layer that embeds n-grams."""
-    # No product of a token and a factor exceeds 63 bits.
-    half = max(1, (2**63 - 1) // max(vocab_size, 1) // 2)
-    seed = sizes.seed + _LAYER_STEP * place
-    factors = [2 * (_splitmix64((seed + _GAMMA * (i + 1)) & _MASK64) % half) + 1 for i in range(sizes.size)]
-    primes = _primes(sizes.vocab_base, place * sizes.num_hashes, sizes.num_hashes)
+    factors, primes = hash_factors(sizes, place, vocab_size), hash_primes(sizes, place)
     offsets = [sum(primes[:i]) for i in range(len(primes))]
     num_rows = -(-sum(primes) // sizes.padded_to) * sizes.padded_to
     lists = factors, primes, offsets

@@ -25,7 +25,7 @@ from gguf import (
 from numpy.typing import NDArray
 
 from tests.helpers.gguf_linear import Converted, linear_tensors
-from tests.helpers.gguf_metadata import ARCHITECTURES, write_metadata
+from tests.helpers.gguf_metadata import ARCHITECTURES, NEWER, write_metadata
 
 FLOATS = ("F32", "F16", "BF16")
 # Position of the float16 factors in a block of types that the package can only dequantise.
@@ -149,7 +149,8 @@ def gguf_tensors(
     names = get_tensor_name_map(arch, model.config.num_hidden_layers)
     found: dict[str, tuple[NDArray[Any], str]] = {}
     for name, values in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+        is_copy = name == "lm_head.weight" and model.config.tie_word_embeddings
+        if is_copy or not values.is_floating_point():
             continue
         linear = list(linear_tensors(model.config, name, values.shape, latent_split))
         if linear:
@@ -190,7 +191,7 @@ def _prediction_layer(
     """A decoder layer more, and the tensors that join it to the model."""
     last, block = f"blk.{position - 1}.", f"blk.{position}."
     found = {name.replace(last, block): stored for name, stored in tensors.items() if name.startswith(last)}
-    norm = tensors["output_norm.weight"]
+    norm = tensors["output_hc_norm.weight" if "output_hc_norm.weight" in tensors else "output_norm.weight"]
     return found | {f"{block}nextn.{name}.weight": norm for name in ("enorm", "hnorm", "shared_head_norm")}
 
 
@@ -215,7 +216,8 @@ def write_gguf(
     """
     config = model.config
     arch = MODEL_ARCH[architecture or ARCHITECTURES[config.model_type]]
-    writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch], split_max_tensors=max_tensors)
+    architecture_name = NEWER.get(config.model_type, MODEL_ARCH_NAMES[arch])
+    writer = GGUFWriter(path, architecture_name, split_max_tensors=max_tensors)
     write_metadata(writer, config, latent_split=latent_split, prediction_layers=int(prediction_layer))
     if describe is not None:
         describe(writer)

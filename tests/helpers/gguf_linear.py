@@ -81,7 +81,10 @@ def linear_tensors(config: Any, name: str, shape: torch.Size, split: bool) -> It
         yield from _mamba2_tensors(config, name, places)
     if config.model_type not in LINEAR:
         return
-    tiled = config.model_type == "qwen3_5_moe_text"
+    tiled = config.model_type != "qwen3_next"
+    if config.model_type == "qwen4_exp_text" and (own := list(_qwen4_tensors(config, name, places))):
+        yield from own
+        return
     stem, _, last = name.partition("linear_attn.")
     if name.endswith("norm.weight") and last != "norm.weight":
         yield Converted(name, places, lambda values: values + 1, lambda values: values - 1)
@@ -104,6 +107,42 @@ def linear_tensors(config: Any, name: str, shape: torch.Size, split: bool) -> It
         yield Converted(name, _tiled(config, places))
     elif last == "out_proj.weight" and tiled:
         yield Converted(name, _tiled(config, places, axis=1))
+
+
+# Of modules that are nobody else's, below their layer or in the place of the last norm.
+_MIXED = {
+    "hc_norm": "norm",
+    "input_mix_weight_down": "down",
+    "input_mix_weight_up": "up",
+    "block_inject_weight": "inject",
+}
+
+
+def _qwen4_tensors(config: Any, name: str, places: torch.Tensor) -> Iterator[Converted]:
+    """Norms have one added; one projection of queries and a key is two."""
+    module, _, _ = name.removesuffix(".weight").rpartition(".")
+    last, block = name.removesuffix(".weight").rpartition(".")[2], ""
+    if ".layers." in name:
+        block = f"blk.{name.split('.')[2]}"
+    plus_one = (lambda values: values + 1), (lambda values: values - 1)
+    if last in _MIXED:
+        kind = {"attn_hyper_connection": "hc_attn", "mlp_hyper_connection": "hc_ffn"}
+        stem = f"{block}.{kind[module.rpartition('.')[2]]}" if ".layers." in name else "output_hc"
+        change = plus_one if last == "hc_norm" else (_same, _same)
+        yield Converted(f"{stem}_{_MIXED[last]}.weight", places, *change, gguf=True)
+    elif last == "index_qk_proj":
+        rows = config.indexer_n_heads * config.indexer_head_dim
+        for part, own in (("q", places[:rows]), ("k", places[rows:])):
+            yield Converted(f"{block}.indexer.{part}_proj.weight", own, gguf=True)
+    elif last in ("q_layernorm", "k_layernorm"):
+        yield Converted(f"{block}.indexer.{last[0]}_norm.weight", places, *plus_one, gguf=True)
+    elif last == "ngram_embedding":
+        yield Converted("per_layer_token_embd.weight", places, gguf=True)
+    elif ".ple." in name and last.startswith("norm_"):
+        yield Converted(f"{block}.ple_{last}.weight", places, *plus_one, gguf=True)
+    elif ".ple." in name:
+        stored = places.squeeze(1) if last == "conv1d" else places
+        yield Converted(f"{block}.ple_{last.removesuffix('_proj')}.weight", stored, gguf=True)
 
 
 def _mamba2_tensors(config: Any, name: str, places: torch.Tensor) -> Iterator[Converted]:

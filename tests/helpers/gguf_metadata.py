@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
+from gguf import ExpertGatingFuncType, GGUFValueType, GGUFWriter, RopeScalingType
+
+from moebius.models.attention_config import NGramConfig
+from moebius.models.ngrams import hash_factors, hash_primes
 
 # Names in gguf.MODEL_ARCH.
 ARCHITECTURES = {
@@ -30,9 +33,12 @@ ARCHITECTURES = {
     "qwen3_moe": "QWEN3MOE",
     "qwen3_next": "QWEN3NEXT",
 }
+# Architectures that the package does not know, here with the one whose names it has for most tensors.
+NEWER = {"qwen4_exp_text": "qwen4exp"}
+ARCHITECTURES["qwen4_exp_text"] = "QWEN35MOE"
 _SIGMOID = ("afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm_moe_dsa", "minimax_m2")
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm_moe_dsa")
-LINEAR = ("qwen3_5_moe_text", "qwen3_next")
+LINEAR = ("qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text")
 MAMBA2 = ("granitemoehybrid", "nemotron_h")
 
 
@@ -93,6 +99,8 @@ def write_metadata(
     writer.add_value_length(head_dim)
     if kind in LINEAR:
         _write_linear(writer, config)
+    if kind == "qwen4_exp_text":
+        _write_streams_and_ngrams(writer, config)
     if kind in ("glm4_moe", "minimax_m2", *LINEAR):
         partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
         writer.add_rope_dimension_count(int(head_dim * partial))
@@ -191,6 +199,51 @@ def _write_linear(writer: GGUFWriter, config: Any) -> None:
     writer.add_full_attention_interval(4)
     if sections := config.rope_parameters.get("mrope_section"):
         writer.add_rope_dimension_sections([*sections, 0])
+
+
+def _write_streams_and_ngrams(writer: GGUFWriter, config: Any) -> None:
+    """Keys that the package has no functions for."""
+    (layer,) = config.ple_layer_ids
+    table = NGramConfig(
+        (layer - 1,),
+        config.ngram_size,
+        config.heads_per_ngram,
+        config.ple_embed_dim,
+        config.ngram_vocab_size_base,
+        config.make_ngram_vocab_size_divisible_by,
+        1,
+        config.seed,
+        config.eos_token_id,
+        config.ple_conv_kernel_size,
+    )
+    primes = hash_primes(table, 0)
+    arch = writer.arch
+    numbers = {
+        "hyper_connection.count": config.hc_count,
+        "hyper_connection.low_rank": config.hc_lowrank,
+        "ple.ngram_size": config.ngram_size,
+        "ple.heads_per_ngram": config.heads_per_ngram,
+        "ple.conv_kernel": config.ple_conv_kernel_size,
+        "ple.eos_token_id": config.eos_token_id,
+        "ple.image_token_id": 5,
+        "embedding_length_per_layer_input": table.row_dim,
+    }
+    for name, number in numbers.items():
+        writer.add_uint32(f"{arch}.{name}", number)
+    writer.add_indexer_head_count(config.indexer_n_heads)
+    writer.add_indexer_key_length(config.indexer_head_dim)
+    writer.add_indexer_top_k(config.indexer_budget)
+    ratios = _by_layer(config, "indexed_attention", config.indexer_compress_ratio)
+    writer.add_array(f"{arch}.attention.compress_ratios", ratios)
+    writer.add_array(f"{arch}.ple.layers", [layer - 1])
+    of_hashes = {
+        "layer_multipliers": hash_factors(table, 0, config.vocab_size),
+        "head_offsets": [sum(primes[:i]) for i in range(len(primes))],
+        "head_vocab_sizes": primes,
+    }
+    for name, listed in of_hashes.items():
+        kinds = GGUFValueType.ARRAY, GGUFValueType.UINT64
+        writer.add_key_value(f"{arch}.ple.{name}", listed, kinds[0], sub_type=kinds[1])
 
 
 def _by_layer(config: Any, kind: str, value: int) -> list[int]:

@@ -263,6 +263,34 @@ CASES: dict[str, GgufModelCase] = {
         _SMALL | _LINEAR | {"linear_num_value_heads": 2, "rope_parameters": _PARTIAL_YARN},
         fused=True,
     ),
+    # Rows of the table of n-grams are what the file says that they are padded to.
+    "qwen4_exp": GgufModelCase(
+        "qwen4_exp_text",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | _LINEAR
+        | {
+            "rms_norm_eps": 1e-2,
+            "linear_num_value_heads": 6,
+            "linear_value_head_dim": 8,
+            "output_gate_type": "sigmoid",
+            "hc_count": 3,
+            "hc_lowrank": 32,
+            "indexer_n_heads": 16,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 6,
+            "indexer_compress_ratio": 3,
+            "ple_layer_ids": [2],
+            "ple_embed_dim": 128,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 53,
+            "make_ngram_vocab_size_divisible_by": 250,
+            "split_ngram_parts": 1,
+            "rope_parameters": _PARTIAL | {"mrope_section": [1, 1, 0]},
+        },
+        prediction_layer=True,
+    ),
     "granitemoehybrid": GgufModelCase(
         "granitemoehybrid",
         GgufTypes("Q4_0", "Q8_0", "Q8_0"),

@@ -26,13 +26,16 @@ from gpu_service.ops.triton.kv import mean_index_keys as triton_mean_index_keys
 from gpu_service.ops.triton.ngrams import ngram_rows as triton_ngram_rows
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import shard_config
+from moebius.checkpoint.errors import CheckpointError
 from moebius.models.attention_config import BlockIndexerConfig, NGramConfig
 from moebius.models.config import ModelConfigError
 from moebius.models.read import read_model_config
 from tests.equality.test_no_hidden_waits import NoQuestions
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.gguf_models import CASES
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.published_checkpoints import Published
-from tests.helpers.tiny_models import TINY_MODELS, choosing_at_most, write_tiny_model
+from tests.helpers.tiny_models import TINY_MODELS, TinyModel, choosing_at_most, write_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_SELF, OP_FLOAT32
 
 VOCAB, END = 90, 4
@@ -252,3 +255,14 @@ def test_models_without_ngrams_compose(tmp_path: Path) -> None:
     config = _read(tmp_path, ple_layer_ids=[], eos_token_id="absent")
     assert (config.ngram, make_states(config, 2, torch.float32, "meta") is None) == (None, False)
     assert build_model(config).config is config
+
+
+def test_files_with_other_hashes_are_refused(tmp_path: Path) -> None:
+    """GGUF files have their numbers; here they follow from a seed that files do not have."""
+    case = CASES["qwen4_exp"]
+    reference = write_tiny_model(
+        TinyModel(case.model_type, case.changes | {"seed": 5}), tmp_path / "hf", seed=1
+    )
+    write_gguf(reference, tmp_path / "other.gguf", case.types)
+    with pytest.raises(CheckpointError, match=r"ple.layer_multipliers.*which follow from seed 1234"):
+        read_model_config(tmp_path / "other.gguf")

@@ -28,6 +28,8 @@ from typing import Literal
 #   channel_taps the same of a convolution over another number of channels
 #   gate_half    the gate matrix of what here is one matrix of gates, then ups
 #   up_half      the other one
+#   first_rows   what comes first of a matrix whose rows are in two
+#   later_rows   the rest of it
 #   mixed_part   queries, keys and values of linear attention, which here lie by key head
 #   gate_part    the gates next to them
 #   tiled_...    value heads alternate between the key heads they belong to; here those of one follow each
@@ -48,6 +50,8 @@ Change = Literal[
     "channel_taps",
     "gate_half",
     "up_half",
+    "first_rows",
+    "later_rows",
     "mixed_part",
     "gate_part",
     "tiled_rows",
@@ -63,7 +67,9 @@ class GgufRule:
     """One row of the table."""
 
     pattern: str  # Matched against the whole name.
-    replacement: str | None  # `re` replacement template; None: the tensor is nobody's (left out on purpose).
+    # `re` replacement template, in which `<key>` is the number, or the only one of a list, that the metadata
+    # has under this key; None: the tensor is nobody's (left out on purpose).
+    replacement: str | None
     # A published name that the rule applies to, and what becomes of it.
     example: tuple[str, str | None]
     change: Change = "same"

@@ -164,6 +164,12 @@ def _one_after_the_other(model: GgufModel, gate: TensorInfo, up: TensorInfo) -> 
     return _gathered([gate, up], np.arange(gate.shape[0] + up.shape[0]))
 
 
+def _rows_together(model: GgufModel, first: TensorInfo, later: TensorInfo) -> TensorInfo:
+    if len(later.shape) != 2 or first.shape[1:] != later.shape[1:]:
+        raise _misfit(model, later, f"rows as long as those of {first.name} {list(first.shape)}")
+    return _gathered([first, later], np.arange(first.shape[0] + later.shape[0]))
+
+
 def _mixed_by_key_head(model: GgufModel, mixed: TensorInfo, gate: TensorInfo) -> TensorInfo:
     """in_proj_qkvz: of each key head its query, its key, and the values and gates that belong to it."""
     heads = linear_heads(model)
@@ -199,4 +205,5 @@ _MERGES: tuple[
     (("key_part", "value_part"), "attn_k_b and attn_v_b", _merged_latent),
     (("mixed_part", "gate_part"), "attn_qkv and attn_gate", _mixed_by_key_head),
     (("gate_half", "up_half"), "ffn_gate_shexp and ffn_up_shexp", _one_after_the_other),
+    (("first_rows", "later_rows"), "indexer.q_proj and indexer.k_proj", _rows_together),
 )

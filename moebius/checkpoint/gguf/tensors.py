@@ -22,6 +22,7 @@ from moebius.checkpoint.matrix_finder import side_name
 STACKED_LAYOUTS = ("stacked_projections", "stacked_gate_up")
 # Values that were quantised in blocks nothing packs are packed as this: nearly exact, at 2 bytes a weight.
 PACKED_AS = "bfloat16"
+_NUMBER = re.compile(r"<(.*?)>")
 _ROUTED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?P<which>gate_up|gate|up|down)_proj\.weight")
 
 
@@ -42,7 +43,7 @@ def gguf_index(model_path: str | Path, model: GgufModel, rules: tuple[GgufRule, 
         elif is_part(renamed.change):
             parts.setdefault(renamed.name, {})[renamed.change] = in_floats(stored, stored.name)
         else:
-            found = _tensors(model, stored, renamed.name, renamed.change)
+            found = _tensors(model, stored, _with_numbers(model, renamed.name), renamed.change)
             _check_new(model, stored, tensors, found)
             tensors |= found
     if unknown:
@@ -54,6 +55,20 @@ def gguf_index(model_path: str | Path, model: GgufModel, rules: tuple[GgufRule, 
     missing = {name: by_change for name, by_change in parts.items() if name not in tensors}
     tensors |= {name: merged(model, name, by_change) for name, by_change in missing.items()}
     return CheckpointIndex(Path(model_path), tensors, STACKED_LAYOUTS)
+
+
+def _with_numbers(model: GgufModel, name: str) -> str:
+    """A name with the metadata's numbers in it, see `GgufRule`. Raises CheckpointError for none."""
+
+    def number(match: re.Match[str]) -> str:
+        value = model.value(match[1])
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if type(value) is not int:
+            named = f"{model.architecture}.{match[1]}"
+            raise CheckpointError(f"{model.file}: {named} is {value!r}; allowed: one number, for {name}")
+        return str(value)
+
+    return _NUMBER.sub(number, name)
 
 
 def _check_new(

@@ -149,7 +149,7 @@ _NEXT_RULES = (
     gguf_layer("ssm_conv1d.weight", "linear_attn.conv1d.weight", "taps"),
     *gguf_linear("ssm_out", "linear_attn.out_proj"),
 )
-_RULES_3_5 = (
+RULES_3_5 = (
     *ONE_PLUS_WEIGHT_NORM_RULES,
     gguf_layer("attn_qkv.weight", "linear_attn.in_proj_qkv.weight", "tiled_mixed"),
     gguf_layer("attn_gate.weight", "linear_attn.in_proj_z.weight", "tiled_rows"),
@@ -162,7 +162,7 @@ _RULES_3_5 = (
 )
 
 
-def _linear_of_three(keys: MetadataKeys, config: Config) -> Config:
+def linear_of_three(keys: MetadataKeys, config: Config) -> Config:
     """The same with positions in time, height and width; files have room for a fourth part."""
     found, name = gguf_linear_attention(keys, config), "rope.dimension_sections"
     keys.skip(name)
@@ -208,7 +208,7 @@ FAMILIES = (
         # Without the vision tower, which is a file of another kind.
         gguf=(
             GgufFamily(
-                "qwen35moe", LINEAR_KEYS, 1, {"norm_topk_prob": True}, _linear_of_three, rules=_RULES_3_5
+                "qwen35moe", LINEAR_KEYS, 1, {"norm_topk_prob": True}, linear_of_three, rules=RULES_3_5
             ),
         ),
     ),

@@ -8,23 +8,32 @@ configuration in public tests.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from moebius.checkpoint.gguf.family import Config, GgufFamily
+from moebius.checkpoint.gguf.names import GgufRule, gguf_layer, gguf_linear, gguf_top
 from moebius.models.attention_config import BlockIndexerConfig, HyperConnectionConfig, NGramConfig
 from moebius.models.common import FULL, read_common, read_mtp_layers, read_softmax_router
 from moebius.models.config import ModelConfig, RopeConfig
 from moebius.models.families.qwen3_next import (
     LINEAR,
+    LINEAR_KEYS,
     MTP_KEYS,
+    RULES_3_5,
     SECTIONS,
+    linear_of_three,
     read_gated_moe,
     read_linear_attention,
 )
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.names import MTP, SHARED, TEXT, TEXT_SHARED, VISION, VISUAL, TensorNames, drop, rename
+from moebius.models.ngrams import hash_factors, hash_primes
 from moebius.models.rope import read_rope
 from moebius.models.vision import read_grid_vision
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 _INDEXED = "indexed_attention"
 _DEFAULT_SIZE, _DEFAULT_SEED = 3, 1234
@@ -149,6 +158,97 @@ _NAMES = TensorNames(
     (MTP, VISION, *_OWN, TEXT_SHARED, TEXT, SHARED), ("fused", "per_expert"), mtp_layers=True
 )
 
+_GGUF_KEYS = LINEAR_KEYS | {
+    "attention.compress_ratios": "indexer_compress_ratio",
+    "attention.indexer.head_count": "indexer_n_heads",
+    "attention.indexer.key_length": "indexer_head_dim",
+    "attention.indexer.top_k": "indexer_budget",
+    "hyper_connection.count": "hc_count",
+    "hyper_connection.low_rank": "hc_lowrank",
+    "ple.conv_kernel": "ple_conv_kernel_size",
+    "ple.heads_per_ngram": "heads_per_ngram",
+    "ple.ngram_size": "ngram_size",
+}
+_TABLE = "per_layer_token_embd.weight"
+
+
+def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
+    """Files have the numbers of hashes, which here follow from a seed: they are compared with those.
+
+    Raises CheckpointError where they are others.
+    """
+    model, found = keys.model, linear_of_three(keys, config)
+    layers = model.value("ple.layers")
+    keys.skip("ple.layers", "ple.image_token_id", "ple.head_offsets")
+    if not layers:
+        return found | {"ple_layer_ids": []}
+    table = model.tensors.get(_TABLE)
+    if table is None or len(layers) != 1:
+        raise keys.error("ple.layers", layers, f"one layer, and a tensor {_TABLE!r}")
+    primes = model.value("ple.head_vocab_sizes")
+    end = keys.integer("ple.eos_token_id")
+    rows = table.shape[0]
+    width = keys.integer("embedding_length_per_layer_input")
+    sizes = NGramConfig(
+        layers=(layers[0],),
+        size=config["ngram_size"],
+        heads=config["heads_per_ngram"],
+        embed_dim=width * (config["ngram_size"] - 1) * config["heads_per_ngram"],
+        vocab_base=primes[0],
+        padded_to=rows,
+        parts=1,
+        seed=_DEFAULT_SEED,
+        end_token_id=end,
+        conv_taps=config["ple_conv_kernel_size"],
+    )
+    expected = {
+        "ple.head_vocab_sizes": hash_primes(sizes, 0),
+        "ple.layer_multipliers": hash_factors(sizes, 0, config["vocab_size"]),
+    }
+    for name, numbers in expected.items():
+        keys.skip(name)
+        if list(model.value(name)) != numbers:
+            raise keys.error(name, model.value(name), f"{numbers}, which follow from seed {_DEFAULT_SEED}")
+    return found | {
+        "ple_layer_ids": [layers[0] + 1],
+        "ple_embed_dim": sizes.embed_dim,
+        "ngram_vocab_size_base": sizes.vocab_base,
+        "make_ngram_vocab_size_divisible_by": rows,
+        "split_ngram_parts": 1,
+        # No n-gram reaches beyond the first.
+        "eos_token_id": list(dict.fromkeys((end, *config["eos_token_id"]))),
+    }
+
+
+def _gguf_mixer(prefix: str, module: str) -> tuple[GgufRule, ...]:
+    return (
+        gguf_layer(f"{prefix}_norm.weight", f"{module}.hc_norm.weight", "one_plus_weight"),
+        *gguf_linear(f"{prefix}_down", f"{module}.input_mix_weight_down"),
+        *gguf_linear(f"{prefix}_up", f"{module}.input_mix_weight_up"),
+        *gguf_linear(f"{prefix}_inject", f"{module}.block_inject_weight"),
+    )
+
+
+_GGUF_RULES = (
+    gguf_top("output_hc_norm.weight", "model.norm.hc_norm.weight", "one_plus_weight"),
+    gguf_top("output_hc_down.weight", "model.norm.input_mix_weight_down.weight"),
+    gguf_top("output_hc_up.weight", "model.norm.input_mix_weight_up.weight"),
+    *_gguf_mixer("hc_attn", "attn_hyper_connection"),
+    *_gguf_mixer("hc_ffn", "mlp_hyper_connection"),
+    gguf_layer("indexer.q_proj.weight", "self_attn.indexer.index_qk_proj.weight", "first_rows"),
+    gguf_layer("indexer.k_proj.weight", "self_attn.indexer.index_qk_proj.weight", "later_rows"),
+    gguf_layer("indexer.q_norm.weight", "self_attn.indexer.q_layernorm.weight", "one_plus_weight"),
+    gguf_layer("indexer.k_norm.weight", "self_attn.indexer.k_layernorm.weight", "one_plus_weight"),
+    *gguf_linear("ple_key", "ple.key_proj"),
+    *gguf_linear("ple_value", "ple.value_proj"),
+    gguf_layer("ple_norm_key.weight", "ple.norm_key.weight", "one_plus_weight"),
+    gguf_layer("ple_norm_query.weight", "ple.norm_query.weight", "one_plus_weight"),
+    gguf_layer("ple_norm_conv.weight", "ple.norm_conv.weight", "one_plus_weight"),
+    gguf_layer("ple_conv1d.weight", "ple.conv1d.weight", "channel_taps"),
+    gguf_top(_TABLE, "model.layers.<ple.layers>.ple.ple_embedding.ngram_embedding.shard_0.weight"),
+    *RULES_3_5,
+)
+
 FAMILIES = (
     Family(
         "qwen4_exp",
@@ -156,5 +256,20 @@ FAMILIES = (
         _NAMES,
         VisionFamily(read_grid_vision, (VISUAL,), tower="Qwen4Exp", processor="qwen"),
     ),
-    Family("qwen4_exp_text", read_qwen4_exp, _NAMES),
+    Family(
+        "qwen4_exp_text",
+        read_qwen4_exp,
+        _NAMES,
+        # Without the vision tower, which is a file of another kind.
+        gguf=(
+            GgufFamily(
+                "qwen4exp",
+                _GGUF_KEYS,
+                1,
+                {"norm_topk_prob": True, "output_gate_type": "sigmoid", "indexer_kv_heads": 1},
+                _gguf_config,
+                rules=_GGUF_RULES,
+            ),
+        ),
+    ),
 )
