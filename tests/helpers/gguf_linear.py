@@ -124,12 +124,12 @@ def _qwen4_tensors(config: Any, name: str, places: torch.Tensor) -> Iterator[Con
     last, block = name.removesuffix(".weight").rpartition(".")[2], ""
     if ".layers." in name:
         block = f"blk.{name.split('.')[2]}"
-    plus_one = (lambda values: values + 1), (lambda values: values - 1)
+    plus_one: tuple[Function, Function] = (lambda values: values + 1), (lambda values: values - 1)
     if last in _MIXED:
         kind = {"attn_hyper_connection": "hc_attn", "mlp_hyper_connection": "hc_ffn"}
         stem = f"{block}.{kind[module.rpartition('.')[2]]}" if ".layers." in name else "output_hc"
-        change = plus_one if last == "hc_norm" else (_same, _same)
-        yield Converted(f"{stem}_{_MIXED[last]}.weight", places, *change, gguf=True)
+        forward, backward = plus_one if last == "hc_norm" else (_same, _same)
+        yield Converted(f"{stem}_{_MIXED[last]}.weight", places, forward, backward, gguf=True)
     elif last == "index_qk_proj":
         rows = config.indexer_n_heads * config.indexer_head_dim
         for part, own in (("q", places[:rows]), ("k", places[rows:])):
