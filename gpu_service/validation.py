@@ -64,6 +64,10 @@ def make_requests(
     _check_ranges(sampling, bounds)
     # What is long in them (prompt, bias, stop tokens) exists once, however many outputs are asked for.
     params = _params(sampling, len(prompt), bounds)
+    if params.prompt_logprobs is not None and vision is not None and vision.sees_ahead:
+        raise InvalidField(
+            "sampling_params.prompt_logprobs", params.prompt_logprobs, "absent with images of this model"
+        )
     return [
         Request(
             request_id=message.request_id,

@@ -46,10 +46,22 @@ def load_vision(config: MoebiusConfig, model: ModelConfig, device: torch.device)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{config.model.model}: vision_config can not be used: {error}") from error
     load_tower(tower, config.model.model, model.model_type)
+    _check_budget(config, model, preparer)
     encoder = ImageEncoder(tower, device, config.images.image_cache_mib * _MIB)
     _try_once(encoder, preparer, model.hidden_size)
     _log.info("the vision tower is loaded", mib=round(parameter_bytes(tower) / _MIB))
     return Vision(encoder, preparer)
+
+
+def _check_budget(config: MoebiusConfig, model: ModelConfig, preparer: ImagePreparer) -> None:
+    """Raises UserError where an image of the largest size would never fit into a step."""
+    assert model.vision is not None
+    most, budget = preparer.max_patches // model.vision.merge_size**2, config.gpu.max_num_batched_tokens
+    if model.vision.sees_ahead and most > budget:
+        raise UserError(
+            f"max_num_batched_tokens: {budget} is too little for images of this model, of up to {most} "
+            f"tokens in one step; allowed: at least {most}"
+        )
 
 
 def _try_once(encoder: ImageEncoder, preparer: ImagePreparer, hidden_size: int) -> None:

@@ -75,7 +75,8 @@ def plan_gathers(
             # Lengths within a factor of two share a group: padding at most doubles the copy.
             by_length.setdefault(num_pages.bit_length(), []).append(index)
         else:
-            chunks.append(_plan_chunk(begin, end, kv_len, table[index], page_size, dtype, seen))
+            ahead = None if window is None or inputs.visible_ends is None else inputs.visible_ends[begin:end]
+            chunks.append(_plan_chunk(begin, end, kv_len, table[index], page_size, dtype, seen, ahead))
     all_rows = len(by_length) == 1 and not chunks
     groups = [
         _plan_decode(requests, inputs, table, page_size, dtype, seen, all_rows)
@@ -117,6 +118,7 @@ def _plan_chunk(
     page_size: int,
     dtype: torch.dtype,
     seen: FirstSeen,
+    visible_ends: torch.Tensor | None,
 ) -> Chunk:
     num_new = end - begin
     first_page = seen(kv_len - num_new) // page_size
@@ -124,12 +126,14 @@ def _plan_chunk(
     own = range(kv_len - num_new, kv_len)
     kv_len -= first_page * page_size
     mask = None
-    if num_new < kv_len or seen(own.stop - 1):
+    if num_new < kv_len or seen(own.stop - 1) or visible_ends is not None:
         mask = torch.full((num_new, kv_len), float("-inf"), dtype=dtype, device=row.device)
         mask.triu_(diagonal=kv_len - num_new + 1)
+        positions = torch.arange(own.start, own.stop, device=row.device)[:, None]
+        keys = torch.arange(kv_len, device=row.device) + first_page * page_size
+        if visible_ends is not None:
+            mask.zero_().masked_fill_(keys >= visible_ends[:, None], float("-inf"))
         if not seen.is_first:
-            positions = torch.arange(own.start, own.stop, device=row.device)[:, None]
-            keys = torch.arange(kv_len, device=row.device) + first_page * page_size
             mask.masked_fill_(keys < seen.of_rows(positions), float("-inf"))
     return Chunk(begin, end, pages, kv_len, mask)
 

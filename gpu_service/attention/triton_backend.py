@@ -67,7 +67,8 @@ class TritonAttention(AttentionBackend):
             partial, scales = self._partial_of(*kind), (score_scale, value_scale)
             decode(query, pages, output, partial, *indices, *scales, min_split=self._min_split, layer=layer)
         if self._has_chunks:
-            prefill(query, pages, output, *indices, score_scale, value_scale, layer=layer)
+            ahead = None if layer.window is None else inputs.visible_ends
+            prefill(query, pages, output, *indices, score_scale, value_scale, layer=layer, visible_ends=ahead)
         return output.view(query.shape[0], -1)
 
     def _prepare(self, inputs: ForwardInputs, max_length: int) -> None:

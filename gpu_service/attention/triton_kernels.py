@@ -240,9 +240,9 @@ def decode(
 
 
 @jit
-def _hide(scores, position, own, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """-inf for keys after a row's own position, or before its window or chunk."""
-    scores = tl.where(position <= own, scores, float("-inf"))
+def _hide(scores, position, own, last, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """-inf for keys after the last position that a row sees, or before its window or chunk."""
+    scores = tl.where(position <= last, scores, float("-inf"))
     if WINDOW > 0:
         scores = tl.where(position > own - WINDOW, scores, float("-inf"))
     if CHUNK > 0:
@@ -252,12 +252,12 @@ def _hide(scores, position, own, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # 
 
 @jit_for_any("num_requests", "table_stride", "num_blocks")
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, sinks, kept, block_table, seq_lens, query_starts, num_requests,
+    query, cache, output, sinks, kept, visible_ends, block_table, seq_lens, query_starts, num_requests,
     query_row_stride, query_head_stride, table_stride, num_blocks, score_scale, value_scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
-    SPARSE: tl.constexpr, LOG2_E: tl.constexpr,
+    SPARSE: tl.constexpr, SEES_AHEAD: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head): BLOCK_Q consecutive queries of one request, all heads of that KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -276,7 +276,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q = tl.load(query + row[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :],
                 mask=held, other=0.0)  # fmt: skip
     own = earlier + local
+    last = own
     end = earlier + tl.minimum(offset + BLOCK_Q, num_new)
+    if SEES_AHEAD:
+        last = tl.load(visible_ends + row, mask=(packed // GROUP < BLOCK_Q) & (local < num_new), other=1) - 1
+        end = tl.max(last, 0) + 1
     maximum, total = empty_softmax(sinks, head, packed // GROUP < BLOCK_Q, BLOCK_M, HAS_SINKS, LOG2_E)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     begin = first_visible(earlier + offset + 1, WINDOW, CHUNK)
@@ -297,7 +301,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         key = widened(tl.load(at, mask=wanted, other=0.0), q.dtype)
         value = widened(tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0), q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * score_scale
-        scores = _hide(scores, position[None, :], own[:, None], WINDOW, CHUNK)
+        scores = _hide(scores, position[None, :], own[:, None], last[:, None], WINDOW, CHUNK)
         if SPARSE > 0:
             scores = tl.where(chosen, scores, float("-inf"))
         maximum, total, weighted = _add_values(scores, value, maximum, total, weighted, PRECISION)
@@ -320,8 +324,13 @@ def prefill(
     value_scale: float,
     tile: Tile | None = None,
     layer: AttentionLayer = PLAIN,
+    visible_ends: torch.Tensor | None = None,
 ) -> None:
-    """Writes the rows of requests that compute two or more tokens; arguments as those of `decode`."""
+    """Writes the rows of requests that compute two or more tokens; arguments as those of `decode`.
+
+    visible_ends: int64 `[T]` as in `ForwardInputs`, for a layer that reads them; None: a row sees what is
+    before it.
+    """
     (num_rows, num_heads, head_dim), num_requests = query.shape, seq_lens.shape[0]
     page_size, num_kv_heads = cache.shape[1], cache.shape[2] // 2
     group = num_heads // num_kv_heads
@@ -334,17 +343,18 @@ def prefill(
         queries_per_tile = tile.rows // group
         _prefill_kernel[(num_row_tiles(num_rows, num_requests, queries_per_tile), num_kv_heads)](
             query, cache, output, query if sinks is None else sinks, query if kept is None else kept,
+            query if visible_ends is None else visible_ends,
             block_table, seq_lens, query_starts, num_requests,
             query.stride(0), query.stride(1), block_table.stride(0), num_blocks,
             score_scale * LOG2_E, value_scale, GROUP=group, NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim, PAGE_SIZE=page_size,
             BLOCK_M=tile.rows, BLOCK_Q=queries_per_tile, BLOCK_D=tile.width, BLOCK_N=tile.keys,
             PRECISION=tile.precision, WINDOW=layer.window or 0, CHUNK=layer.chunk or 0,
-            HAS_SINKS=sinks is not None, SPARSE=block_size, LOG2_E=LOG2_E,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            HAS_SINKS=sinks is not None, SPARSE=block_size, SEES_AHEAD=visible_ends is not None,
+            LOG2_E=LOG2_E, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
-    options = layer.window, layer.chunk, sinks is None, block_size
+    options = layer.window, layer.chunk, sinks is None, block_size, visible_ends is None
     variant = tile, cache.shape[1:], cache.dtype, query.dtype, num_heads, *options
     tiles = with_smaller(tile, max(MIN_ROWS, next_power_of_2(group)))
     launch_fitting("prefill", variant, query.device, tiles, launch)

@@ -111,6 +111,7 @@ class InputBuilder:
             ],
             trace_context=trace_context,
             mrope_positions=_axis_positions(batch, positions) if self._has_mrope else None,
+            visible_ends=_visible_ends(batch, positions),
             images=_plan_images(batch),
         )
 
@@ -166,6 +167,23 @@ def _plan_images(batch: Batch) -> ImagePlan | None:
                 rows.append(np.arange(begin, end) - start + first_row)
         first_row += count
     return ImagePlan(torch.from_numpy(np.concatenate(rows)), tuple(slices)) if slices else None
+
+
+def _visible_ends(batch: Batch, positions: Positions) -> torch.Tensor | None:
+    """int64 `[T]`, where image tokens of the step see one another; None: there are none."""
+    ends, first_row, found = positions + 1, 0, False
+    for request, start, count in zip(
+        batch.requests, batch.start_positions, batch.num_new_tokens, strict=True
+    ):
+        vision = request.vision
+        for placed in vision.images if vision is not None and vision.sees_ahead else ():
+            begin, end = max(start, placed.start), min(start + count, placed.end)
+            if begin < end:
+                assert end == placed.end, f"{request.key}: a step ends within an image"
+                ends[begin - start + first_row : end - start + first_row] = end
+                found = True
+        first_row += count
+    return torch.from_numpy(ends) if found else None
 
 
 def _axis_positions(batch: Batch, positions: Positions) -> torch.Tensor:

@@ -142,6 +142,9 @@ class ForwardInputs:
     mrope_positions: Annotated[
         Tensor | None, TensorField("3 T", int64, captured=True, feature=Feature.MROPE)
     ] = None
+    # Position after the last one that each row sees in layers with a window, where the tokens of an image see
+    # one another; None: every row sees what is before it.
+    visible_ends: Annotated[Tensor | None, TensorField("T", int64)] = None
     # What image tokens of the step are in the residual stream; None: there are none.
     image_features: ImageFeatures | None = None
     # Slots of `StateSlots`, no slot both read and written; None: the model keeps no states.

@@ -100,6 +100,7 @@ def _encode_request(
     output.params.logprob_token_ids.extend(params.logprob_token_ids)
     for sequence in params.bad_words:
         output.params.bad_words.add(token_ids=sequence)
+    output.sees_ahead = request.vision is not None and request.vision.sees_ahead
     for placed in () if request.vision is None else request.vision.images:
         key = placed.image.key
         if key not in images:
@@ -126,7 +127,7 @@ def _decode_request(
         index=output.index,
         priority=output.priority,
         cache_namespace=output.cache_namespace,
-        vision=locate(len(output.prompt_token_ids), placed) if placed else None,
+        vision=locate(len(output.prompt_token_ids), placed, output.sees_ahead) if placed else None,
         constraint=constraint,
     )
 

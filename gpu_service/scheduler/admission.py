@@ -33,6 +33,19 @@ def chunk_size(start: int, remaining: int, budget: int, page_size: int, splits: 
     return aligned if aligned > 0 else budget
 
 
+def next_chunk(
+    request: Request, start: int, remaining: int, budget: int, page_size: int, splits: bool
+) -> int:
+    """`chunk_size`, but no image is cut whose tokens see one another; 0: the next one needs more budget."""
+    count = chunk_size(start, remaining, budget, page_size, splits)
+    return count if request.vision is None else request.vision.uncut(start, count, budget)
+
+
+def least_chunk(request: Request, start: int) -> int:
+    """The fewest tokens that can be computed from `start` on."""
+    return 1 if request.vision is None else request.vision.uncut(start, 1, request.total_len)
+
+
 @dataclass(slots=True)
 class Division:
     """One step's budget; filled by `divide_budget`."""
@@ -95,6 +108,7 @@ def divide_budget(
             division.left -= 1
     prompts = [Prompt(running[index], need, index) for index, need in needs.items() if need > 1]
     prompts += newcomers
+    _make_room(division, prompts, limits)
     divide_among_prompts(division, prompts, limits, page_size, splits)
     return division
 
@@ -106,15 +120,15 @@ def divide_among_prompts(
     if not prompts or division.left <= 0:
         return
     oldest = min(prompts, key=lambda prompt: seniority(prompt.request))
-    reserved = (division.left + 1) // 2
+    reserved = max((division.left + 1) // 2, min(division.left, _least_cost(oldest, limits)))
     budget = division.left - reserved
     for prompt in sorted(prompts, key=turn):
         request, cost = prompt.request, token_cost(prompt.request, limits)
         start = request.scheduled_len if prompt.index >= 0 else 0
         allowed = budget + reserved if prompt is oldest else budget
-        count = chunk_size(start, prompt.need, allowed // cost, page_size, splits)
+        count = next_chunk(request, start, prompt.need, allowed // cost, page_size, splits)
         if prompt is oldest:
-            count = max(1, count)
+            count = max(1, count) if request.vision is None else count
             reserved = 0
         elif count < min(prompt.need, page_size):
             # What is left over from rounding is no chunk worth a row of its own.
@@ -126,6 +140,23 @@ def divide_among_prompts(
         elif prompt.index < 0:
             newcomer = (request, count * cost)
             division.newcomers.insert(0 if prompt is oldest else len(division.newcomers), newcomer)
+
+
+def _least_cost(prompt: Prompt, limits: SchedulerLimits) -> int:
+    """Of the budget, for the fewest tokens that a prompt can compute."""
+    start = prompt.request.scheduled_len if prompt.index >= 0 else 0
+    return least_chunk(prompt.request, start) * token_cost(prompt.request, limits)
+
+
+def _make_room(division: Division, prompts: Sequence[Prompt], limits: SchedulerLimits) -> None:
+    """Decoding waits for a step where the oldest prompt's next image would never fit beside it."""
+    if not prompts:
+        return
+    oldest = min(prompts, key=lambda prompt: seniority(prompt.request))
+    least = _least_cost(oldest, limits)
+    while least > 1 and division.left < least and division.counts:
+        division.counts.popitem()
+        division.left += 1
 
 
 def turn(prompt: Prompt) -> tuple[int, int, tuple[int, int, int]]:

@@ -19,10 +19,10 @@ from gpu_service.scheduler.admission import (
     Division,
     Prompt,
     admissible,
-    chunk_size,
     divide_among_prompts,
     divide_budget,
     fits,
+    next_chunk,
     seniority,
     token_cost,
     turn,
@@ -350,7 +350,9 @@ class Scheduler:
                 return
             start = handle.num_tokens if handle else 0
             need = request.total_len - start
-            count = chunk_size(start, need, max(1, allowed), page_size, cache.keeps_states)
+            count = next_chunk(request, start, need, max(1, allowed), page_size, cache.keeps_states)
+            if count == 0:
+                continue
             self._start(request, handle, batch)
             if not cache.grow(request, start + count):
                 raise RuntimeError(f"{request.key}: admitted, but {count} tokens have no pages")

@@ -232,3 +232,62 @@ class FrameImageProcessor:
         by_token = grid.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
         frames = np.repeat(by_token, self.temporal_patch_size, axis=5)
         return np.ascontiguousarray(frames.reshape(rows * columns, -1))
+
+
+@dataclass(frozen=True, slots=True)
+class PooledImageProcessor:
+    """Gemma 4's: as large as a number of tokens allows, in proportion. Filled by `from_settings`."""
+
+    patch_size: int = 16
+    merge_size: int = 3  # Patches along each side of a token.
+    max_tokens: int = 280
+    rescale_factor: float = 1 / 255
+    mode: str = "bicubic"
+
+    @staticmethod
+    def from_settings(settings: Mapping[str, Any]) -> PooledImageProcessor:
+        """Raises UserError for pixels that are normalised, which the tower does for itself."""
+        if settings.get("do_normalize"):
+            raise UserError("do_normalize of the image processor is true; allowed: false")
+        found = {
+            "patch_size": settings.get("patch_size"),
+            "merge_size": settings.get("pooling_kernel_size"),
+            "max_tokens": settings.get("max_soft_tokens"),
+            "rescale_factor": settings.get("rescale_factor"),
+            "mode": _mode(settings),
+        }
+        return PooledImageProcessor(**_given(found))
+
+    @property
+    def max_patches(self) -> int:
+        """Of one image."""
+        return self.max_tokens * self.merge_size**2
+
+    def tokens(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tokens. Raises ValueError for an image that is too thin."""
+        side = self.merge_size * self.patch_size
+        scale = math.sqrt(self.max_patches * self.patch_size**2 / (height * width))
+        rows, columns = math.floor(scale * height / side), math.floor(scale * width / side)
+        if rows == columns == 0:
+            raise ValueError(
+                f"an image of {height} x {width} pixels has no place in {self.max_tokens} tokens"
+            )
+        if rows == 0:
+            rows, columns = 1, min(width // height, self.max_tokens)
+        elif columns == 0:
+            rows, columns = min(height // width, self.max_tokens), 1
+        return rows, columns
+
+    def preprocess(self, images: Sequence[Image.Image], return_tensors: str) -> dict[str, Any]:
+        """`pixel_values` float32 `[P, patch * patch * 3]`, row by row, and `image_grid_thw`."""
+        assert return_tensors == "np", "only numpy arrays are made here"
+        (image,) = images
+        rows, columns = (count * self.merge_size for count in self.tokens(image.height, image.width))
+        patch = self.patch_size
+        pixels = _resized(_bytes_of(image), rows * patch, columns * patch, self.mode)
+        scaled = (pixels[0] * self.rescale_factor).numpy()
+        patches = scaled.reshape(3, rows, patch, columns, patch).transpose(1, 3, 2, 4, 0)
+        return {
+            "pixel_values": np.ascontiguousarray(patches.reshape(rows * columns, -1)),
+            "image_grid_thw": np.array([[1, rows, columns]]),
+        }

@@ -20,7 +20,12 @@ import numpy.typing as npt
 from PIL import Image
 
 from gpu_service.models.vision.tower import transformers_needed
-from gpu_service.vision.own_processors import FrameImageProcessor, TileImageProcessor, numbers
+from gpu_service.vision.own_processors import (
+    FrameImageProcessor,
+    PooledImageProcessor,
+    TileImageProcessor,
+    numbers,
+)
 from gpu_service.vision.prompt import ImageError, ImageLayout, PreparedImage
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.tokenizer import read_backend
@@ -122,6 +127,10 @@ def _glm5(settings: Mapping[str, Any], _: VisionConfig) -> Any:
     return Glm5NextImageProcessorPil(**settings)
 
 
+def _gemma4(settings: Mapping[str, Any], _: VisionConfig) -> Any:
+    return PooledImageProcessor.from_settings(settings)
+
+
 def _kimi(settings: Mapping[str, Any], _: VisionConfig) -> Any:
     return KimiImageProcessor.from_settings(settings)
 
@@ -160,6 +169,12 @@ def _low_glm5(processor: Any) -> Preprocess:
     most = min(most, processor.max_image_tokens)
     least = min(most, processor.min_image_tokens)
     return partial(processor.preprocess, min_image_tokens=least, max_image_tokens=most)
+
+
+def _low_gemma4(processor: Any) -> Preprocess:
+    most = LOW_DETAIL_PIXELS // (processor.patch_size * processor.merge_size) ** 2
+    limited: Preprocess = replace(processor, max_tokens=min(most, processor.max_tokens)).preprocess
+    return limited
 
 
 def _low_llama4(processor: Any) -> Preprocess:
@@ -208,6 +223,7 @@ class FamilyProcessor:
 # By `VisionFamily.processor`.
 PROCESSORS: Mapping[str, FamilyProcessor] = {
     "ernie": FamilyProcessor(_ernie, _low_qwen, _most_by_area),
+    "gemma4": FamilyProcessor(_gemma4, _low_gemma4),
     "glm": FamilyProcessor(_glm, _low_glm, _most_by_area),
     "glm5": FamilyProcessor(_glm5, _low_glm5, _most_by_tokens),
     "kimi": FamilyProcessor(_kimi, _low_kimi),
@@ -237,9 +253,10 @@ def read_layout(config: ModelConfig, directory: str | Path) -> ImageLayout:
     """
     assert config.vision is not None
     names = vision_family(config.model_type).tokens
-    image = config.vision.image_token_id
+    vision, image = config.vision, config.vision.image_token_id
     if not names:
-        return ImageLayout(image, image)
+        around = ((number,) for number in (vision.start_token_id, vision.end_token_id) if number is not None)
+        return ImageLayout(image, image, *around, sees_ahead=vision.sees_ahead)
     try:
         tokenizer = read_backend(Path(directory))
     except CheckpointError as error:

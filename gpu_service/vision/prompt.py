@@ -55,6 +55,7 @@ class ImageLayout:
     column: tuple[int, ...] = ()
     row: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
+    sees_ahead: bool = False  # As `VisionConfig.sees_ahead`.
 
     def runs(self, image: PreparedImage) -> Iterator[tuple[tuple[int, ...], int]]:
         """Tokens of the layout, and how many features follow them; `end` comes after the last."""
@@ -91,6 +92,21 @@ class VisionPrompt:
     positions: Positions  # int64 [3, P], positions of the prompt's P tokens in time, height and width.
     # What is added to the index of a token after the prompt: an image takes fewer positions than tokens.
     offset: int
+    # Whether the tokens of an image see one another, so that one step has to compute all of them.
+    sees_ahead: bool = False
+
+    def uncut(self, start: int, count: int, most: int) -> int:
+        """Tokens to compute from `start` on, about `count` and up to `most`, that end within no such image.
+
+        0: the image at `start` is longer than `most`.
+        """
+        end = start + count
+        cut = next((p for p in self.images if p.start < end < p.end), None) if self.sees_ahead else None
+        if cut is None:
+            return count
+        if cut.start > start:
+            return cut.start - start
+        return cut.end - start if cut.end - start <= most else 0
 
     def axis_positions(self, start: int, end: int) -> Positions:
         """int64 `[3, end - start]` for the tokens at [start, end), those of the prompt or after it."""
@@ -135,10 +151,10 @@ def place_images(
         tokens += layout.end
         taken = place + 1
     tokens += token_ids[taken:]
-    return tokens, locate(len(tokens), placed)
+    return tokens, locate(len(tokens), placed, layout.sees_ahead)
 
 
-def locate(num_tokens: int, placed: Sequence[PromptImage]) -> VisionPrompt:
+def locate(num_tokens: int, placed: Sequence[PromptImage], sees_ahead: bool = False) -> VisionPrompt:
     """What a prompt of so many tokens has besides them. `placed`: its images, ascending.
 
     Text counts on along all axes. An image's tokens share one position in time and count along the
@@ -156,7 +172,7 @@ def locate(num_tokens: int, placed: Sequence[PromptImage]) -> VisionPrompt:
         position += max(height, width)
         taken = item.end
     pieces.append(_text(position, num_tokens - taken))
-    return VisionPrompt(tuple(placed), np.concatenate(pieces, axis=1), position - taken)
+    return VisionPrompt(tuple(placed), np.concatenate(pieces, axis=1), position - taken, sees_ahead)
 
 
 def _text(start: int, count: int) -> Positions:

@@ -232,6 +232,11 @@ class VisionConfig:
     hidden_size: int
     intermediate_size: int
     tile_size: int = 0  # Pixels along each side of all that the tower reads at a time; 0: any size.
+    # Tokens around an image that the prompt has from its processor; None: it has none, or finds them by name.
+    start_token_id: int | None = None
+    end_token_id: int | None = None
+    # Whether the tokens of an image see one another, also the later ones, in layers with a window.
+    sees_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from moebius.models.keys import HfKeys
 # reads for itself, and switches of training.
 _HARMLESS = (
     "ignore_index",
+    "boi_token_id",
+    "eoi_token_id",
+    "eoi_token_index",
     "image_end_token_id",
     "image_start_token_id",
     "projection_hidden_size",

@@ -197,6 +197,8 @@ def naive(case: Case) -> torch.Tensor:
         scores = torch.einsum("qhd,khd->hqk", case.query[begin:end].double(), keys)
         scores *= geometry.head_dim**-0.5
         hidden = positions[None, :] > positions[-(end - begin) :, None]
+        if case.layer.window is not None and inputs.visible_ends is not None:
+            hidden = positions[None, :] >= inputs.visible_ends[begin:end, None]
         if case.layer.window is not None:
             hidden |= positions[None, :] <= positions[-(end - begin) :, None] - case.layer.window
         if case.layer.chunk is not None:

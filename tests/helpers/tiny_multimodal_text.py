@@ -320,6 +320,7 @@ TEXT_TOWERS: dict[str, TextTower] = {
         model_class="MiniMaxM3SparseForConditionalGeneration",
         published_config=_minimax_config,
     ),
+    "gemma4": TextTower("Gemma4", {}),
     "mistral3": TextTower("Mistral3", _PIXTRAL_VISION, text_model_type="mistral4"),
 }
 

@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from gpu_service.vision.own_processors import FrameImageProcessor, TileImageProcessor
+from gpu_service.vision.own_processors import FrameImageProcessor, PooledImageProcessor, TileImageProcessor
 from tests.helpers.tiny_models import _COMMON, TINY_MODELS, _randomize
 from tests.helpers.tiny_multimodal_text import TEXT_TOWERS
 from tests.helpers.tiny_tokenizer import write_tokenizer
@@ -91,6 +91,18 @@ _ERNIE_PROCESSOR: dict[str, Any] = {
     "size": {"shortest_edge": 128, "longest_edge": 4096},
     "image_processor_type": "Ernie4_5_VLMoeImageProcessor",
 }
+_GEMMA4_VISION: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 32,
+}
+_GEMMA4_PROCESSOR: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 12}
 _GRID_PROCESSOR: dict[str, Any] = {
     "patch_size": 4,
     "merge_size": 2,
@@ -142,6 +154,8 @@ class TinyVision:
     # Tokens in an image's place, by their names; none: `IMAGE_TOKEN` alone.
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     image_token: int = IMAGE_TOKEN
+    # Of the text model, besides its own.
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 VISION_MODELS: dict[str, TinyVision] = {
@@ -196,6 +210,19 @@ VISION_MODELS: dict[str, TinyVision] = {
         | {"num_hidden_layers": 3, "num_attention_heads": 3, "pos_emb_height": 5, "pos_emb_width": 5},
         _KIMI_PROCESSOR,
     ),
+    "gemma4": TinyVision(
+        "gemma4_text",
+        _GEMMA4_VISION | {"standardize": True},
+        _GEMMA4_PROCESSOR,
+        family="gemma4",
+        changes={"use_bidirectional_attention": "vision"},
+    ),
+    "gemma4_own_values_causal": TinyVision(
+        "gemma4_text_own_values_untied",
+        _GEMMA4_VISION | {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2},
+        _GEMMA4_PROCESSOR | {"max_soft_tokens": 10},
+        family="gemma4",
+    ),
     "glm5_next": TinyVision("glm5_next", _GLM5_VISION, _GLM5_PROCESSOR),
     "glm5_next_three_streams_biased_tied": TinyVision(
         "glm5_next_three_streams_biased_tied",
@@ -230,11 +257,13 @@ def write_vision_model(name: str, directory: Path, *, publish: bool = True) -> A
     tiny = VISION_MODELS[name]
     text = TINY_MODELS[tiny.text]
     tower = dataclasses.replace(TEXT_TOWERS[tiny.family or text.model_type], vision=tiny.vision)
-    config = tower.config(_COMMON | text.changes)
+    config = tower.config(_COMMON | text.changes | tiny.changes)
     config.image_token_id = tiny.image_token
     if name.startswith("ernie"):
         for key, token in _ERNIE_TOKENS.items():
             setattr(config, key, token)
+    if tiny.family == "gemma4":
+        config.boi_token_id, config.eoi_token_id = 201, 202
     if text.model_type == "kimi_k25":
         config.projection_hidden_size = tiny.vision["hidden_size"]
     model = tower.model(config).eval()
@@ -285,6 +314,8 @@ def reference_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[s
     """What transformers' model is given for a prompt with one placeholder for each file."""
     if name.startswith("llama4"):
         return _llama4_inputs(name, prompt, files)
+    if name.startswith("gemma4"):
+        return _gemma4_inputs(name, prompt, files)
     made = [_processed(name, file) for file in files]
     grids = torch.cat([grid for _, grid in made])
     counts = iter((grids.prod(-1) // 4).tolist())
@@ -341,6 +372,31 @@ def _as_tensors(made: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(np.array(made["pixel_values"])), torch.from_numpy(
         np.array(made["image_grid_thw"])
     )
+
+
+def _gemma4_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:
+    """Padded to one length, as transformers' processor does it."""
+    processor = PooledImageProcessor.from_settings(VISION_MODELS[name].processor)
+    size = processor.max_patches
+    pixels, places, ids, left = [], [], list[int](), iter(files)
+    for item in prompt:
+        if item != IMAGE_TOKEN:
+            ids.append(item)
+            continue
+        made = processor.preprocess([Image.open(io.BytesIO(next(left))).convert("RGB")], "np")
+        _, rows, columns = made["image_grid_thw"][0].tolist()
+        count = rows * columns
+        pixels.append(np.pad(made["pixel_values"], ((0, size - count), (0, 0))))
+        place = np.stack((np.arange(count) % columns, np.arange(count) // columns), axis=-1)
+        places.append(np.pad(place, ((0, size - count), (0, 0)), constant_values=-1))
+        ids += [201, *[IMAGE_TOKEN] * (count // processor.merge_size**2), 202]
+    tokens = torch.tensor([ids])
+    return {
+        "input_ids": tokens,
+        "pixel_values": torch.from_numpy(np.stack(pixels)),
+        "image_position_ids": torch.from_numpy(np.stack(places)),
+        "mm_token_type_ids": (tokens == IMAGE_TOKEN).int(),
+    }
 
 
 def _llama4_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:

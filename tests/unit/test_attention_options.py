@@ -77,6 +77,22 @@ def test_mixtures(mixture: str, name: str, option: str) -> None:
     check(name, make_case(Geometry(**OPTIONS[option]), MIXTURES[mixture]))
 
 
+@pytest.mark.parametrize("window", [3, 9, None])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_tokens_of_an_image_see_one_another_within_the_window(name: str, window: int | None) -> None:
+    """Nothing changes in layers without a window, and in other rows."""
+    shape = [(9, 1), (0, 5), (6, 13), (3, 1), (4, 40), (2, 3)]
+    case = make_case(Geometry(window=window), shape)
+    ends = torch.cat([torch.arange(start, start + count) + 1 for start, count in shape])
+    plain = naive(case)
+    # Rows of three requests: a whole chunk, its end, and two images in a longer one.
+    for first, last in ((1, 6), (10, 19), (22, 30), (35, 60)):
+        ends[first:last] = ends[last - 1]
+    case = replace(case, inputs=replace(case.inputs, visible_ends=ends))
+    check(name, case)
+    assert bool((naive(case) == plain).all()) == (window is None)
+
+
 def test_the_options_change_the_answer() -> None:
     """Otherwise the comparisons above would pass without them."""
     case = make_case(Geometry(window=7, sinks=True), MIXTURES["mixture"])

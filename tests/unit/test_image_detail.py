@@ -29,6 +29,7 @@ FAMILIES = {
     # Its processor is that of GLM-4.6V.
     "glm4v_moe_groups_tied": ("glm4v_moe", 2),
     "kimi_k25": ("kimi_k25", 1),
+    "gemma4": ("gemma4", 1),
     "glm5_next": ("glm5_next", 1),
     "minimax_m3_vl": ("minimax_m3_vl", 1),
 }
@@ -52,7 +53,9 @@ def file() -> bytes:
 def preparer(family: str, pixels: int, config: ModelConfig, directory: Path) -> ImagePreparer:
     """Of a checkpoint whose images have at most so many pixels."""
     settings: dict[str, Any] = dict(VISION_MODELS[family].processor)
-    if family == "glm5_next":
+    if family == "gemma4":
+        settings |= {"max_soft_tokens": pixels // 64}
+    elif family == "glm5_next":
         settings |= {"max_image_tokens": pixels // 64}
     elif family == "kimi_k25":
         settings |= {"max_patches": pixels // 16, "size": {"max_height": 4096, "max_width": 4096}}

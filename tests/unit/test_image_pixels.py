@@ -1,7 +1,7 @@
 """Guards that our own image processors make the pixels of transformers': golden values in tests/data.
 
-They were written by transformers 5.23's Llama4ImageProcessor and MiniMaxM3VLImageProcessor, with torchvision
-0.29 on torch 2.13, from the same images.
+They were written by transformers 5.23's Llama4ImageProcessor, MiniMaxM3VLImageProcessor and
+Gemma4ImageProcessor, with torchvision 0.29 on torch 2.13, from the same images.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gpu_service.vision.own_processors import FrameImageProcessor, TileImageProcessor
+from gpu_service.vision.own_processors import FrameImageProcessor, PooledImageProcessor, TileImageProcessor
 from moebius.errors import UserError
 from tests.helpers.tiny_vision_models import noise
 
@@ -32,13 +32,20 @@ def _tiles(settings: dict[str, Any]) -> TileImageProcessor:
     return TileImageProcessor.from_settings(settings, patch_size=14, merge_size=2, tile_size=side)
 
 
+def _processor(case: dict[str, Any]) -> TileImageProcessor | FrameImageProcessor | PooledImageProcessor:
+    settings = case["settings"]
+    if case["processor"] == "llama4":
+        return _tiles(settings)
+    own = FrameImageProcessor if case["processor"] == "minimax" else PooledImageProcessor
+    return own.from_settings(settings)
+
+
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_pixels_are_transformers(number: int) -> None:
     """Sizes, tiles and values, for images that are thin, wide, small, large or just right."""
     case = CASES[number]
     is_llama = case["processor"] == "llama4"
-    processor = _tiles(case["settings"]) if is_llama else FrameImageProcessor.from_settings(case["settings"])
-    made = processor.preprocess([_image(case)], "np")
+    made = _processor(case).preprocess([_image(case)], "np")
     pixels = made["pixel_values"]
     assert list(pixels.shape) == case["shape"]
     if is_llama:
@@ -61,7 +68,7 @@ def test_no_image_has_more_patches_than_were_planned() -> None:
         if case["processor"] == "llama4":
             assert shape[0] * (shape[-1] // 14) ** 2 <= _tiles(case["settings"]).max_patches
         else:
-            assert shape[0] <= FrameImageProcessor.from_settings(case["settings"]).max_patches
+            assert shape[0] <= _processor(case).max_patches
 
 
 def test_settings_that_do_not_fit_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import RowResult, Scheduler
 from gpu_service.scheduler.turns import PromptTurns
+from gpu_service.vision.prompt import PreparedImage, PromptImage, locate
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 
 PAGE, SEQS = 4, 8
@@ -40,6 +42,44 @@ def roomy(budget: int, num_seqs: int = SEQS, scored_token_cost: int = 1) -> Sche
     limits: SchedulerLimits = replace(scheduler.limits, scored_token_cost=scored_token_cost)
     scheduler.limits = limits
     return scheduler
+
+
+def seeing_request(scheduler: Scheduler, prompt_len: int, images: list[tuple[int, int]]) -> Request:
+    """Waits, with images at these places whose tokens see one another."""
+    request = make_request("seeing", prompt_of(1, prompt_len))
+    pixels = np.zeros((1, 1), np.float32)
+    placed = [
+        PromptImage(PreparedImage(-1 - start, pixels, (1, 1, count), (1, count)), start, 0, count)
+        for start, count in images
+    ]
+    request.vision = locate(prompt_len, placed, sees_ahead=True)
+    scheduler.add(request)
+    return request
+
+
+@pytest.mark.parametrize("decoding", [0, 6])
+def test_images_that_see_ahead_are_computed_in_one_step(decoding: int) -> None:
+    """However long the other prompts are, and although decoding leaves less than the image needs."""
+    scheduler = roomy(budget=16)
+    for number in range(decoding):
+        scheduler.add(make_request(f"d{number}", prompt_of(number, 2), max_tokens=500))
+        step(scheduler)
+    images = [(3, 12), (16, 5), (21, 16), (60, 9)]
+    request = seeing_request(scheduler, 75, images)
+    short = make_request("short", prompt_of(2, 30))
+    scheduler.add(short)
+    ends = []
+    for _ in range(60):
+        batch = step(scheduler)
+        assert 0 < batch.num_tokens <= 16
+        if tokens_of(batch, request):
+            ends.append(request.scheduled_len)
+        if request.scheduled_len >= 75 and short.scheduled_len >= 30:
+            break
+    assert ends[-1] >= 75
+    assert short.scheduled_len >= 30
+    for end in ends:
+        assert not any(start < end < start + count for start, count in images), ends
 
 
 def checked_step(scheduler: Scheduler) -> None:

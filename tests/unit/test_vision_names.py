@@ -24,6 +24,8 @@ _PREFIXES = (
     "mm_projector.",
     "model.resampler_model.",
     "model.vision_model.",
+    "model.embed_vision.",
+    "model.vision_tower.",
     "model.visual.",
     "multi_modal_projector.",
     "patch_merge_mlp.",

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from gpu_service.assembly.vision import encoding_bytes, vision_memory
+from gpu_service.assembly.vision import encoding_bytes, load_vision, vision_memory
 from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.loader.load import load_tower
 from gpu_service.memory.device_memory import MemoryUse
@@ -190,6 +190,21 @@ def test_tokens_of_an_image_are_found_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="how images stand in prompts is not known"):
         ImagePreparer(config, tmp_path, 1.0)
+
+
+def test_an_image_that_no_step_can_hold_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Where its tokens see one another, all of them are computed at once."""
+    write_vision_model("gemma4", tmp_path)
+    settings = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 280}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    model = read_model_config(tmp_path)
+    assert model.vision is not None
+    assert model.vision.sees_ahead
+    small = load_config(None, {"model": str(tmp_path), "max_num_batched_tokens": 256})
+    with pytest.raises(UserError, match=r"max_num_batched_tokens: 256 .* at least 280"):
+        load_vision(small, model, torch.device("cpu"))
+    enough = load_config(None, {"model": str(tmp_path), "max_num_batched_tokens": 280})
+    assert load_vision(enough, model, torch.device("cpu")) is not None
 
 
 def test_sizes_of_kimi_are_transformers() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.models.vision.ernie4_5_vl_moe import build_ernie_tower
+from gpu_service.models.vision.gemma4 import build_gemma4_tower
 from gpu_service.models.vision.kimi_k25 import build_kimi_tower
 from gpu_service.models.vision.llama4 import build_llama4_tower
 from gpu_service.models.vision.minimax_m3 import build_minimax_m3_tower
@@ -22,6 +23,7 @@ from moebius.models.registry import vision_family
 # By `VisionFamily.tower`; the others are one class of transformers.
 _BUILDERS: Mapping[str, Callable[[Mapping[str, Any], int, torch.dtype], VisionTower]] = {
     "Ernie4_5_VLMoe": build_ernie_tower,
+    "Gemma4": build_gemma4_tower,
     "Kimi_K25": build_kimi_tower,
     "Llama4": build_llama4_tower,
     "MiniMaxM3VL": build_minimax_m3_tower,

@@ -1,7 +1,7 @@
 """Gemma 4 (26B-A4B): heads of two sizes, windows, experts next to each layer's MLP, GELU, many norms.
 
 Sources: the published config.json and, for the function that its keys ask for, transformers 5.23
-(Gemma4TextConfig). The vision tower is not served.
+(Gemma4TextConfig).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from moebius.models.common import FULL, SLIDING, every_nth_full, read_common, read_windows, refuse_bias
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
-from moebius.models.family import Family
+from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig, VisionConfig
+from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_rope
@@ -22,18 +22,13 @@ _ROPES: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
-# Of towers, of their tokens, and of embeddings by layer, which models with experts have not.
+# Of audio, of tokens that are not used here, and of embeddings by layer, which models with experts have not.
 _HARMLESS = (
     "audio_config",
     "audio_token_id",
     "boa_token_id",
-    "boi_token_id",
     "eoa_token_id",
     "eoa_token_index",
-    "eoi_token_id",
-    "image_token_id",
-    "video_token_id",
-    "vision_config",
     "vision_soft_tokens_per_image",
     "vocab_size_per_layer_input",
 )
@@ -103,7 +98,7 @@ def read_gemma4_text(hf: HfKeys) -> ModelConfig:
     for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         hf.refuse(name, 0)
     hf.refuse("use_double_wide_mlp")
-    # Bidirectional attention between the tokens of an image is nothing to text.
+    # Attention between the tokens of an image is read with its tower.
     hf.refuse("use_bidirectional_attention", "vision")
     activation = hf.string("hidden_activation", default=_GELU)
     if activation != _GELU:
@@ -148,6 +143,19 @@ def read_gemma4(hf: HfKeys) -> ModelConfig:
     return replace(read_gemma4_text(hf), model_type="gemma4")
 
 
+def _read_gemma4_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
+    return VisionConfig(
+        image_token_id=hf.integer("image_token_id", minimum=0),
+        merge_size=vision.integer("pooling_kernel_size", default=3),
+        patch_size=vision.integer("patch_size", default=16),
+        hidden_size=vision.integer("hidden_size", default=768),
+        intermediate_size=vision.integer("intermediate_size", default=3072),
+        start_token_id=hf.integer("boi_token_id", minimum=0),
+        end_token_id=hf.integer("eoi_token_id", "eoi_token_index", minimum=0),
+        sees_ahead=hf.value("use_bidirectional_attention") == "vision",
+    )
+
+
 # Published names below a layer, and those here.
 _NAMES = (
     ("post_attention_layernorm.**", "post_self_attn_layernorm.**"),
@@ -171,7 +179,16 @@ def _names(prefix: str) -> TensorNames:
     return TensorNames(rules, ("fused_in_layer",))
 
 
+_VISION = VisionFamily(
+    _read_gemma4_vision,
+    (
+        rename("model.vision_tower.**", "vision_tower.**"),
+        rename("model.embed_vision.**", "embed_vision.**"),
+    ),
+    tower="Gemma4",
+    processor="gemma4",
+)
 FAMILIES = (
     Family("gemma4_text", read_gemma4_text, _names("model.")),
-    Family("gemma4", read_gemma4, _names("model.language_model.")),
+    Family("gemma4", read_gemma4, _names("model.language_model."), _VISION),
 )
