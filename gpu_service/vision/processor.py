@@ -255,8 +255,10 @@ def read_layout(config: ModelConfig, directory: str | Path) -> ImageLayout:
     names = vision_family(config.model_type).tokens
     vision, image = config.vision, config.vision.image_token_id
     if not names:
-        around = ((number,) for number in (vision.start_token_id, vision.end_token_id) if number is not None)
-        return ImageLayout(image, image, *around, sees_ahead=vision.sees_ahead)
+        start, end = (
+            () if number is None else (number,) for number in (vision.start_token_id, vision.end_token_id)
+        )
+        return ImageLayout(image, image, start, end, sees_ahead=vision.sees_ahead)
     try:
         tokenizer = read_backend(Path(directory))
     except CheckpointError as error:
@@ -271,7 +273,10 @@ def read_layout(config: ModelConfig, directory: str | Path) -> ImageLayout:
             )
         found[role] = number
     placeholder = found.pop("placeholder", image)
-    return ImageLayout(placeholder, image, **{role: (number,) for role, number in found.items()})
+    start, end, column, row, whole = (
+        (found[role],) if role in found else () for role in ("start", "end", "column", "row", "whole")
+    )
+    return ImageLayout(placeholder, image, start, end, column, row, whole, vision.sees_ahead)
 
 
 class ImagePreparer:
