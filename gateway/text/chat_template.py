@@ -20,6 +20,9 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# What ERNIE 4.5 VL's released template writes for an image, and the token that its image processor, which is
+# code next to the checkpoint, puts there.
+_IMAGE_TEXT, _IMAGE_TOKEN = "<|image@placeholder|>", "<|IMAGE_PLACEHOLDER|>"
 RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # By model_type: a file of `templates`, and a token that later releases of the same type have, whose
 # conversations are written in another way.
@@ -103,6 +106,7 @@ class ChatTemplate:
             extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
             optimized=False,
         )
+        source = source.replace(_IMAGE_TEXT, _IMAGE_TOKEN)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now

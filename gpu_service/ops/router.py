@@ -93,7 +93,8 @@ def choose_by_kind(
         part = torch.arange(parts, dtype=torch.int32, device=ids.device)
         own = torch.where(ids.unsqueeze(2) < 0, -1, begin + ids.unsqueeze(2) * parts + part).flatten(1)
         missing = size - own.shape[1]
-        repeated = functional.pad(weights.repeat_interleave(parts, dim=1), (0, missing))
+        repeated = weights.unsqueeze(2).expand(-1, -1, parts).flatten(1)
+        repeated = functional.pad(repeated, (0, missing))
         found.append((repeated, functional.pad(own, (0, missing), value=-1)))
         begin += num_experts * parts
     weights, ids = (torch.where(is_second, theirs, ours) for ours, theirs in zip(*found, strict=True))

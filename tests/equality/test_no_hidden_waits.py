@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu_service.constraint import ConstraintCompiler
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.ops.router import choose_by_kind, zero_experts
 from gpu_service.request import FinishReason, Request, SamplingParams
 from protos.engine_pb2 import Constraint
 from tests.helpers.capturable_attention import CapturableAttention
@@ -74,6 +75,16 @@ def test_the_guard_sees_what_it_should(inference: bool) -> None:
     for ask in questions:
         with pytest.raises(AssertionError, match="wait"), torch.inference_mode(inference), NoQuestions():
             ask()
+
+
+def test_choices_of_parts_and_without_weights_ask_nothing() -> None:
+    """The references too, which run where a device has no Triton."""
+    ids = torch.tensor([[0, 3], [4, 2], [-1, -1]], dtype=torch.int32)
+    choice = torch.rand(3, 2), ids
+    with torch.inference_mode(), NoQuestions():
+        zero_experts.reference(torch.randn(3, 8), choice[0], ids.clone(), 3)
+        tokens = torch.tensor([1, 2, 0]), torch.tensor([2])
+        choose_by_kind.reference(*tokens, choice, choice, 5, (3, 1))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "qwen3_next"])

@@ -15,7 +15,14 @@ from tests.helpers.published_checkpoints import Published
 
 GIB = 2**30
 # What their makers state, in parameters without layers of multi-token prediction.
-_PARAMETERS = {"deepseek-v3": 671e9, "kimi-k2": 1.026e12, "glm-4.7": 355e9, "gpt-oss-120b": 116.83e9}
+_PARAMETERS = {
+    "deepseek-v3": 671e9,
+    "kimi-k2": 1.026e12,
+    "glm-4.7": 355e9,
+    "gpt-oss-120b": 116.83e9,
+    "longcat-flash-chat": 560e9,
+    "ernie-4.5-vl-424b-a47b": 424e9,
+}
 # Name -> (config.json, parameters).
 PUBLISHED: Mapping[str, tuple[dict[str, Any], float]] = {
     "qwen3-30b-a3b": (parse_shape("qwen3-30b-a3b", 0).hf_config(None), 30.5e9),

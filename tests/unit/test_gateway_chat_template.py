@@ -93,3 +93,13 @@ def test_broken_template_names_the_line() -> None:
     """A syntax error is found when the template is read, with its line."""
     with pytest.raises(ChatTemplateError, match="line 2"):
         ChatTemplate("ok\n{% if %}", {})
+
+
+def test_ernies_text_for_an_image_becomes_its_token() -> None:
+    """The released template writes a text that only the processor released next to it knows."""
+    source = (
+        "{% for m in messages %}<|IMAGE_START|><|image@placeholder|><|IMAGE_END|>{{ m.content }}{% endfor %}"
+    )
+    text = ChatTemplate(source, {}).render([{"role": "user", "content": "<|image@placeholder|>"}])
+    # What users type stays as it is.
+    assert text == "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|><|image@placeholder|>"

@@ -39,8 +39,9 @@ def qwen(published: dict[str, Path]) -> Planner:
 def test_parameters_are_as_many_as_stated(published: dict[str, Path], name: str) -> None:
     """Dense ones of the composed model and routed ones of the geometry make up the published number."""
     geometry = read_geometry(published[name])
-    ranks = Forecast(settings(published[name]), on_gpu=True).ranks
-    embedding = geometry.hidden_size * int(PUBLISHED[name][0]["vocab_size"])
+    ranks = Forecast(settings(published[name], language_model_only="true"), on_gpu=True).ranks
+    config = PUBLISHED[name][0]
+    embedding = geometry.hidden_size * int(config.get("text_config", config)["vocab_size"])
     each = 3 * geometry.hidden_size * geometry.moe_intermediate_size
     routed = len(geometry.moe_layers) * geometry.num_experts * each
     total = ranks[0].read_elements + embedding + routed
@@ -56,13 +57,17 @@ def test_parameters_are_as_many_as_stated(published: dict[str, Path], name: str)
         ("kimi-k2", "fp8_block", 60 * 384 * 3 * 7168 * 2048),
         ("glm-4.7", "bfloat16", 89 * 160 * 3 * 5120 * 1536 * 2),
         ("gpt-oss-120b", "mxfp4", 36 * 128 * 3 * 2880 * 2880 * 17 // 32),
+        # Choices without weights take nothing, and experts of two widths what each of them has.
+        ("longcat-flash-chat", "bfloat16", 28 * 512 * 3 * 6144 * 2048 * 2),
+        ("ernie-4.5-vl-424b-a47b", "bfloat16", 51 * 64 * 3 * 8192 * (3584 + 1536) * 2),
     ],
 )
 def test_experts_take_what_their_format_says(
     published: dict[str, Path], name: str, formats: str, gigabytes: int
 ) -> None:
     """On a CPU alone: all experts of two servers, within 3 % of parameters times bits."""
-    config = settings(published[name], kv_cache_gib="8", expert_split="expert")
+    text = {"language_model_only": "true"}
+    config = settings(published[name], kv_cache_gib="8", expert_split="expert", **text)
     plan = Planner(config, on_gpu=False).plan(hardware(ram_gib=4096))
     assert plan.settings["experts"] == formats
     experts = [part for part in plan.components if part.part.startswith("experts of server")]
