@@ -205,10 +205,8 @@ class ChoiceFormat(ResponseFormat):
 
     def _chunk(self, choice: dict[str, Any], usage: Callable[[], Usage], more: Mapping[str, Any]) -> bytes:
         payload = {**self._envelope(self.chunk_object, [choice]), **more}
-        if self._options.continuous_usage_stats:
-            payload["usage"] = usage_object(usage())
-        elif self._options.include_usage:
-            payload["usage"] = None
+        if self._options.include_usage:
+            payload["usage"] = usage_object(usage()) if self._options.continuous_usage_stats else None
         return event(payload)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

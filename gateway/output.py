@@ -81,7 +81,7 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """`choices[].logprobs` of completions: parallel lists; text_offset counts characters.
 
-    Each `top_logprobs` entry holds up to `count` alternatives and always the token itself; two tokens of
+    Each `top_logprobs` entry holds the token itself first, then up to `count` alternatives; two tokens of
     equal text keep the better value. `by_id`: tokens are named by their ids.
     """
 
@@ -93,9 +93,9 @@ def completion_logprobs(
         if token.logprob is None:
             top.append(None)
             continue
-        row: dict[str, float] = {}
-        for token_id, value in (*token.top[:count], (token.token_id, token.logprob)):
-            row.setdefault(name(token_id), value)
+        row = {name(token.token_id): token.logprob}
+        for token_id, value in token.top[:count]:
+            row[name(token_id)] = max(value, row.get(name(token_id), value))
         top.append(row)
     return {
         "text_offset": [token.offset for token in tokens],

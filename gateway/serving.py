@@ -228,13 +228,17 @@ class RequestRun:
     def _finished(self) -> Usage:
         # Of an answer that came as a whole only the engine knows when it began.
         whole = [
-            job.called_at - self._started + job.first_token_s
+            (job, job.called_at - self._started + job.first_token_s)
             for job in self._jobs
             if job.first_token_s is not None and job.completion_tokens and not job.request.stream
         ]
         if whole:
-            self._first_token(min(whole))
+            self._first_token(min(first_s for _, first_s in whole))
         total = self._usage()
+        for job, first_s in whole:
+            outputs = len(job.finish_reasons)
+            further = job.completion_tokens - outputs
+            self._gateway.metrics.tokens((total.total_s - first_s) * outputs, further)
         reasons = [reason for job in self._jobs for reason in job.finish_reasons]
         self._gateway.metrics.finished(
             total.total_s, total.prompt_tokens, total.completion_tokens, reasons, total.prompt_s

@@ -39,7 +39,7 @@ class EngineMetrics:
         self.request_preemptions = self._histogram(
             "request_num_preemptions", "How often an output had to give up its pages", _TIMES
         )
-        self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens per step", _TOKENS)
+        self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens of prompts and of outputs per step", _TOKENS)
         self.queue_time = self._histogram("request_queue_time_seconds", "Submitted to admitted", _SECONDS)
         self.prefill_time = self._histogram(
             "request_prefill_time_seconds", "Admitted to first token", _SECONDS
@@ -94,6 +94,15 @@ class EngineMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         metric = Histogram(f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=self._registry)
         return metric.labels(**self._labels)
+
+
+def _first_tokens(batch: Batch) -> int:
+    """Outputs that a step begins: their tokens are none that it computes, as those of decoding stand for."""
+    ends_prompt = (
+        start < request.prompt_len and samples
+        for request, start, samples in zip(batch.requests, batch.start_positions, batch.samples, strict=True)
+    )
+    return sum(map(bool, ends_prompt))
 
 
 _WINDOW_S = 10.0
@@ -181,7 +190,7 @@ class EngineTelemetry:
         self.ended(deltas)
         if not self.enabled:
             return
-        self.metrics.iteration_tokens.observe(batch.num_tokens)
+        self.metrics.iteration_tokens.observe(batch.num_tokens + _first_tokens(batch))
         if result is None:
             self.metrics.failed_steps.inc()
         else:

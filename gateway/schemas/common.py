@@ -115,6 +115,8 @@ def _check_text(text: str, place: str) -> None:
 MAX_LABEL_CHARACTERS = 1024
 # Penalties beyond these are infinite or zero in the engine's single precision, or as good as.
 PENALTY_RANGE = 1e-3, 1e3
+# Keys of `logit_bias` that a refusal names.
+_NAMED_KEYS = 5
 _TOKEN_ID_DIGITS = 10
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -289,9 +291,15 @@ class GenerationFields(StrictModel):
     @field_validator("logit_bias", mode="after")
     @classmethod
     def _check_logit_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        for key in bias or {}:
-            if not (key.isascii() and key.isdigit() and len(key) <= _TOKEN_ID_DIGITS):
-                raise param_error("logit_bias", f"keys of 'logit_bias' must be token ids, got {shown(key)}")
+        wrong = [
+            shown(key)
+            for key in bias or {}
+            if not (key.isascii() and key.isdigit() and len(key) <= _TOKEN_ID_DIGITS)
+        ]
+        if wrong:
+            more = f" and {len(wrong) - _NAMED_KEYS} more" if len(wrong) > _NAMED_KEYS else ""
+            named = ", ".join(wrong[:_NAMED_KEYS])
+            raise param_error("logit_bias", f"keys of 'logit_bias' must be token ids, got {named}{more}")
         return bias
 
     @model_validator(mode="after")

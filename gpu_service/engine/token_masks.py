@@ -142,7 +142,8 @@ def _fill(constraint: OutputConstraint, words: Words, index: int) -> None:
 def _mask_of(constraint: OutputConstraint) -> Words:
     words = np.full((1, constraint.num_words), -1, dtype=np.int32)
     _fill(constraint, words, 0)
-    return words[0]
+    row: Words = words[0]
+    return row
 
 
 def _constrained(batch: Batch) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -201,6 +202,73 @@ def test_metrics_count_tokens_and_latencies(setup: Setup) -> None:
         value = next(line for line in text.splitlines() if line.startswith(f"vllm:{name}{label}"))
         assert float(value.split()[-1]) >= 1
     assert f'vllm:request_success_total{{finished_reason="stop",model_name="{MODEL}"}}' in text
+
+
+def between_tokens(setup: Setup) -> tuple[float, float]:
+    """Number and sum, seconds, of the times between tokens."""
+    lines = httpx.get(f"{setup.url}/metrics").text.splitlines()
+    name = "vllm:inter_token_latency_seconds"
+    count, total = (
+        sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}_{kind}{{"))
+        for kind in ("count", "sum")
+    )
+    return count, total
+
+
+def test_times_between_tokens_count_all_tokens_but_first_ones(setup: Setup) -> None:
+    """Also those of an answer that comes as a whole, of which the engine says when it began."""
+    setup.engine.script = Script(text="fox runs over")
+    tokens = len(byte_level_tokenizer().encode("fox runs over").ids) + 1
+    for extra, outputs in (({"stream": True}, 1), ({}, 1), ({"n": 3}, 3)):
+        before, _ = between_tokens(setup)
+        answer = setup.post("/v1/completions", {"model": MODEL, "prompt": "The", **extra})
+        assert answer.status_code == 200
+        assert between_tokens(setup)[0] - before == outputs * (tokens - 1)
+    lines = httpx.get(f"{setup.url}/metrics").text.splitlines()
+    buckets = [line for line in lines if line.startswith("vllm:inter_token_latency_seconds_bucket")]
+    assert float(buckets[-1].split()[-1]) == between_tokens(setup)[0]
+
+
+def chunks_of(setup: Setup, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The JSON of a stream's events."""
+    text = setup.post(path, {"model": MODEL, "stream": True, **body}).text
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def test_the_last_chunk_says_why_an_output_ended(setup: Setup) -> None:
+    """As vLLM has it: the end comes with the last text, where there is any; before it nothing is said of it,
+    and the opening of a chat counts no tokens."""
+    setup.engine.script = Script(text="fox runs over")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chat = {"messages": [{"role": "user", "content": "The"}], "max_tokens": 3, "stream_options": options}
+    opening, *content, total = chunks_of(setup, "/v1/chat/completions", chat)
+    assert opening["usage"]["completion_tokens"] == 0
+    assert [one["usage"]["completion_tokens"] for one in (*content, total)] == [1, 2, 3, 3]
+    assert [one["choices"][0]["finish_reason"] for one in content] == [None, None, "length"]
+    assert all(one["choices"][0]["delta"]["content"] for one in content)
+    texts = chunks_of(setup, "/v1/completions", {"prompt": "The", "max_tokens": 3})
+    assert [one["choices"][0]["finish_reason"] for one in texts] == [None, None, "length"]
+    assert all(one["choices"][0]["text"] for one in texts)
+
+
+def test_usage_of_every_chunk_is_part_of_usage(setup: Setup) -> None:
+    """`continuous_usage_stats` without `include_usage` means nothing, as in vLLM."""
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    chunks = chunks_of(
+        setup, "/v1/completions", {"prompt": "The", "max_tokens": 3, "stream_options": options}
+    )
+    assert not any("usage" in one for one in chunks)
+
+
+def test_a_refusal_names_all_keys_that_are_no_token_ids(setup: Setup) -> None:
+    """The first five of them, so that the message stays short."""
+    bias = {"1": 0, "bad1": 0, "bad2": 0}
+    answer = setup.post("/v1/completions", {"model": MODEL, "prompt": "The", "logit_bias": bias})
+    assert answer.status_code == 400
+    assert "'bad1', 'bad2'" in answer.json()["error"]["message"]
+    bias = {f"bad{number}": 0 for number in range(9)}
+    answer = setup.post("/v1/completions", {"model": MODEL, "prompt": "The", "logit_bias": bias})
+    assert "'bad4' and 4 more" in answer.json()["error"]["message"]
 
 
 def first_token_times(setup: Setup) -> tuple[float, float]:

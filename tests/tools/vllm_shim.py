@@ -11,6 +11,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +29,22 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = os.environ["MOEBIUS_TOKENIZER"]
 _ROOTS = ("vllm", "pybase64")
 # What a server that was started with these would do differently, which ours is not asked to.
-_OTHER_SERVERS = ("--uds", "--root-path", "--enable-prompt-embeds", "--runner", "--watermark-config")
+_OTHER_SERVERS = (
+    "--uds",
+    "--root-path",
+    "--enable-prompt-embeds",
+    "--runner",
+    "--watermark-config",
+    "--return-tokens-as-token-ids",
+)
+# Whose model has to think or to call tools by itself, which the demo model does not.
+_SERVERS = {
+    "test_thinking_token_budget.py": "thoughts",
+    "test_completion_with_function_calling.py": "rules",
+    "test_include_reasoning.py": "rules",
+    "responses/test_simple.py": "rules",
+    "anthropic/test_messages.py": "rules",
+}
 # Tests that count what a server did want one that has done nothing.
 _FRESH = "test_metrics.py"
 
@@ -52,12 +68,10 @@ def _shared(kind: str) -> str:
     return _start(kind)[0]
 
 
-def _kind(arguments: Sequence[str]) -> str:
-    """Which of our servers stands for one with these arguments."""
-    if "test_thinking_token_budget" in os.environ["PYTEST_CURRENT_TEST"]:
-        return "thoughts"
-    parses = {"--reasoning-parser", "--tool-call-parser"} & set(arguments)
-    return "rules" if parses else "demo"
+def _kind() -> str:
+    """Which of our servers the running test talks to."""
+    test = os.environ["PYTEST_CURRENT_TEST"]
+    return next((kind for file, kind in _SERVERS.items() if file in test), "demo")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,6 +100,17 @@ class _Exception(Exception):
     """Stands for all of vLLM's exceptions."""
 
 
+class _ModelConfig:
+    """What tests ask vLLM about a model, answered of the served one."""
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        pass
+
+    def get_vocab_size(self) -> int:
+        """Columns of the logits."""
+        return int(json.loads((Path(TOKENIZER) / "config.json").read_text())["vocab_size"])
+
+
 class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -94,6 +119,10 @@ class _Module(ModuleType):
             return _Exception
         if name == "get_tokenizer":
             return lambda *_args, **_kwargs: _tokenizer(TOKENIZER)
+        if name == "download_weights_from_hf":
+            return lambda model, **_options: model
+        if name == "ModelConfig":
+            return _ModelConfig
         if name == "__version__":
             return "0"
         return MagicMock(name=f"{self.__name__}.{name}")
@@ -128,7 +157,7 @@ class RemoteOpenAIServer:
             pytest.skip(f"needs a server with {others[0]}")
         self.model = model
         self._own: subprocess.Popen[str] | None = None
-        kind = _kind(vllm_serve_args)
+        kind = _kind()
         if _FRESH in os.environ["PYTEST_CURRENT_TEST"]:
             self.url_root, self._own = _start(kind)
         else:

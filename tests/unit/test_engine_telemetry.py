@@ -68,4 +68,6 @@ def test_counters_add_up() -> None:
     assert value("vllm:request_num_preemptions_count", labels) == 3
     assert value("vllm:request_num_preemptions_sum", labels) == 0
     assert value("vllm:iteration_tokens_total_count", labels) is not None
+    # As vLLM counts: of prompts what is computed, and each token of outputs; two steps knew not yet of NaN.
+    assert value("vllm:iteration_tokens_total_sum", labels) == 61 - 28 + 24 + 2
     assert value("moebius:nonfinite_logits_total", labels) == 1

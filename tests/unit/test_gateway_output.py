@@ -145,7 +145,8 @@ def test_masked_tokens_stay_valid_json() -> None:
 
 
 def test_logprob_formats() -> None:
-    """Chat gives exact bytes of split characters; completions give parallel lists with the token itself."""
+    """Chat gives exact bytes of split characters; completions give parallel lists with the token itself,
+    which clients of vLLM take the first of each entry for."""
     first = TOKENIZER.encode("\U00010348")[0]
     fox = TOKENIZER.encode(" fox")[0]
     tokens = [TokenLogprob(first, None, (), 0), TokenLogprob(fox, -0.5, ((first, -0.1), (fox, -0.5)), 1)]
@@ -156,6 +157,7 @@ def test_logprob_formats() -> None:
     lists = completion_logprobs(TOKENIZER, tokens, 1)
     assert lists["token_logprobs"] == [None, -0.5]
     assert lists["top_logprobs"] == [None, {"\ufffd": -0.1, " fox": -0.5}]
+    assert list(lists["top_logprobs"][1]) == [" fox", "\ufffd"]
     assert lists["text_offset"] == [0, 1]
 
 
