@@ -39,7 +39,9 @@ class EngineMetrics:
         self.request_preemptions = self._histogram(
             "request_num_preemptions", "How often an output had to give up its pages", _TIMES
         )
-        self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens of prompts and of outputs per step", _TOKENS)
+        self.iteration_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens of prompts and outputs per step", _TOKENS
+        )
         self.queue_time = self._histogram("request_queue_time_seconds", "Submitted to admitted", _SECONDS)
         self.prefill_time = self._histogram(
             "request_prefill_time_seconds", "Admitted to first token", _SECONDS
