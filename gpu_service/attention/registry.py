@@ -210,6 +210,7 @@ def mla_dimensions(config: ModelConfig) -> MlaDimensions:
         index=None
         if indexer is None
         else IndexDimensions(indexer.num_heads, indexer.head_dim, indexer.top_k, indexer.pool),
+        has_sinks=config.attention_sinks,
     )
 
 

@@ -108,7 +108,9 @@ def _attend_latents(attention: MlaAttentionBackend, num_rows: int) -> None:
         attention.forward_non_absorbed(query, query, value, latent, key_rope, 0)
     else:
         query_latent = zeros(sizes.num_heads, sizes.latent_dim)
-        attention.forward(query_latent, query[..., sizes.nope_dim :], latent, key_rope, 0, selection)
+        sinks = torch.zeros(sizes.num_heads, device=cache.device) if sizes.has_sinks else None
+        rows = query_latent, query[..., sizes.nope_dim :], latent, key_rope
+        attention.forward(*rows, 0, selection, sinks)
 
 
 def _attend_compressed(attention: CompressedAttentionBackend, inputs: ForwardInputs) -> None:

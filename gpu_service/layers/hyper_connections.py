@@ -25,15 +25,18 @@ class HyperConnection(nn.Module):
         assert config.hyper is not None, "the family's reader fills `hyper`"
         self._sizes, self._norm_eps = config.hyper, config.rms_norm_eps
         num = config.hyper.num_streams
-        rows = (2 + num) * num
+        # Of the weights between streams there may be none.
+        kinds = 3 if config.hyper.iterations else 2
+        rows = (2 + num) * num if config.hyper.iterations else 2 * num
         self.fn = empty_parameter(rows, num * config.hidden_size, dtype=torch.float32)
         self.base = empty_parameter(rows, dtype=torch.float32)
-        self.scale = empty_parameter(3, dtype=torch.float32)
+        self.scale = empty_parameter(kinds, dtype=torch.float32)
 
     def forward(self, streams: torch.Tensor, half: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Streams `[T, N, H]` after a half of a layer that turns `[T, H]` into a new `[T, H]`; in place."""
+        sizes, weights = self._sizes, (self.fn, self.base, self.scale)
         hidden_states, post, comb = collapse_streams(
-            streams, self.fn, self.base, self.scale, self._norm_eps, self._sizes.eps, self._sizes.iterations
+            streams, *weights, self._norm_eps, sizes.eps, sizes.iterations, sizes.magnitude
         )
         return mix_streams(half(hidden_states), streams, post, comb)
 

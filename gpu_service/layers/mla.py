@@ -23,9 +23,6 @@ from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, query_heads
 from moebius.models.config import MlaConfig, ModelConfig
 
-# Of the keys' norm, whatever `rms_norm_eps` says: so were all families trained.
-_KEY_EPS = 1e-6
-
 
 class StepSelection:
     """What layers of one model share within a step: the indexer's rotary table.
@@ -58,9 +55,11 @@ class Indexer(nn.Module):
         assert indexer is not None, "the family's reader fills `indexer`"
         assert rank is not None, "the family's reader asks for a latent of queries"
         self._index_layer, self._sizes, self._selection = index_layer, indexer, selection
+        # Elements before those that are rotated.
+        self._unrotated = indexer.head_dim - config.mla.qk_rope_head_dim if indexer.rotates_last else 0
         self.wq_b = Linear(rank, indexer.num_heads * indexer.head_dim, bias=False, dtype=dtype)
         self.wk = Linear(config.hidden_size, indexer.head_dim, bias=False, dtype=dtype)
-        self.k_norm = LayerNorm(indexer.head_dim, _KEY_EPS, dtype=dtype)
+        self.k_norm = LayerNorm(indexer.head_dim, indexer.key_eps, dtype=dtype)
         # Its few rows weigh whole heads against one another: in 16 bits, ranks of tokens would change.
         self.weights_proj = Linear(config.hidden_size, indexer.num_heads, bias=False, dtype=torch.float32)
         # Of a token's weight among those of its pool; float32 as they are added.
@@ -93,7 +92,7 @@ class Indexer(nn.Module):
             rope = self._selection.half_split(rope)
         keys: torch.Tensor = self.k_norm(self.wk(hidden_states))
         if rope is not None:
-            apply_rope(keys[:, None], rope)
+            apply_rope(keys[:, None, self._unrotated :], rope)
         index_keys = backend.cache.index_keys
         assert index_keys is not None, "the cache of this model holds the indexer's keys"
         self._store(index_keys, keys, hidden_states, context.inputs)
@@ -101,7 +100,7 @@ class Indexer(nn.Module):
         if backend.selects:
             query = self.wq_b(query_latent).view(-1, sizes.num_heads, sizes.head_dim)
             if rope is not None:
-                apply_rope(query, rope)
+                apply_rope(query[..., self._unrotated :], rope)
             weights = self.weights_proj(hidden_states.float()) * self._score_scale
             backend.selection = backend.select(query, weights, self._index_layer)
 
@@ -144,8 +143,8 @@ class MLAttention(nn.Module):
     """Queries and latents from the hidden state, rotary embedding of their last parts, attention, output.
 
     `config` is the whole model's. A rank computes its own heads; latents, which all heads share, are
-    computed and cached by every rank. `bias` is that of the projections from and to the hidden size.
-    `layer_id` counts the pipeline stage's layers that attend.
+    computed and cached by every rank. `bias` is that of the projections from and to the hidden size; gates
+    and sinks are switches of `config`. `layer_id` counts the pipeline stage's layers that attend.
 
     Sparse attention: `selection` is what the model's layers share; a layer without an `indexer` attends to
     what the latest layer with one chose.
@@ -183,12 +182,20 @@ class MLAttention(nn.Module):
             self.q_b_proj = FusedLinear(mla.q_lora_rank, {"q_b_proj": query_rows}, bias=False, dtype=dtype)
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, mla.latent_eps, dtype=dtype)
         self.kv_b_proj = LatentProjection(mla, heads, dtype=dtype)
-        self.g_proj = (
-            FusedLinear(size, {"g_proj": heads}, bias=False, dtype=dtype) if config.head_gate else None
-        )
+        self._heads, self._gates_elements = heads, config.element_gate
+        self.g_proj: FusedLinear | None = None
+        if config.head_gate or config.element_gate:
+            gates = heads.scaled(mla.v_head_dim) if config.element_gate else heads
+            self.g_proj = FusedLinear(size, {"g_proj": gates}, bias=False, dtype=dtype)
+        self.sinks = empty_parameter(heads.size, dtype=torch.float32) if config.attention_sinks else None
         self.o_proj = RowParallelLinear(
             heads.scaled(mla.v_head_dim), size, bias=bias, dtype=dtype, parallel=parallel
         )
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """Of the parameters that are this module's own, a rank has those of its heads."""
+        if self.sinks is not None:
+            yield CheckpointPart("", "sinks", self._heads, None)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
@@ -218,10 +225,12 @@ class MLAttention(nn.Module):
             key_weight, value_weight = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]
             query_latent = absorb_query(query_nope, key_weight)
             chosen = None if self._selection is None else backend.selection
-            latents = backend.forward(query_latent, query_rope, latent, key_rope, layer_id, chosen)
+            rows = query_latent, query_rope, latent, key_rope
+            latents = backend.forward(*rows, layer_id, chosen, self.sinks)
             attended = project_values(latents, value_weight)
         if self.g_proj is not None:
-            attended = attended * self.g_proj(hidden_states).sigmoid_().unsqueeze(-1)
+            gates = self.g_proj(hidden_states).sigmoid_()
+            attended = attended * (gates.view_as(attended) if self._gates_elements else gates.unsqueeze(-1))
         output: torch.Tensor = self.o_proj(attended.flatten(1))
         return output
 

@@ -152,7 +152,8 @@ def _cached_attention_row(config: ModelConfig) -> int:
         return 2 * config.q_size + 2 * config.kv_size + gates
     absorbed = 2 * mla.kv_lora_rank
     written_out = 2 * mla.qk_nope_head_dim + mla.qk_rope_head_dim + 2 * mla.v_head_dim
-    return config.num_heads * (mla.qk_head_dim + max(absorbed, written_out) + 2 * mla.v_head_dim)
+    gates = mla.v_head_dim if config.element_gate else 0
+    return config.num_heads * (mla.qk_head_dim + max(absorbed, written_out) + 2 * mla.v_head_dim + gates)
 
 
 def _block_scores_bytes(config: ModelConfig, tokens: int) -> int:

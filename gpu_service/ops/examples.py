@@ -256,16 +256,19 @@ class _Maker:
 
     def collapse(self) -> tuple[Any, ...]:
         streams, hyper = self._streams(), self._sizes.hyper
-        rows, columns = (2 + streams.shape[1]) * streams.shape[1], streams[0].numel()
+        num, columns = streams.shape[1], streams[0].numel()
+        rows, kinds = ((2 + num) * num, 3) if hyper.iterations else (2 * num, 2)
         projection = self._random(rows, columns, dtype=torch.float32) * columns**-0.5
-        base, scale = self._random(rows, dtype=torch.float32), self._random(3, dtype=torch.float32)
-        return streams, projection, base, scale, 1e-6, hyper.eps, hyper.iterations
+        base, scale = self._random(rows, dtype=torch.float32), self._random(kinds, dtype=torch.float32)
+        return streams, projection, base, scale, 1e-6, hyper.eps, hyper.iterations, hyper.magnitude
 
     def mix(self) -> tuple[Any, ...]:
         """The update as experts leave it."""
         streams = self._streams()
         tokens, num, size = streams.shape
-        post, comb = self._random(tokens, num, dtype=torch.float32), self._random(tokens, num, num).float()
+        mixed = num if self._sizes.hyper.iterations else 0
+        post = self._random(tokens, num, dtype=torch.float32)
+        comb = self._random(tokens, mixed, mixed).float()
         return self._random(tokens, size, dtype=torch.float32), streams, post, comb
 
     def stream_norm(self) -> tuple[Any, ...]:

@@ -8,6 +8,9 @@ of a layer they are collapsed into its one input; afterwards stream j becomes
 All weights depend on the streams: of their concatenation, normed, a projection gives N + N + N * N numbers,
 which a sigmoid, twice a sigmoid, and a softmax turned doubly stochastic by Sinkhorn's iteration make `pre`,
 `post`, `comb`.
+
+Independent hyper-connections (Hy4) have no `comb`: a projection gives N + N numbers, and stream j becomes
+`post_j * output + stream_j`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ class Collapsed(NamedTuple):
 
     hidden_states: torch.Tensor  # [T, H], in the streams' dtype
     post: torch.Tensor  # float32 [T, N]
-    comb: torch.Tensor  # float32 [T, N, N]: to stream j from stream i is `[i, j]`
+    # float32 [T, N, N]: to stream j from stream i is `[i, j]`; [T, 0, 0]: each stream keeps what it has.
+    comb: torch.Tensor
 
 
 @Op
@@ -37,12 +41,14 @@ def collapse_streams(
     norm_eps: float,
     eps: float,
     iterations: int,
+    magnitude: float = 2.0,
 ) -> Collapsed:
     """The input of one half of a layer.
 
     streams `[T, N, H]`, contiguous; projection `[(2 + N) * N, N * H]`, base `[(2 + N) * N]` and scale `[3]`
     float32, in the order of pre, post, comb. `eps` is added to pre, to comb and to the sums that Sinkhorn
-    divides by.
+    divides by. post is at most `magnitude`. No iterations: there is no comb, projection, base and scale are
+    without it (`2 * N` rows, 2 scales), and `eps` is added to post instead.
     """
     num_streams = streams.shape[1]
     mixed = project_streams(streams, projection)
@@ -50,14 +56,17 @@ def collapse_streams(
     ends = num_streams, 2 * num_streams
     pre = mixed[:, : ends[0]] * scale[0] + base[: ends[0]]
     post = mixed[:, ends[0] : ends[1]] * scale[1] + base[ends[0] : ends[1]]
+    collapsed = ((pre.sigmoid() + eps)[..., None] * streams).sum(1).to(streams.dtype)
+    post = magnitude * post.sigmoid()
+    if not iterations:
+        return Collapsed(collapsed, post + eps, post.new_empty(post.shape[0], 0, 0))
     comb = mixed[:, ends[1] :] * scale[2] + base[ends[1] :]
     weights = comb.view(-1, num_streams, num_streams).softmax(-1) + eps
     weights = weights / (weights.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
         weights = weights / (weights.sum(-2, keepdim=True) + eps)
-    collapsed = ((pre.sigmoid() + eps)[..., None] * streams).sum(1).to(streams.dtype)
-    return Collapsed(collapsed, 2 * post.sigmoid(), weights)
+    return Collapsed(collapsed, post, weights)
 
 
 def weigh_streams(
@@ -79,7 +88,7 @@ def weigh_streams(
 
 
 def project_streams(streams: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """Of the streams before their norm, which is one factor of a token: float32 `[T, (2 + N) * N]`."""
+    """Of the streams before their norm, which is one factor of a token: float32 `[T, rows]`."""
     return functional.linear(streams.flatten(1).float(), projection)
 
 
@@ -92,5 +101,5 @@ def mix_streams(
     update `[T, H]`, its output, which may be float32 where the streams `[T, N, H]` are not; post and comb as
     in `Collapsed`. Rounded once.
     """
-    mixed = comb.mT @ streams.float() + post[..., None] * update[:, None].float()
-    return streams.copy_(mixed)
+    kept = comb.mT @ streams.float() if comb.shape[1] else streams.float()
+    return streams.copy_(kept + post[..., None] * update[:, None].float())

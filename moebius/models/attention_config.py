@@ -82,10 +82,13 @@ class HyperConnectionConfig:
     """
 
     num_streams: int
-    iterations: int  # Of Sinkhorn's normalisation of the weights between streams.
+    # Of Sinkhorn's normalisation of the weights between streams; 0: there are none, and each stream stays as
+    # it is but for what is added to it.
+    iterations: int
     eps: float  # Added to weights and to the sums that they are divided by.
     # Whether the streams end as a sum with learned weights; False: as their mean.
     weighs_last: bool = False
+    magnitude: float = 2.0  # The largest weight with which a half of a layer is added to a stream.
     # Qwen4: streams are normed and mixed element by element, by weights that come through a bottleneck of
     # this width, also at the end; 0: streams are mixed as wholes.
     rank: int = 0
@@ -139,6 +142,9 @@ class IndexerConfig:
     layers: frozenset[int]
     # So many consecutive tokens are chosen together, by one key; those after the last whole pool always are.
     pool: int = 1
+    rotates_last: bool = False  # Whether the last `qk_rope_head_dim` elements are rotated, not the first.
+    # Of the keys' norm; most families were trained with this, whatever `rms_norm_eps` says.
+    key_eps: float = 1e-6
 
     @property
     def row_dim(self) -> int:

@@ -32,11 +32,16 @@ class CapturableMlaAttention(TorchMlaAttention):
         assert inputs.seq_lens == inputs.seq_lens_tensor.tolist()
 
     def _attend(
-        self, query: torch.Tensor, query_rope: torch.Tensor, layer_id: int, selection: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        layer_id: int,
+        selection: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         inputs = self._captured
         if inputs is None:
-            return super()._attend(query, query_rope, layer_id, selection)
+            return super()._attend(query, query_rope, layer_id, selection, sinks)
         keys = _history(self.cache.pages(layer_id), inputs)
         width = keys.shape[1]
         visible = torch.arange(width, device=keys.device) < inputs.seq_lens_tensor[:, None]
@@ -46,7 +51,10 @@ class CapturableMlaAttention(TorchMlaAttention):
             visible = visible & chosen[:, :width]
         query = torch.cat((query, query_rope), dim=-1)
         scores = torch.einsum("rhd,rtd->rht", query, keys) * self.dimensions.softmax_scale
-        weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~visible[:, None], float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(scores.dtype)[None, :, None].expand(len(scores), -1, 1)), -1)
+        weights = scores.softmax(dim=-1)[..., :width]
         return torch.einsum("rht,rtd->rhd", weights, keys[..., : self.dimensions.latent_dim])
 
     def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:

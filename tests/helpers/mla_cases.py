@@ -45,6 +45,7 @@ class MlaCase:
     # The indexer's query and weights of heads for each row, float32 where it says so; empty: there is none.
     index_query: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     head_weights: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    sinks: torch.Tensor | None = None  # float32 `[num_heads]` where the dimensions say so.
 
     @property
     def weight(self) -> torch.Tensor:
@@ -126,6 +127,8 @@ def make_mla_case(
         keys.copy_(random(*keys.shape))
         case.index_query = random(total, d.index.num_heads, d.index.head_dim)
         case.head_weights = random(total, d.index.num_heads).float()
+    if d.has_sinks:
+        case.sinks = random(d.num_heads).float()
     return case
 
 
@@ -135,7 +138,8 @@ def run_absorbed(case: MlaCase, backend: MlaAttentionBackend, planned: bool = Fa
         backend.plan(case.inputs)
     selection = backend.select(case.index_query, case.head_weights, 0) if backend.selects else None
     query_latent = absorb_query(case.query_nope, case.key_weight)
-    attended = backend.forward(query_latent, case.query_rope, case.latent, case.key_rope, LAYER, selection)
+    rows = query_latent, case.query_rope, case.latent, case.key_rope
+    attended = backend.forward(*rows, LAYER, selection, case.sinks)
     return project_values(attended, case.value_weight)
 
 
@@ -197,6 +201,10 @@ def naive_mla(case: MlaCase, chosen: list[list[int]] | None = None) -> torch.Ten
         for row in range(begin, end) if chosen is not None else ():
             left_out = set(positions.tolist()) - set(chosen[row])
             hidden[row - begin, list(left_out)] = True
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if case.sinks is not None:
+            sinks = case.sinks.double()[:, None, None].expand(-1, scores.shape[1], -1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[..., : len(positions)]
         outputs.append(torch.einsum("hqk,khd->qhd", weights, value))
     return torch.cat(outputs)

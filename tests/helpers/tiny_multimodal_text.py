@@ -261,6 +261,48 @@ def _longcat_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, 
     return written | own | {"zero_expert_type": "identity"}
 
 
+_HY_GATED = re.compile(r"\.(mlp|shared_experts)\.linear_gate\.")
+
+
+def _hy_v4_names(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """Hy4: transformers takes gates of MLPs for those of attention, and puts `hc_pre` elsewhere."""
+    name = _HY_GATED.sub(r".\1.gate_proj.", name)
+    if ".hc_pre.hc_head." in name:
+        return name.replace(".hc_pre.hc_head.", ".hc_head."), tensor
+    return re.sub(r"\.hc_pre\.(hc_\w+_layer)\.", r".\1.hc_pre.", name), tensor
+
+
+def _hy_v4_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """With keys that transformers does not know, and another name of the attention."""
+    kinds = ["deepseek_sparse_attention"] * written["num_hidden_layers"]
+    own = {"enable_ihc": True, "gated_mla": True, "gating_type": "elementwise", "learnable_sink": True}
+    return written | own | {"enable_lm_head_fp32": True, "layer_types": kinds}
+
+
+class HyModel(TextModel):
+    """Released with neighbours as rotary pairs, where transformers has them half a head apart."""
+
+    def publish(self, directory: Path, text: dict[str, Any] | None = None) -> None:
+        from safetensors.torch import load_file, save_file
+
+        assert text is not None, "the sizes of heads say which rows are rotated"
+        size, head = text["qk_rope_head_dim"], text["qk_nope_head_dim"] + text["qk_rope_head_dim"]
+        # Rows of a head, or of all that there is, whose last are rotated.
+        rows = {"q_b_proj": head, "indexer.wq_b": text["index_head_dim"]}
+        whole = ("kv_a_proj_with_mqa", "indexer.wk", "indexer.k_norm")
+        for file in directory.glob("*.safetensors"):
+            tensors = load_file(file)
+            for name, tensor in tensors.items():
+                module = name.split(".self_attn.")[-1].rpartition(".")[0]
+                if module in rows or module in whole:
+                    heads = tensor.unflatten(0, (-1, rows.get(module, tensor.shape[0]))).clone()
+                    halves = heads[:, -size:].clone().chunk(2, dim=1)
+                    heads[:, -size::2], heads[:, 1 - size :: 2] = halves
+                    tensors[name] = heads.flatten(0, 1)
+            save_file(tensors, file)
+        super().publish(directory, text)
+
+
 def _deepseek_v4_names(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     """DeepSeek-V4: without a prefix, and norms of keys called so."""
     name = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.")
@@ -304,6 +346,9 @@ TEXT_TOWERS: dict[str, TextTower] = {
     "ernie4_5_vl_moe": TextTower("Ernie4_5_VLMoe", _ERNIE_VISION),
     "ernie4_5_moe_vl": TextTower("Ernie4_5_VLMoe", _ERNIE_VISION, published_config=_ernie_config),
     "longcat_flash": LongcatModel("LongcatFlash", {}),
+
+
+    "hy_v4": HyModel("HYV4", {}, _hy_v4_names, published_config=_hy_v4_config),
     "qwen3_5_moe": TextTower("Qwen3_5Moe", _QWEN_3_5_VISION, fuses_experts=True),
     "qwen4_exp": TextTower("Qwen4Exp", _QWEN_3_5_VISION, fuses_experts=True),
     "qwen3_vl_moe": TextTower("Qwen3VLMoe", _QWEN_VISION, _transpose_experts),

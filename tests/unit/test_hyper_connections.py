@@ -16,6 +16,7 @@ from gpu_service.attention.mla.triton_kernels import choose_tokens
 from gpu_service.models.compose import build_model
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kv import pool_index_keys
+from gpu_service.ops.triton import hyper_connections as kernels
 from moebius.models.config import ModelConfigError
 from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.published_checkpoints import Published
@@ -47,6 +48,34 @@ def test_weights_and_streams_are_transformers(num_streams: int, iterations: int)
         ours = mix_streams(output, streams.clone(), got.post, got.comb)
     for one, other in zip((*got, ours), (collapsed, post, comb, mixed), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=OP_FLOAT32)
+
+
+@pytest.mark.parametrize("num_streams", [4, 3])
+def test_independent_streams_are_transformers(num_streams: int) -> None:
+    """Hy4's: no stream takes of another, and what is added has a weight of its own."""
+    from transformers.models.hy_v4.configuration_hy_v4 import HYV4Config
+    from transformers.models.hy_v4.modeling_hy_v4 import HYV4HyperConnection
+
+    config = HYV4Config(
+        hidden_size=SIZE, hc_mult=num_streams, hc_magnitude=1.5, hc_eps=1e-3, rms_norm_eps=1e-3
+    )
+    reference = HYV4HyperConnection(config)
+    streams, output = _random(TOKENS, num_streams, SIZE), _random(TOKENS, SIZE)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(0.3 * _random(*parameter.shape))
+        post, collapsed = (part[0] for part in reference(streams[None]))
+        weights = reference.fn, reference.base, reference.scale
+        for collapse, mix in (
+            (collapse_streams, mix_streams),
+            (kernels.collapse_streams, kernels.mix_streams),
+        ):
+            got = collapse(streams, *weights, 1e-3, 1e-3, 0, 1.5)
+            ours = mix(output, streams.clone(), got.post, got.comb)
+            assert got.comb.numel() == 0
+            mixed = post[..., None] * output[:, None] + streams
+            for one, other in zip((got.hidden_states, got.post, ours), (collapsed, post, mixed), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=OP_FLOAT32)
 
 
 def test_keys_of_pools_do_not_depend_on_how_a_sequence_is_cut() -> None:
@@ -108,6 +137,51 @@ def test_the_kernels_choose_the_references_pools() -> None:
         scores = index_scores(query[own], weights[own], pools)
         expected = expand_pools(select_tokens(scores, ends // 4, 2), ends, 4)
         assert torch.equal(got[own], expected)
+
+
+def _read_hy(tmp_path: Path, **changes: Any) -> Any:
+    """Hy4 as published; None leaves a key out."""
+    config = Published.load("hy4-preview").config | changes
+    kept = {name: value for name, value in config.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    return read_model_config(tmp_path)
+
+
+def test_hy4_is_read(tmp_path: Path) -> None:
+    """Of published weights, neighbours are a rotary pair; keys that transformers has not tell them."""
+    config = _read_hy(tmp_path)
+    hyper, indexer = config.hyper, config.mla.indexer
+    assert (hyper.num_streams, hyper.iterations, hyper.magnitude, hyper.weighs_last) == (4, 0, 2.0, True)
+    assert sorted(indexer.layers) == [0, *range(1, 78, 4)]
+    assert (config.rope.interleaved, indexer.interleaved, indexer.rotates_last) == (True, True, True)
+    assert (config.moe_layer_ids, config.mlp_limits) == (tuple(range(1, 78)), ())
+    geometry = read_geometry(tmp_path)
+    assert (geometry.activation, geometry.limit_of(3)) == ("clamped_silu", 10.0)
+    own = dict.fromkeys(("enable_ihc", "gated_mla", "gating_type", "learnable_sink"))
+    as_transformers = _read_hy(tmp_path, **own, indexer_types=None, layer_types=None, mlp_layer_types=None)
+    assert not (as_transformers.rope.interleaved or as_transformers.mla.indexer.interleaved)
+    assert as_transformers.mla.indexer.layers == indexer.layers
+    assert as_transformers.moe_layer_ids == config.moe_layer_ids
+    assert _read_hy(tmp_path, rope_interleave=False).rope.interleaved is False
+    assert _read_hy(tmp_path, swiglu_limit=0.0).moe.expert_activation == "silu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"enable_ihc": False}, "enable_ihc = False"),
+        ({"learnable_sink": False}, "learnable_sink = False"),
+        ({"gating_type": "headwise"}, "gating_type = 'headwise'"),
+        ({"q_lora_rank": None}, "the indexer reads the queries' latent"),
+        ({"index_head_dim": 32}, "at least qk_rope_head_dim"),
+        ({"layer_types": ["full_attention"] * 78}, "deepseek_sparse_attention"),
+        ({"indexer_types": ["shared"] * 78}, "the first full"),
+        ({"swiglu_limit": True}, "a number"),
+    ],
+)
+def test_what_hy4_has_not_is_named(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelConfigError, match=complaint):
+        _read_hy(tmp_path, **changes)
 
 
 def _read(tmp_path: Path, **changes: Any) -> Any:

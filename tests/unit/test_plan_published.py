@@ -24,6 +24,7 @@ MODELS = (
     "glm-4.7",
     "glm-5.3-flash",
     "gpt-oss-120b",
+    "hy4-preview",
     "kimi-k2",
     "kimi-k2.5",
     "kimi-linear-48b-a3b",

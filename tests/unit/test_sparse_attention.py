@@ -77,6 +77,25 @@ def test_attention_to_the_chosen_tokens(shape: Shape, storage: torch.dtype | Non
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=MLA_FLOAT32)
 
 
+@BACKENDS
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("shape", [[*DECODES, (70, 1)], [*CHUNKS, (0, 1)]], ids=["decodes", "chunks"])
+def test_sinks_take_their_share_of_the_softmax_once(shape: Shape, sparse: bool, name: str) -> None:
+    """Of one split or several, of all tokens or the chosen ones; first chunks take the same form."""
+    dimensions = replace(TINY_SPARSE if sparse else TINY, has_sinks=True)
+    case = make_mla_case(dimensions, shape)
+    assert case.sinks is not None
+    expected = naive_mla(case, naive_selection(case) if sparse else None)
+    without = naive_mla(replace(case, sinks=None), naive_selection(case) if sparse else None)
+    assert (expected - without).abs().max() > 0.1
+    output = run_absorbed(case, backend_for(case, name))
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=MLA_FLOAT32)
+    first = make_mla_case(dimensions, [(0, 5)])
+    backend = backend_for(first, name)
+    backend.plan(first.inputs)
+    assert not backend.non_absorbed, "keys written out would leave the sinks out"
+
+
 def test_many_heads_of_a_row_share_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are rows enough, 64 heads instead of 16 do; one block of heads is not full here."""
     module = "gpu_service.attention.mla.triton_backend"

@@ -70,6 +70,9 @@ class MlaDimensions:
     value_dim: int  # v_head_dim
     softmax_scale: float  # (nope_dim + rope_dim) ** -0.5, times what a family's rotary scaling adds.
     index: IndexDimensions | None = None  # None: a query attends to all tokens before it.
+    # Whether each head has a learned logit that joins its softmax's sum and has no value. Then no step takes
+    # `forward_non_absorbed`, whose kernels know none.
+    has_sinks: bool = False
 
 
 class MlaAttentionBackend(PlannedAttention):
@@ -112,20 +115,27 @@ class MlaAttentionBackend(PlannedAttention):
         key_rope: torch.Tensor,
         layer_id: int,
         selection: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new latents of this layer, then attend in the latent space.
 
         query_latent `[T, num_heads, latent_dim]` (queries after absorbing the key projection); query_rope
         `[T, num_heads, rope_dim]`; latent `[T, latent_dim]` (normed); key_rope `[T, rope_dim]`; rotary
         embedding already applied, all of the cache's `dtype`. Returns `[T, num_heads, latent_dim]`, to be
-        carried through the value projection. selection: None means all tokens; else see the class.
+        carried through the value projection. selection: None means all tokens; else see the class. sinks:
+        `[num_heads]`, any float type, where `dimensions.has_sinks`.
         """
         self.cache.append(layer_id, latent, key_rope, self._planned.slot_mapping)
-        return self._attend(query_latent, query_rope, layer_id, selection)
+        return self._attend(query_latent, query_rope, layer_id, selection, sinks)
 
     @abstractmethod
     def _attend(
-        self, query: torch.Tensor, query_rope: torch.Tensor, layer_id: int, selection: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        layer_id: int,
+        selection: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """`forward` after storing; `query` is its `query_latent`."""
 
@@ -176,6 +186,11 @@ class MlaAttentionBackend(PlannedAttention):
         attention.
         """
         raise NotImplementedError(f"{type(self).__name__} can not select tokens")
+
+    def _writes_keys_out(self, inputs: ForwardInputs) -> bool:
+        """Whether a step is one that `forward_non_absorbed` serves; asked after `selects` is known."""
+        may = not (self.cache.is_quantised or self.selects or self.dimensions.has_sinks)
+        return may and has_only_first_chunks(inputs)
 
     def _may_select(self, longest: int) -> bool:
         """Whether a step whose longest sequence has so many tokens must choose among them."""

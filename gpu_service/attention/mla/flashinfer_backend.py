@@ -58,6 +58,8 @@ class FlashInferMlaAttention(MlaAttentionBackend):
         sizes = dimensions.latent_dim, dimensions.rope_dim
         if dimensions.index is not None:
             return "FlashInfer's latent attention reads all tokens, and this model attends to selected ones"
+        if dimensions.has_sinks:
+            return "this model has attention sinks, which FlashInfer's latent attention does not know"
         if cache.dtype not in HALF_TYPES:
             return f"FlashInfer computes in float16 and bfloat16, not in {cache.dtype}"
         if cache.is_quantised:
@@ -96,11 +98,16 @@ class FlashInferMlaAttention(MlaAttentionBackend):
         self._plan_absorbed(wrapper, inputs, wrapper._kv_indices_buf)
 
     def _attend(
-        self, query: torch.Tensor, query_rope: torch.Tensor, layer_id: int, selection: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        layer_id: int,
+        selection: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Raises ValueError for a step that was planned for `forward_non_absorbed`."""
-        if selection is not None:
-            raise NotImplementedError("FlashInferMlaAttention can not attend to selected tokens")
+        if selection is not None or sinks is not None:
+            raise NotImplementedError("FlashInferMlaAttention has neither selected tokens nor sinks")
         if self._wrapper is self._ragged:
             raise ValueError("this step was planned for forward_non_absorbed: `non_absorbed` is True")
         output = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -12,7 +12,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_service.attention.base import check_step
-from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
+from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions
+from gpu_service.attention.torch_reference import attend_with_lse_unfused
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs
 
@@ -98,8 +99,7 @@ class TorchMlaAttention(MlaAttentionBackend):
         check_step(inputs, self.cache.page_size)
         self._inputs = inputs
         self.selects = self._may_select(max(inputs.seq_lens, default=0))
-        allowed = not self.cache.is_quantised and has_only_first_chunks(inputs)
-        self.non_absorbed = allowed and not self.selects
+        self.non_absorbed = self._writes_keys_out(inputs)
         starts, table = inputs.query_start_loc, inputs.block_table.long()
         self._spans = [
             self._span(slice(starts[i], starts[i + 1]), kv_len, table[i])
@@ -114,7 +114,12 @@ class TorchMlaAttention(MlaAttentionBackend):
         return _Span(rows, pages[: -(-kv_len // self.cache.page_size)], kv_len, mask)
 
     def _attend(
-        self, query: torch.Tensor, query_rope: torch.Tensor, layer_id: int, selection: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        layer_id: int,
+        selection: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         output = torch.empty_like(query)
         query = torch.cat((query, query_rope), dim=-1)
@@ -123,13 +128,15 @@ class TorchMlaAttention(MlaAttentionBackend):
             # A single row's heads stand in the place of positions: one GEMM for all of them.
             rows = query[span.rows] if span.mask is None else query[span.rows].transpose(0, 1)
             shared = keys.expand(rows.shape[0], -1, -1)
-            attended = scaled_dot_product_attention(
-                rows,
-                shared,
-                shared[..., : self.dimensions.latent_dim],
-                attn_mask=mask,
-                scale=self.dimensions.softmax_scale,
-            )
+            values, scale = shared[..., : self.dimensions.latent_dim], self.dimensions.softmax_scale
+            if sinks is None:
+                attended = scaled_dot_product_attention(rows, shared, values, attn_mask=mask, scale=scale)
+            else:
+                seen = rows.new_zeros(()) if mask is None else mask
+                attended, lse = attend_with_lse_unfused(rows, shared, values, seen, scale)
+                of_head = sinks.float() if span.mask is None else sinks.float()[:, None]
+                # As in `attention.torch_reference.attend`.
+                attended = attended * torch.sigmoid(lse - of_head).unsqueeze(-1).to(attended.dtype)
             output[span.rows] = attended if span.mask is None else attended.transpose(0, 1)
         return output
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gpu_service.attention.base import check_step
-from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
+from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions
 from gpu_service.attention.mla.triton_kernels import MAX_SCORES, choose_tokens, mla_attention, mla_tile
 from gpu_service.attention.triton_kernels import MIN_SPLIT
 from gpu_service.attention.triton_tiles import Partial, PartialResults, num_splits, streaming_multiprocessors
@@ -35,8 +35,7 @@ class TritonMlaAttention(MlaAttentionBackend):
     def plan(self, inputs: ForwardInputs) -> None:
         check_step(inputs, self.cache.page_size)
         self._prepare(inputs, max(inputs.seq_lens, default=1))
-        allowed = not self.cache.is_quantised and has_only_first_chunks(inputs)
-        self.non_absorbed = allowed and not self.selects
+        self.non_absorbed = self._writes_keys_out(inputs)
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
         """Splits are chosen for the longest sequence that the block table can hold."""
@@ -48,7 +47,12 @@ class TritonMlaAttention(MlaAttentionBackend):
         """The recorded kernels find all they need in the refilled tensors."""
 
     def _attend(
-        self, query: torch.Tensor, query_rope: torch.Tensor, layer_id: int, selection: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        layer_id: int,
+        selection: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         inputs, scale = self._planned, self.cache.scales[layer_id]
         return mla_attention(
@@ -64,6 +68,7 @@ class TritonMlaAttention(MlaAttentionBackend):
             self._tile,
             self._min_split,
             selection,
+            sinks,
         )
 
     def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.mla.base import IndexDimensions
-from gpu_service.attention.triton_kernels import LOG2_E, MIN_SPLIT, keys_per_split
+from gpu_service.attention.triton_kernels import LOG2_E, MIN_SPLIT, empty_softmax, keys_per_split
 from gpu_service.attention.triton_tiles import MIN_ROWS, WANTED_PROGRAMS_PER_SM, Tile, with_smaller
 from gpu_service.ops.triton.e4m3 import as_loadable, widened
 from gpu_service.ops.triton.jit import jit, jit_for_any, launch_fitting, next_power_of_2
@@ -45,11 +45,12 @@ def _chosen(selection, row, column, seen, TOP_K: tl.constexpr):  # type: ignore[
 
 @jit_for_any("num_requests", "table_stride", "num_splits")
 def _mla_kernel(  # type: ignore[no-untyped-def]
-    q_latent, q_rope, cache, output, partial_output, partial_lse, selection, block_table, seq_lens,
+    q_latent, q_rope, cache, output, partial_output, partial_lse, selection, sinks, block_table, seq_lens,
     query_starts, num_requests, table_stride, num_splits, score_scale, value_scale,
     NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     MINIMUM: tl.constexpr, SINGLE_SPLIT: tl.constexpr, PRECISION: tl.constexpr, TOP_K: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of heads, split); queries are contiguous. TOP_K 0: there is no selection."""
     row, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -67,8 +68,8 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
     query = tl.load(q_latent + first_query * LATENT + at_latent[None, :], mask=held, other=0.0)
     rotated_query = tl.load(q_rope + first_query * ROPE + at_rope[None, :],
                             mask=in_head[:, None] & in_rope[None, :], other=0.0)  # fmt: skip
-    maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
+    # The sink counts in the first split, whose log-sum-exp then tells the others.
+    maximum, total = empty_softmax(sinks, head, in_head & (split == 0), BLOCK_H, HAS_SINKS, LOG2_E)
     weighted = tl.zeros([BLOCK_H, BLOCK_L], tl.float32)
     for first in range(begin, end, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
@@ -153,13 +154,14 @@ def mla_attention(
     tile: Tile,
     min_split: int = MIN_SPLIT,
     selection: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Absorbed attention of every row; returns `[T, num_heads, latent_dim]`.
 
     query_latent, query_rope as in `MlaAttentionBackend.forward`; pages `[num_pages, page_size, latent_dim +
     rope_dim]`; partial: float32 `[T, num_heads, num_splits, latent_dim]` and `[T, num_heads, num_splits]`,
     or None for one split; tile: from `mla_tile`, or the next smaller one that fits on the device; selection
-    as in `MlaAttentionBackend`, contiguous; the rest int32 as in `ForwardInputs`.
+    and sinks as in `MlaAttentionBackend`, contiguous; the rest int32 as in `ForwardInputs`.
     """
     num_rows, num_heads, latent_dim = query_latent.shape
     rope_dim, page_size = query_rope.shape[2], pages.shape[1]
@@ -171,17 +173,18 @@ def mla_attention(
     def launch(tile: Tile) -> None:
         _mla_kernel[(num_rows, -(-num_heads // tile.rows), num_splits)](
             query_latent.contiguous(), query_rope.contiguous(), pages, output, partial_output, partial_lse,
-            block_table if selection is None else selection, block_table, seq_lens, query_starts,
-            seq_lens.shape[0], block_table.stride(0), num_splits,
+            block_table if selection is None else selection, query_latent if sinks is None else sinks,
+            block_table, seq_lens, query_starts, seq_lens.shape[0], block_table.stride(0), num_splits,
             score_scale * LOG2_E, value_scale,
             NUM_HEADS=num_heads, LATENT=latent_dim, ROPE=rope_dim, PAGE_SIZE=page_size, BLOCK_H=tile.rows,
             BLOCK_L=max(16, next_power_of_2(latent_dim)), BLOCK_R=max(16, next_power_of_2(rope_dim)),
             BLOCK_N=tile.keys, MINIMUM=min_split, SINGLE_SPLIT=partial is None, PRECISION=tile.precision,
-            TOP_K=top_k,
+            TOP_K=top_k, HAS_SINKS=sinks is not None, LOG2_E=LOG2_E,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
-    variant = tile, pages.shape[1:], pages.dtype, query_latent.dtype, num_heads, partial is None, top_k
+    options = num_heads, partial is None, top_k, sinks is None
+    variant = tile, pages.shape[1:], pages.dtype, query_latent.dtype, options
     launch_fitting("latent attention", variant, pages.device, with_smaller(tile, MIN_ROWS), launch)
     if partial is not None:
         _mla_combine_kernel[(num_rows * num_heads,)](
