@@ -72,7 +72,7 @@ class DenseExperts(ExpertClient):
 
     def __init__(self, directory: Path, num_experts: int, device: torch.device | str = "cpu") -> None:
         self.geometry = read_geometry(directory)
-        self._tensors = TorchExperts(directory).weights
+        self._tensors = TorchExperts(directory)
         self._num_experts = num_experts
         self._device = torch.device(device)
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
@@ -117,15 +117,9 @@ class DenseExperts(ExpertClient):
 
     def _layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if layer not in self._layers:
-            gate, up, down = (
-                torch.stack(
-                    [
-                        self._tensors[f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"]
-                        for e in range(self._num_experts)
-                    ]
-                ).to(self._device)
-                for part in ("gate", "up", "down")
-            )
+            stem = f"model.layers.{layer}.mlp.experts."
+            of_experts = [self._tensors.matrices(stem, e) for e in range(self._num_experts)]
+            gate, up, down = (torch.stack(part).to(self._device) for part in zip(*of_experts, strict=True))
             self._layers[layer] = (gate, up, down)
         return self._layers[layer]
 

@@ -106,4 +106,6 @@ MODELS |= {
 MODELS |= {"latent_and_linear": TINY_MODELS["kimi_linear_query_latent"]}
 # Layers with two attentions, of which each stage has one; of what has no weights, one rank's sum counts.
 MODELS |= {"shortcut": TINY_MODELS["longcat_flash"]}
+# Sinks and gates of elements are those of a rank's heads; streams, and index keys, are every rank's.
+MODELS |= {"latent_with_sinks": TINY_MODELS["hy_v4_three_streams_groups_tied"]}
 MODELS |= {"latent": TINY_MODELS["deepseek_v3"], "latent_choosing": TINY_MODELS["deepseek_v32"]}

@@ -295,7 +295,8 @@ class HyModel(TextModel):
             for name, tensor in tensors.items():
                 module = name.split(".self_attn.")[-1].rpartition(".")[0]
                 if module in rows or module in whole:
-                    heads = tensor.unflatten(0, (-1, rows.get(module, tensor.shape[0]))).clone()
+                    shape = (-1, rows.get(module, tensor.shape[0]), *tensor.shape[1:])
+                    heads = tensor.view(shape).clone()
                     halves = heads[:, -size:].clone().chunk(2, dim=1)
                     heads[:, -size::2], heads[:, 1 - size :: 2] = halves
                     tensors[name] = heads.flatten(0, 1)
@@ -346,8 +347,6 @@ TEXT_TOWERS: dict[str, TextTower] = {
     "ernie4_5_vl_moe": TextTower("Ernie4_5_VLMoe", _ERNIE_VISION),
     "ernie4_5_moe_vl": TextTower("Ernie4_5_VLMoe", _ERNIE_VISION, published_config=_ernie_config),
     "longcat_flash": LongcatModel("LongcatFlash", {}),
-
-
     "hy_v4": HyModel("HYV4", {}, _hy_v4_names, published_config=_hy_v4_config),
     "qwen3_5_moe": TextTower("Qwen3_5Moe", _QWEN_3_5_VISION, fuses_experts=True),
     "qwen4_exp": TextTower("Qwen4Exp", _QWEN_3_5_VISION, fuses_experts=True),

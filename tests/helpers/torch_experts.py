@@ -92,17 +92,17 @@ class TorchExperts:
         """Of ERNIE 4.5 VL, parts of the text's experts, then of those of images, all equally wide."""
         widths = self.config["moe_intermediate_size"] if "moe_k" in self.config else 0
         if not isinstance(widths, list):
-            return self._matrices(stem, expert)
+            return self.matrices(stem, expert)
         experts = self.config["moe_num_experts"]
         experts = experts[0] if isinstance(experts, list) else experts
         size, numbers = math.gcd(*widths), [*[0] * experts, *[1] * experts]
         places = [(n, first) for n, kind in enumerate(numbers) for first in range(0, widths[kind], size)]
         number, first = places[expert]
-        gate, up, down = self._matrices(stem, number)
+        gate, up, down = self.matrices(stem, number)
         channels = slice(first, first + size)
         return [gate[channels], up[channels], down[:, channels]]
 
-    def _matrices(self, stem: str, expert: int) -> list[torch.Tensor]:
+    def matrices(self, stem: str, expert: int) -> list[torch.Tensor]:
         """Gate, up and down `[out, in]`, whether experts have tensors of their own or one for all."""
         stacked = stem.replace("mlp.experts.", "moe.")
         if stacked + "gate_proj.weight" in self.weights:

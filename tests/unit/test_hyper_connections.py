@@ -60,16 +60,16 @@ def test_independent_streams_are_transformers(num_streams: int) -> None:
         hidden_size=SIZE, hc_mult=num_streams, hc_magnitude=1.5, hc_eps=1e-3, rms_norm_eps=1e-3
     )
     reference = HYV4HyperConnection(config)
+    ways = [(collapse_streams, mix_streams)]
+    if not torch.cuda.is_available():  # Kernels are compiled where a GPU is.
+        ways.append((kernels.collapse_streams, kernels.mix_streams))
     streams, output = _random(TOKENS, num_streams, SIZE), _random(TOKENS, SIZE)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(0.3 * _random(*parameter.shape))
         post, collapsed = (part[0] for part in reference(streams[None]))
         weights = reference.fn, reference.base, reference.scale
-        for collapse, mix in (
-            (collapse_streams, mix_streams),
-            (kernels.collapse_streams, kernels.mix_streams),
-        ):
+        for collapse, mix in ways:
             got = collapse(streams, *weights, 1e-3, 1e-3, 0, 1.5)
             ours = mix(output, streams.clone(), got.post, got.comb)
             assert got.comb.numel() == 0
@@ -159,7 +159,7 @@ def test_hy4_is_read(tmp_path: Path) -> None:
     assert (geometry.activation, geometry.limit_of(3)) == ("clamped_silu", 10.0)
     own = dict.fromkeys(("enable_ihc", "gated_mla", "gating_type", "learnable_sink"))
     as_transformers = _read_hy(tmp_path, **own, indexer_types=None, layer_types=None, mlp_layer_types=None)
-    assert not (as_transformers.rope.interleaved or as_transformers.mla.indexer.interleaved)
+    assert as_transformers.rope.interleaved is as_transformers.mla.indexer.interleaved is False
     assert as_transformers.mla.indexer.layers == indexer.layers
     assert as_transformers.moe_layer_ids == config.moe_layer_ids
     assert _read_hy(tmp_path, rope_interleave=False).rope.interleaved is False

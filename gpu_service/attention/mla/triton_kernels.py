@@ -61,8 +61,8 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
     begin = split * share
     end = tl.minimum(begin + share, length)
     head = block * BLOCK_H + tl.arange(0, BLOCK_H)
-    at_latent, at_rope = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
-    in_latent, in_rope, in_head = at_latent < LATENT, at_rope < ROPE, head < NUM_HEADS
+    at_latent, at_rope, in_head = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R), head < NUM_HEADS
+    in_latent, in_rope = at_latent < LATENT, at_rope < ROPE
     first_query = row * NUM_HEADS + head[:, None]
     held = in_head[:, None] & in_latent[None, :]
     query = tl.load(q_latent + first_query * LATENT + at_latent[None, :], mask=held, other=0.0)
@@ -88,12 +88,11 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
         highest = tl.maximum(maximum, tl.max(scores, 1))
         # A selection may end before the last split begins.
         base = highest if TOP_K == 0 else tl.where(highest == float("-inf"), 0.0, highest)
-        shrink = tl.exp2(maximum - base)
+        shrink, maximum = tl.exp2(maximum - base), highest
         weights = tl.exp2(scores - base[:, None])
         total = total * shrink + tl.sum(weights, 1)
         products = tl.dot(weights.to(query.dtype), latent, input_precision=PRECISION)
         weighted = weighted * shrink[:, None] + products
-        maximum = highest
     if SINGLE_SPLIT:
         result = weighted / total[:, None] * value_scale
         at_output = output + first_query * LATENT + at_latent[None, :]
@@ -102,10 +101,9 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
         # A split without keys counts for nothing: its weight is 2 to the minus infinity.
         total = tl.where(total == 0.0, 1.0, total)
         result = weighted / total[:, None] * value_scale
-        lse = maximum + tl.log2(total)
         part = (row * NUM_HEADS + head) * num_splits + split
         tl.store(partial_output + part[:, None] * LATENT + at_latent[None, :], result, mask=held)
-        tl.store(partial_lse + part, lse, mask=in_head)
+        tl.store(partial_lse + part, maximum + tl.log2(total), mask=in_head)
 
 
 @jit_for_any("num_splits")
