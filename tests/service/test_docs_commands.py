@@ -197,6 +197,7 @@ def test_commands_are_in_blocks_that_are_marked() -> None:
     """Indented code and other languages hold no command of ours."""
     for page in PAGES:
         for line in page.read_text().splitlines():
+            assert not re.match(" +```", line), f"{page.name}: a block that is indented is not seen here"
             assert not re.match(r" {4,}(?:\.venv/bin/)?moebius [a-z]+", line), f"{page.name}: {line}"
     for block in ALL:
         if block.language in ("text", "json", "yaml", "toml"):
