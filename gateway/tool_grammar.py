@@ -22,7 +22,7 @@ from protos.engine_pb2 import Constraint
 class ToolFraming:
     """How a model writes tool calls; each tool parser gives its own.
 
-    `{name}` stands for the tool's name, in a parameter's text for the parameter's; `{index}` for the call's
+    `{name}` stands for the tool's name, in a parameter's texts for the parameter's; `{index}` for the call's
     number; `{string}` for true where the parameter is written raw, else false. Tokens of the tokenizer that
     appear in these texts are forced as tokens.
     """
@@ -100,6 +100,7 @@ def _object_schema(tool: ToolSpec) -> dict[str, Any]:
     return {"type": "object", **tool.parameters}
 
 
+_ANY_NAME = "/[A-Za-z0-9_.$-]{1,128}/"  # of a parameter
 _INPUT = "input"  # the parameter of a tool that takes text
 _FREE_OBJECT: dict[str, Any] = {"type": "object"}
 # Keywords of the arguments' object that a framing with a place for each parameter can not follow.
@@ -127,7 +128,7 @@ class _Calls:
         self._holds_all = holds_all
         # What ends a value or its call for the parser, however it is spelled.
         ends = [grammar.added_pieces(text) for text in (framing.call_end, framing.end)]
-        close = framing.parameter_end.strip()
+        close = framing.parameter_end.partition("{name}")[0].strip()
         self._not_in_text = [*dict.fromkeys([*([close] if close else []), *ends[0], *ends[1]])]
 
     def holds_to_schema(self, tool: ToolSpec) -> bool:
@@ -254,7 +255,7 @@ class _Calls:
         if framing.arguments == "json":
             begin, end = f'{{{quoted(_INPUT)}: "', '"}'
         else:
-            begin, end = self._begin_of(_INPUT, True), framing.parameter_end
+            begin, end = self._begin_of(_INPUT, True), self._end_of(_INPUT)
             begin, end = (begin, end) if framing.values == "raw" else (f'{begin}"', f'"{end}')
         if framing.arguments == "json" or framing.values != "raw":
             return lark.rule(
@@ -270,9 +271,13 @@ class _Calls:
         framing, lark = self._framing, self._lark
         before, _, after = framing.parameter_begin.partition("{name}")
         if framing.values == "raw":
-            value = self._up_to(None, framing.parameter_end, self._other_ends(framing.parameter_end))
+            # An end that has the name is read by its beginning alone, and may have any.
+            end, named, rest = framing.parameter_end.partition("{name}")
+            value = self._up_to(None, end, self._other_ends(end))
+            if named:
+                value = f"{value} {_ANY_NAME} {lark.literal(rest)}"
             afters = [lark.literal(after.replace("{string}", word)) for word in ("true", "false")]
-            name = f"/[A-Za-z0-9_.$-]{{1,128}}/ {lark.any_of([*dict.fromkeys(afters)])}"
+            name = f"{_ANY_NAME} {lark.any_of([*dict.fromkeys(afters)])}"
         else:
             value = f"{lark.any_of([lark.json({}), *map(quoted, ('True', 'False', 'None'))])}"
             value = f"{value} {lark.literal(framing.parameter_end)}"
@@ -309,9 +314,12 @@ class _Calls:
         begin = self._framing.parameter_begin.replace("{name}", name)
         return begin.replace("{string}", "true" if is_string else "false")
 
+    def _end_of(self, name: str) -> str:
+        return self._framing.parameter_end.replace("{name}", name)
+
     def _parameter(self, name: str, schema: Any, root: Mapping[str, Any]) -> str:
         framing, lark = self._framing, self._lark
-        end = framing.parameter_end
+        end = self._end_of(name)
         definitions: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
         described = {**definitions, **schema} if isinstance(schema, dict) else schema
         begin = lark.literal(self._begin_of(name, False))
@@ -333,7 +341,7 @@ class _Calls:
     def _raw(self, name: str, schema: Any, root: Mapping[str, Any]) -> str:
         """A parameter that may be a string without quotes, in all the ways in which it may be written."""
         framing, lark = self._framing, self._lark
-        has_kind, end = "{string}" in framing.parameter_begin, framing.parameter_end
+        has_kind, end = "{string}" in framing.parameter_begin, self._end_of(name)
         others = self._other_ends(end)
         value = raw_value(schema, root, has_kind, others)
         as_text, as_json = (lark.literal(self._begin_of(name, is_string)) for is_string in (True, False))

@@ -8,7 +8,7 @@ from moebius.parser_names import AUTO, NONE
 _TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<minimax:tool_call>", "minimax_m2"),
-    ("]<]minimax[>[", None),  # a later MiniMax, with tags of its own in <tool_call>
+    ("]<]minimax[>[", "minimax_m3"),
     ("<｜DSML｜ calls>", None),  # V4.1, with a blank in its tags
     ("<｜DSML｜tool_calls>", "deepseek_v4"),
     ("｜DSML｜", "deepseek_v32"),
@@ -57,6 +57,8 @@ def detected_reasoning_parser(model_type: str, template: str) -> str | None:
         return "gpt_oss"
     if "[THINK]" in template:
         return "mistral"
+    if "<mm:think>" in template:
+        return "minimax_m3"
     if "<think>" not in template and "</think>" not in template:
         return None
     if model_type in _REASONING_OF_FAMILIES:

@@ -17,6 +17,7 @@ from gateway.parsers.json_calls import (
     Mistral,
 )
 from gateway.parsers.machine import StreamParser, ThinkFormat, ToolFormat
+from gateway.parsers.nested_calls import MinimaxM3
 from gateway.parsers.python_calls import Pythonic
 from gateway.parsers.sink import OutputParser
 from gateway.parsers.xml_calls import DeepseekV4, DeepseekV32, Glm45, Glm47, MinimaxM2, Qwen3Coder, Step3p5
@@ -30,6 +31,7 @@ REASONING: dict[str, ThinkFormat] = {
     "glm45": _THINK,
     "kimi_k2": ThinkFormat("<think>", "</think>", ends_at_calls=True),
     "minimax_m2": ThinkFormat("<think>", "</think>", always=True),
+    "minimax_m3": ThinkFormat("<mm:think>", "</mm:think>"),
     "step3p5": ThinkFormat("<think>", "</think>", always=True),
     "mistral": ThinkFormat("[THINK]", "[/THINK]"),
 }
@@ -40,6 +42,7 @@ TOOLS: dict[str, type[ToolFormat]] = {
     "glm47": Glm47,
     "kimi_k2": KimiK2,
     "minimax_m2": MinimaxM2,
+    "minimax_m3": MinimaxM3,
     "deepseek_v3": DeepseekV3,
     "deepseek_v31": DeepseekV31,
     "deepseek_v32": DeepseekV32,

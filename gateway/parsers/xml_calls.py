@@ -52,12 +52,12 @@ class TaggedCalls(ToolFormat):
     def read_name(self) -> Steps[str]:
         """The tool's name; empty: there is none."""
         head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
-        return _attributes(head).get("name", "") if marker == self.tag_end else ""
+        return attributes(head).get("name", "") if marker == self.tag_end else ""
 
     def read_parameter(self) -> Steps[dict[str, str]]:
         """The name of an argument and what else is said of it; empty: there is none."""
         head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
-        return _attributes(head) if marker == self.tag_end else {}
+        return attributes(head) if marker == self.tag_end else {}
 
     def _arguments(self, name: str) -> Steps[bool]:
         """Gives out a call's arguments; whether another call follows without the end of this one."""
@@ -117,7 +117,7 @@ class TaggedCalls(ToolFormat):
                 return marker
 
 
-def _attributes(head: str) -> dict[str, str]:
+def attributes(head: str) -> dict[str, str]:
     """The attributes of a tag; a text alone is the name."""
     found = dict(_ATTRIBUTE.findall(head))
     bare = head.strip().strip("\"'")

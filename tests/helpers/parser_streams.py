@@ -163,6 +163,17 @@ def _dsml() -> str:
     )
 
 
+def _minimax_m3() -> str:
+    """Objects and arrays as elements, as its chat template writes them."""
+    tags = _TAGS | {
+        "points": "NS<item>1.5NS</item>NS<item>2NS</item>",
+        "options": "NS<a>NS<b>}NS</b>NS</a>",
+    }
+    values = "".join(f"NS<{key}>{text}NS</{key}>" for key, text in tags.items())
+    calls = f'NS<invoke name="get_weather">{values}NS</invoke>\nNS<invoke name="get_time">NS</invoke>\n'
+    return f"NS<tool_call>\n{calls}NS</tool_call>".replace("NS", "]<]minimax[>[")
+
+
 _HARMONY_CALL = (
     "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
 )
@@ -187,6 +198,7 @@ RECORDED: dict[str, str] = {
     "minimax_m2": 'Let me see.\n<minimax:tool_call>\n<invoke name="get_weather">\n'
     + _tagged('<parameter name="KEY">VALUE</parameter>')
     + '\n</invoke>\n<invoke name="get_time">\n</invoke>\n</minimax:tool_call>',
+    "minimax_m3": "Let me see.\n" + _minimax_m3(),
     "deepseek_v3": "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
     f"```json\n{_JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time\n"
     "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",

@@ -38,7 +38,13 @@ from tests.helpers.parser_streams import (
     whole,
 )
 
-TEXT_FORMATS = ("llama3_json", "pythonic", "deepseek_v32", "deepseek_v4")  # whose calls need no token
+TEXT_FORMATS = (
+    "llama3_json",
+    "pythonic",
+    "deepseek_v32",
+    "deepseek_v4",
+    "minimax_m3",
+)  # whose calls need no token
 
 
 def recorded_plan(name: str) -> OutputPlan:
@@ -134,6 +140,7 @@ MALFORMED = {
     "glm45": ["<tool_call>the fox runs</tool_call>", "<tool_call>"],
     "kimi_k2": ["<|tool_call_begin|>functions.f:0<|tool_call_end|>", "<|tool_calls_section_begin|>fox"],
     "minimax_m2": ["<minimax:tool_call>fox", "<invoke>"],
+    "minimax_m3": ["]<]minimax[>[<tool_call>fox", "]<]minimax[>[<invoke>", "]<]minimax[>[<city>"],
     "deepseek_v3": [
         "<｜tool▁call▁begin｜>fox<｜tool▁call▁end｜>",
         "<｜tool▁call▁begin｜>f<｜tool▁sep｜>\n{}",
@@ -221,7 +228,8 @@ def framed(framing: ToolFraming, calls: Sequence[tuple[str, dict[str, Any]]]) ->
                 begin = framing.parameter_begin.replace("{name}", key)
                 text = value if is_raw else json.dumps(value, ensure_ascii=False)
                 text = repr(value) if framing.values == "python" and isinstance(value, bool) else text
-                parts.append(begin.replace("{string}", str(is_raw).lower()) + text + framing.parameter_end)
+                end = framing.parameter_end.replace("{name}", key)
+                parts.append(begin.replace("{string}", str(is_raw).lower()) + text + end)
             written = framing.parameter_separator.join(parts)
         begin = framing.call_begin.replace("{name}", name).replace("{index}", str(number))
         texts.append(begin + written + framing.call_end)
@@ -324,6 +332,7 @@ def test_every_name_has_a_parser_and_users_spellings_find_it() -> None:
         ("glm4_moe", "<think> <tool_call> <arg_key>a</arg_key>\n<arg_value>", "glm45", "glm45"),
         ("glm4_moe_lite", "<think> <tool_call> <arg_key>a</arg_key><arg_value>", "glm47", "glm45"),
         ("minimax_m2", "<think> <minimax:tool_call> <invoke>", "minimax_m2", "minimax_m2"),
+        ("minimax_m3_vl", "]<]minimax[>[ <tool_call> <mm:think>", "minimax_m3", "minimax_m3"),
         ("kimi_k2", "<|tool_calls_section_begin|> <think>", "kimi_k2", "kimi_k2"),
         ("deepseek_v3", "<｜tool▁sep｜> ```json </think>", "deepseek_v3", "deepseek_v31"),
         ("deepseek_v3", "<｜tool▁sep｜> </think>", "deepseek_v31", "deepseek_v31"),
@@ -342,6 +351,57 @@ def test_a_model_gets_the_parsers_that_its_template_calls_for(
     assert chosen_parsers("auto", "auto", model_type, template) == (tools, reasoning)
     assert chosen_parsers("pythonic", "none", model_type, template) == ("pythonic", None)
     assert chosen_parsers("none", "qwen3", model_type, template) == (None, "qwen3")
+
+
+NS = "]<]minimax[>["
+NESTED = {
+    "type": "object",
+    "properties": {
+        "people": {"type": "array", "items": {"$ref": "#/$defs/person"}},
+        "none": {"type": "array", "items": {"type": "string"}},
+        "free": {},
+        "note": {"type": "string"},
+    },
+    "$defs": {
+        "person": {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+    },
+}
+
+
+@pytest.mark.parametrize("cut", [in_characters, in_bytes, whole])
+def test_elements_become_arrays_and_objects_by_their_schema(cut: Any) -> None:
+    """MiniMax-M3: leaves are of the types that the schema gives them; without one, what they look like."""
+    text = (
+        'NS<tool_call>\nNS<invoke name="f">'
+        "NS<people>\nNS<item>NS<name>12NS</name>NS<age>12NS</age>NS</item>\n"
+        "NS<item>NS<name>ÜNS</name>NS</item>NS</people>"
+        "NS<none>NS</none>NS<free>NS<a>1NS</a>NS<b>NS<item>xNS</item>NS</b>NS</free>"
+        "NS<note> <b>bold</b> NS</note>NS</invoke>\nNS</tool_call>"
+    ).replace("NS", NS)
+    plan = OutputPlan(tool_parser="minimax_m3", tools=(ToolSpec("f", NESTED),))
+    (call,) = parsed(read(plan, cut(text))).calls
+    assert call[1] == {
+        "people": [{"name": "12", "age": 12}, {"name": "Ü"}],
+        "none": [],
+        "free": {"a": 1, "b": ["x"]},
+        "note": " <b>bold</b> ",
+    }
+    # As the tokenizer has it, the mark before a tag is a token, and the tags are text.
+    tokens = [NS, "<tool_call>", "</tool_call>"]
+    assert parsed(read(plan, in_tokens(text, tokens), tokens)).calls == (call,)
+
+
+def test_elements_that_are_not_closed_end_with_the_call() -> None:
+    """What a model leaves out costs no other argument and no other call."""
+    text = (
+        'NS<tool_call>NS<invoke name="f">NS<note>oneNS<invoke name="f">NS<free>NS<a>1'
+        "NS</invoke>NS</tool_call>"
+    ).replace("NS", NS)
+    plan = OutputPlan(tool_parser="minimax_m3", tools=(ToolSpec("f", NESTED),))
+    result = parsed(read(plan, in_characters(text)))
+    assert result.calls == (("f", {"note": "one"}), ("f", {"free": {"a": 1}}))
+    cut_off = parsed(read(plan, in_characters(text[: text.index("one") + 2])))
+    assert cut_off.calls == (("f", '{"note": "on'),)
 
 
 def test_ids_are_what_the_formats_templates_take_back() -> None:

@@ -21,7 +21,7 @@ from tests.helpers.parser_streams import Parsed, in_characters, parsed, read
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer
 
 BYTES = LLTokenizer("byte")
-RAW = ("qwen3_coder", "step3p5", "minimax_m2", "glm45", "glm47", "deepseek_v32", "deepseek_v4")
+RAW = ("qwen3_coder", "step3p5", "minimax_m2", "minimax_m3", "glm45", "glm47", "deepseek_v32", "deepseek_v4")
 PATCH = """start: begin hunk+ end
 begin: "*** Begin Patch" LF
 hunk: "*** Add File: " filename LF added+
@@ -64,7 +64,7 @@ def call(name: str, tool: str, arguments: dict[str, str]) -> str:
         written = framing.parameter_separator.join(
             framing.parameter_begin.replace("{name}", key).replace("{string}", "true")
             + value
-            + framing.parameter_end
+            + framing.parameter_end.replace("{name}", key)
             for key, value in arguments.items()
         )
     return begin + written + framing.call_end + framing.end
@@ -109,7 +109,7 @@ def test_strings_without_quotes_satisfy_their_schema(
 @pytest.mark.parametrize("name", RAW)
 def test_a_value_ends_where_the_parser_ends_it(name: str) -> None:
     """A text that contains the end of its parameter would be cut off there."""
-    close = tool_format(name).framing.parameter_end.strip()
+    close = tool_format(name).framing.parameter_end.replace("{name}", "v").strip()
     for schema in ({"type": "string"}, {"type": "string", "minLength": 1}):
         constraint = constraint_of(name, (one_parameter(schema),))
         assert not takes(constraint, call(name, "f", {"v": f"a{close}b"}))
@@ -159,7 +159,8 @@ def test_whatever_a_grammar_allows_is_valid_once_parsed(name: str, number: int) 
     tool = one_parameter(UNIONS[number])
     matcher = LLMatcher(BYTES, grammar_of(constraint_of(name, (tool,))), log_level=0)
     framing = tool_format(name).framing
-    ends = [framing.parameter_end + framing.call_end + framing.end, '"', "}", "]"]
+    end = framing.parameter_end.replace("{name}", "v")
+    ends = [end + framing.call_end + framing.end, '"', "}", "]"]
     validator = jsonschema.Draft202012Validator({"type": "object", **tool.parameters})
     plan = OutputPlan(tool_parser=name, tools=(tool,), forced=True)
     finished = 0
