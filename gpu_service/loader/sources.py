@@ -176,12 +176,17 @@ def keep_stored_fp8(expected: Mapping[str, Target], sources: dict[str, WeightSou
             parts.setdefault(target.module, []).append(name)
     for module, names in parts.items():
         found = [source for name in names if isinstance(source := sources[name], QuantisedSource)]
-        if len(found) < len(names) or any(source.matrix.scheme.code != "float8" for source in found):
+        if len(found) < len(names) or not all(_is_kept(source.matrix) for source in found):
             continue
         cols = expected[names[0]].cols
         module.keep_fp8(cols.begin % GROUP if cols is not None else 0)
         for name, source in zip(names, found, strict=True):
             sources[name] = Fp8Source(source.matrix)
+
+
+def _is_kept(matrix: StoredMatrix) -> bool:
+    """Whether it is fp8 whose scales are of rows, or of blocks of whole groups of columns."""
+    return matrix.scheme.code == "float8" and matrix.scheme.group_size in (0, GROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,16 +204,17 @@ class Fp8Source:
         source, _, first_col = read_part(self.matrix, target, context.reader)
         codes = np.ascontiguousarray(source.codes[:, first_col : first_col + weight.shape[1]])
         weight.copy_(torch.from_numpy(codes).view(torch.float8_e4m3fn))
-        scales.copy_(torch.from_numpy(_row_scales(source, scales.shape[1])))
+        scales.copy_(torch.from_numpy(_row_scales(source, first_col // GROUP, scales.shape[1])))
 
 
-def _row_scales(source: SourceMatrix, groups: int) -> NDArray[np.float32]:
-    """`[rows, groups]` from those of blocks, rows or the whole matrix."""
+def _row_scales(source: SourceMatrix, begin: int, groups: int) -> NDArray[np.float32]:
+    """`[rows, groups]` from those of blocks, rows or the whole matrix; `begin`: the first group."""
     rows = len(source.codes)
     found = np.ones((rows, groups), np.float32)
     if source.scales is not None:
         first = source.scale_row_begin
-        found *= np.repeat(source.scales, source.scale_rows, axis=0)[first : first + rows]
+        scales = source.scales[:, begin : begin + groups]
+        found *= np.repeat(scales, source.scale_rows, axis=0)[first : first + rows]
     if source.column_scale is not None:
         found *= source.column_scale[:, None]
     return found * np.float32(source.tensor_scale)

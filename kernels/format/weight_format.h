@@ -48,6 +48,8 @@ const char* scale_name(ScaleType scale);  // "no" for kNone, "float32", "bfloat1
 // The format of a name, for configuration, tests and benchmarks:
 //   float32 bfloat16 float16
 //   fp8_block        e4m3, float32 scale per 128 x 128
+//   fp8_g32 fp8_g128 e4m3, float32 scale per column and group (blocks of other sizes)
+//   mxfp8            e4m3, e8m0 scale per 32
 //   fp8_channel      e4m3, float32 scale per column (also what a per-tensor scale becomes)
 //   int8             column scale, rows as they come (W8A16)
 //   int8_w8a8        column scale, rows quantised per row

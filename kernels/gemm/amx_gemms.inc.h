@@ -6,9 +6,9 @@ constexpr Blocking kGroupedBlocking{0, 8, 0, 0};
 // Formats whose group scales are part of the tiles.
 bool folds_scales(const WeightFormat& format) {
   if (format.group_size == 0) return true;
-  if (format.code != Code::kFloat4 || format.panel_scale) return false;
-  return (format.scale == ScaleType::kE8M0 && format.group_size == 32) ||
-         (format.scale == ScaleType::kE4M3 && format.group_size == 16);
+  if (format.panel_scale || (format.code != Code::kFloat4 && format.code != Code::kFloat8)) return false;
+  if (format.scale == ScaleType::kE8M0) return format.group_size == 32;
+  return format.code == Code::kFloat4 && format.scale == ScaleType::kE4M3 && format.group_size == 16;
 }
 
 // Formats whose tiles are the weights in two parts, for any number of rows.
@@ -23,7 +23,7 @@ bool supports_bfloat16(const WeightFormat& format) {
   if (folds_scales(format)) return true;
   if (makes_weights(format)) return true;
   if (format.group_size % kTileK != 0 || format.code == Code::kFloat16 || format.code == Code::kBFloat16) return false;
-  if (format.panel_scale) return format.scale == ScaleType::kFloat32;
+  if (format.panel_scale || format.code == Code::kFloat8) return format.scale == ScaleType::kFloat32;
   return format.scale == ScaleType::kBFloat16 || format.scale == ScaleType::kFloat16;
 }
 
@@ -45,12 +45,14 @@ void run_bfloat16_folded(const GemmWork& work, const Blocking& blocking) {
   switch (format.code) {
     case Code::kBFloat16: return run_folded<PackedTiles>(work, blocking);
     case Code::kFloat16: return run_folded<Float16Tiles>(work, blocking);
-    case Code::kFloat8: return run_folded<CodeTiles<Code::kFloat8>>(work, blocking);
+    case Code::kFloat8:
+      if (format.group_size == 0) return run_folded<CodeTiles<Code::kFloat8>>(work, blocking);
+      return run_folded<PowerTiles<Code::kFloat8>>(work, blocking);
     case Code::kInt8: return run_folded<CodeTiles<Code::kInt8>>(work, blocking);
     case Code::kInt4: return run_folded<CodeTiles<Code::kInt4>>(work, blocking);
     case Code::kFloat4:
       if (format.group_size == 0) return run_folded<CodeTiles<Code::kFloat4>>(work, blocking);
-      if (format.scale == ScaleType::kE8M0) return run_folded<Mxfp4Tiles>(work, blocking);
+      if (format.scale == ScaleType::kE8M0) return run_folded<PowerTiles<Code::kFloat4>>(work, blocking);
       return run_folded<Nvfp4Tiles>(work, blocking);
     case Code::kFloat32: return;
   }

@@ -85,10 +85,11 @@ struct Int4ZerosTiles : DecodedTiles<Int4ZerosTiles, 1, 4> {
 };
 
 // Scales are powers of two, so their products are exact. A NaN scale makes its columns NaN.
-struct Mxfp4Tiles : DecodedTiles<Mxfp4Tiles, 1, 4> {
-  CodeDecoder<Code::kFloat4> decoder;
+template <Code kCode>
+struct PowerTiles : DecodedTiles<PowerTiles<kCode>, 1, 16 / CodeDecoder<kCode>::kVectors> {
+  CodeDecoder<kCode> decoder;
   size_t scales_offset;
-  explicit Mxfp4Tiles(const PanelLayout& layout) : scales_offset(layout.scales_offset) {}
+  explicit PowerTiles(const PanelLayout& layout) : scales_offset(layout.scales_offset) {}
   MOEBIUS_INLINE void decode(const std::byte* panel, uint32_t step, uint16_t* tile) const {
     const std::byte* scales = panel + scales_offset + step * kPanelColumns;
     decode_tile_e8m0(decoder, panel, step * kTileK, scales, tile);

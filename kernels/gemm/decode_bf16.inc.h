@@ -233,7 +233,7 @@ struct Int4ZerosDecoder {
 //
 //   decode_tile(decode, codes, k, tile)                  // any CodeDecoder
 //   decode_tile_zeros(decode, codes, k, zeros, tile)     // kInt4, minus the 16 zero points of k's group
-//   decode_tile_e8m0(decode, codes, k, scales, tile)     // mxfp4: value * scale
+//   decode_tile_e8m0(decode, codes, k, scales, tile)     // mxfp4, mxfp8: value * scale
 //   decode_tile_e4m3(decode, codes, k, scales, tile)     // nvfp4: value * scale
 //   decode_tile_float16(codes, k, high, low)             // high + low = value
 //
@@ -281,23 +281,44 @@ MOEBIUS_INLINE __mmask16 nan_scales_e8m0(const std::byte* scales) {
   return _mm_cmpeq_epi8_mask(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)), _mm_set1_epi8(-1));
 }
 
-// value * 2^e by adding e to the exponent, exact for -125 <= e <= 125. Scales beyond are taken as 2^-125 and
-// 2^125: there bfloat16 has no normal numbers for all of 0.5..6, and float32 sums over or underflow anyway.
+// Powers of two that take every value of a code to a normal bfloat16.
+template <Code kCode>
+struct ExactPowers;
+template <>
+struct ExactPowers<Code::kFloat4> {  // 0.5..6
+  static constexpr int kLeast = -125, kMost = 125;
+};
+template <>
+struct ExactPowers<Code::kFloat8> {  // 2^-9..448
+  static constexpr int kLeast = -117, kMost = 119;
+};
+
+// value * 2^e by adding e to the exponent, exact for e of `ExactPowers`. Scales beyond are taken as the nearest of
+// those: float32 sums over or underflow there anyway. Values that are NaN stay so.
 // scales: the 16 e8m0 codes of k's group of 32.
-MOEBIUS_INLINE void decode_tile_e8m0(const CodeDecoder<Code::kFloat4>& decode, const std::byte* codes, uint32_t k,
+template <Code kCode>
+MOEBIUS_INLINE void decode_tile_e8m0(const CodeDecoder<kCode>& decode, const std::byte* codes, uint32_t k,
                                      const std::byte* scales, uint16_t* tile) {
+  constexpr int kVectors = CodeDecoder<kCode>::kVectors;
+  using Powers = ExactPowers<kCode>;
   __m512i exponent = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
   exponent = _mm512_sub_epi32(exponent, _mm512_set1_epi32(127));
-  exponent = _mm512_min_epi32(_mm512_max_epi32(exponent, _mm512_set1_epi32(-125)), _mm512_set1_epi32(125));
+  exponent = _mm512_max_epi32(exponent, _mm512_set1_epi32(Powers::kLeast));
+  exponent = _mm512_min_epi32(exponent, _mm512_set1_epi32(Powers::kMost));
   exponent = _mm512_and_si512(_mm512_slli_epi32(exponent, 7), _mm512_set1_epi32(0xffff));
   exponent = _mm512_or_si512(exponent, _mm512_slli_epi32(exponent, 16));
-#pragma GCC unroll 4
-  for (int line = 0; line < 4; ++line) {
-    __m512i vectors[4];
-    decode(tile_line<4>(codes, k, line), vectors);
-    for (int j = 0; j < 4; ++j) {
-      const __mmask32 nonzero = _mm512_test_epi16_mask(vectors[j], vectors[j]);
-      vectors[j] = _mm512_maskz_add_epi16(nonzero, vectors[j], exponent);
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+#pragma GCC unroll 8
+  for (int line = 0; line < kTileVectors / kVectors; ++line) {
+    __m512i vectors[kVectors];
+    decode(tile_line<kVectors>(codes, k, line), vectors);
+    for (int j = 0; j < kVectors; ++j) {
+      __mmask32 scaled = _mm512_test_epi16_mask(vectors[j], magnitude);
+      if constexpr (kCode == Code::kFloat8) {
+        const __m512i bits = _mm512_and_si512(vectors[j], magnitude);
+        scaled = _mm512_mask_cmpneq_epi16_mask(scaled, bits, _mm512_set1_epi16(0x7fc0));
+      }
+      vectors[j] = _mm512_mask_add_epi16(vectors[j], scaled, vectors[j], exponent);
     }
     store_vectors(vectors, tile, line);
   }

@@ -120,10 +120,10 @@ MOEBIUS_INLINE void multiply_bytes(const Panel& panel, const RowBlock<kRows>& ro
   }
 }
 
-// int8 codes with scales per column and group: sums leave their interleaved order after each group.
-template <ScaleType kScale, int kRows>
+// 8-bit codes with scales per column and group: sums leave their interleaved order after each group.
+template <Code kCode, ScaleType kScale, int kRows>
 MOEBIUS_INLINE void multiply_byte_groups(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
-  const CodeDecoder<Code::kInt8> decode;
+  const CodeDecoder<kCode> decode;
   const uint32_t lines = panel.k_padded / 4;
   const uint32_t group_lines = panel.group_size / 4;
   const size_t tail_step = panel.tail_bytes / panel.groups;

@@ -32,7 +32,9 @@ Kind kind_of(const WeightFormat& format) {
   if (format.quantised_rows) return Kind::kNone;
   switch (format.code) {
     case Code::kBFloat16: return format.group_size == 0 ? Kind::kBFloat16 : Kind::kNone;
-    case Code::kFloat8: return format.group_size == 0 || block_scales ? Kind::kFloat8 : Kind::kNone;
+    case Code::kFloat8:
+      if (format.group_size == 0 || block_scales) return Kind::kFloat8;
+      return format.scale == ScaleType::kFloat32 || format.scale == ScaleType::kE8M0 ? Kind::kByteGroups : Kind::kNone;
     case Code::kInt8:
       if (format.group_size == 0) return Kind::kInt8;
       return has_half_scales(format) && (!format.mins || format.group_size >= 32) ? Kind::kByteGroups : Kind::kNone;
@@ -71,11 +73,11 @@ struct BytePanels {
   }
 };
 
-template <ScaleType kScale>
+template <Code kCode, ScaleType kScale>
 struct ByteGroupPanels {
   template <int kRows>
   MOEBIUS_INLINE static void multiply(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
-    multiply_byte_groups<kScale>(panel, rows, total);
+    multiply_byte_groups<kCode, kScale>(panel, rows, total);
   }
 };
 
@@ -120,9 +122,15 @@ BlockFunction block_function(Kind kind, const WeightFormat& format, uint32_t row
     case Kind::kFloat8: return block_of<BytePanels<Code::kFloat8>>(rows, kSizes);
     case Kind::kInt8: return block_of<BytePanels<Code::kInt8>>(rows, kSizes);
     case Kind::kByteGroups: {
-      constexpr auto kGroupSizes = std::make_integer_sequence<int, kMaxByteGroupRows>();
-      return format.scale == ScaleType::kFloat16 ? block_of<ByteGroupPanels<ScaleType::kFloat16>>(rows, kGroupSizes)
-                                                 : block_of<ByteGroupPanels<ScaleType::kBFloat16>>(rows, kGroupSizes);
+      constexpr auto kGroupRows = std::make_integer_sequence<int, kMaxByteGroupRows>();
+      constexpr auto kInt8 = Code::kInt8;
+      constexpr auto kFloat8 = Code::kFloat8;
+      switch (format.scale) {
+        case ScaleType::kFloat16: return block_of<ByteGroupPanels<kInt8, ScaleType::kFloat16>>(rows, kGroupRows);
+        case ScaleType::kBFloat16: return block_of<ByteGroupPanels<kInt8, ScaleType::kBFloat16>>(rows, kGroupRows);
+        case ScaleType::kE8M0: return block_of<ByteGroupPanels<kFloat8, ScaleType::kE8M0>>(rows, kGroupRows);
+        default: return block_of<ByteGroupPanels<kFloat8, ScaleType::kFloat32>>(rows, kGroupRows);
+      }
     }
     case Kind::kNibbles:
       visit_nibble_format(format, [&](auto nibbles) {

@@ -24,8 +24,8 @@ from moebius.checkpoint.weight_schemes import StoredRole, WeightScheme
 Config = Mapping[str, Any]
 # Weights that share a scale, along a row.
 GROUP_SIZES = (32, 64, 128)
-# Rows and columns that share a scale of fp8 blocks.
-BLOCK = [128, 128]
+# Rows and columns that share a scale of fp8 blocks, where nothing says otherwise.
+BLOCK = (128, 128)
 # DeepSeek-V4's, next to `quantization_config` or in it.
 _EXPERT_DTYPE = "expert_dtype"
 
@@ -105,14 +105,24 @@ _OWN_FILES: Mapping[str, Callable[[Config], Config]] = {
 }
 
 
+def _block(config: Config, key: str) -> tuple[int, int]:
+    """Rows and columns that share a scale of fp8. Raises CheckpointError naming key and value."""
+    value = config.get(key)
+    if isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
+        rows, columns = value
+        if columns % 16 == 0:
+            return rows, columns
+    raise unsupported(key, value, "[rows, columns], of which columns are a multiple of 16")
+
+
 def _fp8(config: Config) -> tuple[WeightScheme, ...]:
     """Blocks as DeepSeek-V3 has them, or one scale per row or tensor: the scale's shape tells."""
     require(config, "fmt", ("e4m3", "float8_e4m3fn", None))
-    block = config.get("weight_block_size")
-    if block is not None:
-        if list(block) != BLOCK:
-            raise unsupported("weight_block_size", block, str(BLOCK))
-        blocks = tuple(schemes.fp8("fp8", "block", suffix) for suffix in ("weight_scale_inv", "scale"))
+    if config.get("weight_block_size") is not None:
+        block = _block(config, "weight_block_size")
+        blocks = tuple(
+            schemes.fp8("fp8", "block", suffix, block) for suffix in ("weight_scale_inv", "scale")
+        )
         # DeepSeek-V4: its experts' pairs of codes have the names of its blocks' codes.
         is_fp4 = require(config, _EXPERT_DTYPE, ("fp4", "fp8", None)) == "fp4"
         return (*blocks, schemes.mxfp4("fp4 experts", "weight", "scale")) if is_fp4 else blocks
@@ -121,6 +131,15 @@ def _fp8(config: Config) -> tuple[WeightScheme, ...]:
         for suffix in ("weight_scale", "weight_scale_inv")
         for strategy in ("channel", "tensor")
     )
+
+
+def _mxfp8(config: Config) -> tuple[WeightScheme, ...]:
+    """MiniMax-M3's, as SGLang and vLLM read it."""
+    require(config, "fmt", ("e4m3", "float8_e4m3fn", None))
+    require(config, "weight_block_size", ([1, 32], None))
+    # Experts of another quantiser.
+    require(config, "moe_quant_algo", (None,))
+    return tuple(schemes.mxfp8("mxfp8", suffix) for suffix in ("weight_scale_inv", "weight_scale"))
 
 
 def _fbgemm_fp8(config: Config) -> tuple[WeightScheme, ...]:
@@ -145,11 +164,19 @@ def _modelopt_nvfp4() -> WeightScheme:
     return schemes.nvfp4("modelopt NVFP4", "weight", StoredRole("tensor", "weight_scale_2", ("F32",)))
 
 
+def _modelopt_blocks() -> WeightScheme:
+    return schemes.fp8("modelopt FP8 of blocks", "block", "weight_scale")
+
+
 _MODELOPT: Mapping[str, Callable[[], WeightScheme]] = {
     "NVFP4": _modelopt_nvfp4,
     # The same tensors; what differs is what was meant to be done with activations.
     "W4A16_NVFP4": _modelopt_nvfp4,
     "FP8": lambda: schemes.fp8("modelopt FP8", "tensor", "weight_scale"),
+    "FP8_PER_CHANNEL_PER_TOKEN": lambda: schemes.fp8("modelopt FP8", "channel", "weight_scale"),
+    "FP8_PB_WO": _modelopt_blocks,
+    "FP8_BLOCK_SCALES": _modelopt_blocks,
+    "MXFP8": lambda: schemes.mxfp8("modelopt MXFP8", "weight_scale"),
 }
 
 
@@ -180,10 +207,13 @@ def _quark_scheme(layer: Config) -> WeightScheme:
         require(weight, "symmetric", (True,), True)
         rows = layer.get("input_tensors") is not None
         return schemes.int8("quark int8", strategy.removeprefix("per_"), rows)
-    strategy = require(weight, "qscheme", ("per_tensor", "per_channel", "per_block"))
-    if strategy == "per_block" and weight.get("block_size") != BLOCK:
-        raise unsupported("block_size", weight.get("block_size"), str(BLOCK))
-    return schemes.fp8("quark fp8_e4m3", strategy.removeprefix("per_"), "weight_scale")
+    strategy = require(weight, "qscheme", ("per_tensor", "per_channel", "per_block", "per_group"))
+    if strategy == "per_group":
+        require(weight, "group_size", (32,))
+        require(weight, "scale_format", ("e8m0",))
+        return schemes.mxfp8("quark mxfp8", "weight_scale")
+    block = _block(weight, "block_size") if strategy == "per_block" else BLOCK
+    return schemes.fp8("quark fp8_e4m3", strategy.removeprefix("per_"), "weight_scale", block)
 
 
 def read_groups(config: Config) -> tuple[WeightScheme, ...]:
@@ -212,10 +242,19 @@ def _compressed_group(config: Config, group: Config) -> WeightScheme:
 
 
 def _compressed_fp8(group: Config, weights: Config) -> WeightScheme:
-    strategy = require(weights, "strategy", ("block", "channel", "tensor"))
-    if strategy == "block" and list(weights.get("block_structure") or ()) != BLOCK:
-        raise unsupported("block_structure", weights.get("block_structure"), str(BLOCK))
-    return schemes.fp8("compressed-tensors float-quantized", strategy, "weight_scale")
+    name = "compressed-tensors float-quantized"
+    strategy = require(weights, "strategy", ("block", "channel", "tensor", "group"))
+    if strategy in ("channel", "tensor"):
+        return schemes.fp8(name, strategy, "weight_scale")
+    if strategy == "block":
+        return schemes.fp8(name, strategy, "weight_scale", _block(weights, "block_structure"))
+    size = require(weights, "group_size", (16, *GROUP_SIZES))
+    return schemes.fp8(name, "block", "weight_scale", (1, size))
+
+
+def _compressed_mxfp8(group: Config, weights: Config) -> WeightScheme:
+    require(weights, "group_size", (32,))
+    return schemes.mxfp8("compressed-tensors mxfp8-quantized", "weight_scale")
 
 
 def _compressed_int8(group: Config, weights: Config) -> WeightScheme:
@@ -263,6 +302,7 @@ _COMPRESSED: Mapping[tuple[str, int, str], Callable[[Config, Config], WeightSche
     ("int", 8, "naive-quantized"): _compressed_int8,
     ("int", 8, "pack-quantized"): _compressed_words_int8,
     ("int", 4, "pack-quantized"): _compressed_int4,
+    ("float", 8, "mxfp8-quantized"): _compressed_mxfp8,
     ("float", 4, "nvfp4-pack-quantized"): _compressed_nvfp4,
     ("float", 4, "mxfp4-pack-quantized"): _compressed_mxfp4,
 }
@@ -362,5 +402,6 @@ _METHODS: Mapping[str, Callable[[Config], tuple[WeightScheme, ...]]] = {
     "gptq": gptq,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
+    "mxfp8": _mxfp8,
     "quark": _quark,
 }

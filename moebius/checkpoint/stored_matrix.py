@@ -19,7 +19,7 @@ from moebius.checkpoint.stored_values import (
     check_values,
     unpack_bytes,
 )
-from moebius.checkpoint.weight_schemes import FLOAT_CODES, PLAIN, SCALE_TYPES, Role, WeightScheme
+from moebius.checkpoint.weight_schemes import E8M0, FLOAT_CODES, PLAIN, SCALE_TYPES, Role, WeightScheme
 from moebius.kernels_source import ScaleType, SourceMatrix
 
 # What a scale per whole row becomes: one that all groups of this size share.
@@ -94,6 +94,8 @@ class StoredMatrix:
             return tensor.packed_as or FLOAT_CODES[tensor.dtype]
         scales = self._array("scales")
         name = self.scheme.packed_format
+        if self._has_powers and name == "fp8_g32":
+            return "mxfp8"
         if scales is None or "{scale}" not in name:
             return name
         ending = _PACKED_SCALES.get(scales.tensor.dtype)
@@ -116,8 +118,9 @@ class StoredMatrix:
     @property
     def row_multiple(self) -> int:
         """Rows can be cut at multiples of this."""
-        # Blocks of fp8 may be cut inside: kernels receive how far into a block the first row lies.
-        steps = [array.role.out_step for array in self.arrays if array.role.out_step not in (0, 128)]
+        # Blocks of scales may be cut inside: kernels receive how far into a block the first row lies.
+        words = (array.role for array in self.arrays if array.role.role != "scales")
+        steps = [role.out_step for role in words if role.out_step]
         return math.lcm(*steps)
 
     @property
@@ -194,8 +197,14 @@ class StoredMatrix:
 
     @property
     def _widens_scales(self) -> bool:
-        """Blocks of fp8 are packed with float32 scales, whatever type is stored."""
-        return self.scheme.code == "float8"
+        """Blocks of fp8 are packed with float32 scales, whatever type is stored, but for MXFP8."""
+        return self.scheme.code == "float8" and not self._has_powers
+
+    @property
+    def _has_powers(self) -> bool:
+        """Whether scales are e8m0, as MXFP8 has them."""
+        scales = self._array("scales")
+        return self.scheme.group_size == 32 and scales is not None and scales.tensor.dtype in E8M0
 
     def _mins(self, reader: SliceReader, rows: range, cols: range) -> Array | None:
         mins = self._array("mins")
@@ -227,10 +236,15 @@ class StoredMatrix:
         return None
 
     def _per_group(self, found: Array, array: StoredArray, cols: int) -> Array:
-        """A value for the whole row, repeated for groups that kernels know."""
-        if self.scheme.group_size:
+        """A value for the whole row or a wider group, repeated for groups that kernels know."""
+        size, step = self.scheme.group_size, array.role.in_step
+        axis = 0 if array.role.transposed else 1
+        if not size:
+            return np.repeat(found, count_elements(cols, ROW_GROUP), axis=axis)
+        if step == size:
             return found
-        return np.repeat(found, count_elements(cols, ROW_GROUP), axis=0 if array.role.transposed else 1)
+        repeated = np.repeat(found, step // size, axis=axis)
+        return repeated.take(range(count_elements(cols, size)), axis=axis)
 
     def _column(
         self, reader: SliceReader, array: StoredArray | None, rows: range

@@ -20,7 +20,7 @@ def as_float32(array: Array, dtype: str) -> NDArray[np.float32]:
     """Stored floats, exactly. bfloat16 is float32's upper half, e8m0 its exponent."""
     if dtype == "BF16":
         return (array.astype(np.uint32) << 16).view(np.float32)
-    if dtype == "F8_E8M0":
+    if dtype in ("F8_E8M0", "U8"):
         return np.ldexp(np.float32(1), array.astype(np.int32) - 127).astype(np.float32)
     return array.astype(np.float32)
 

@@ -17,6 +17,7 @@ from moebius.kernels_source import Code, ScaleType, SourceLayout
 # "tensor": one factor for all; "tensor_reciprocal": one divisor.
 Role = Literal["codes", "scales", "zeros", "mins", "channel", "tensor", "tensor_reciprocal", "group_index"]
 
+E8M0 = ("U8", "F8_E8M0")
 FLOATS = ("F32", "BF16", "F16")
 FLOAT_CODES: Mapping[str, Code] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 SCALE_TYPES: Mapping[str, ScaleType] = {
@@ -88,15 +89,33 @@ PLAIN_CODES = StoredRole("codes", "weight", FLOATS)
 PLAIN = WeightScheme("unquantised", (PLAIN_CODES,))
 
 
-def fp8(name: str, strategy: str, scale_suffix: str) -> WeightScheme:
-    """e4m3 with float scales: "block" 128 x 128, "channel" (a row), or "tensor"."""
+def fp8(
+    name: str, strategy: str, scale_suffix: str, block: tuple[int, int] = (128, 128)
+) -> WeightScheme:
+    """e4m3 with float scales: "block" (rows, columns), "channel" (a row), or "tensor".
+
+    Columns of a block are a multiple of 16.
+    """
     codes = StoredRole("codes", "weight", ("F8_E4M3",))
     if strategy == "block":
-        scales = StoredRole("scales", scale_suffix, ("F32", "BF16", "F8_E8M0"), 128, 128)
-        return WeightScheme(name, (codes, scales), code="float8", group_size=128, packed_format="fp8_block")
+        scales = StoredRole("scales", scale_suffix, ("F32", "BF16", "F8_E8M0", "U8"), *block)
+        rows, columns = block
+        # What kernels know and divides the columns; scales are repeated for it.
+        group_size = next(size for size in (128, 32, 16) if columns % size == 0)
+        packed = {128: "fp8_g128" if rows % 16 else "fp8_block", 32: "fp8_g32", 16: ""}[group_size]
+        return WeightScheme(
+            name, (codes, scales), code="float8", group_size=group_size, packed_format=packed
+        )
     role: Role = "channel" if strategy == "channel" else "tensor"
     scale = StoredRole(role, scale_suffix, FLOATS)
     return WeightScheme(name, (codes, scale), code="float8", packed_format="fp8_channel")
+
+
+def mxfp8(name: str, scale_suffix: str) -> WeightScheme:
+    """OCP MXFP8: e4m3, an e8m0 scale per 32 of a row."""
+    scales = StoredRole("scales", scale_suffix, E8M0, 1, 32)
+    codes = StoredRole("codes", "weight", ("F8_E4M3",))
+    return WeightScheme(name, (codes, scales), code="float8", group_size=32, packed_format="mxfp8")
 
 
 def int8(name: str, strategy: str, quantised_rows: bool, group_size: int = 0) -> WeightScheme:

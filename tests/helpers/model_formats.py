@@ -27,6 +27,7 @@ from tests.helpers.quantised_sources import (
     gptq_int4,
     int4_codes,
     mxfp4,
+    mxfp8,
     pack_words,
     per_element,
 )
@@ -174,6 +175,25 @@ _BYTES = {"weight": "U8", "weight_packed": "U8", "weight_scale": "U8"}
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 _AUTO_ROUND = {"bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
 
+def _mxfp8(weights: Floats, suffix: str) -> Encoded:
+    found = mxfp8(weights)
+    return {"weight": found.tensors["weight"], suffix: found.tensors["weight_scale"]}, found.weights
+
+
+def _fp8_blocks(weights: Floats, height: int, width: int, suffix: str = "weight_scale") -> Encoded:
+    found = fp8_block(weights, height, width)
+    return {"weight": found.tensors["weight"], suffix: found.tensors["weight_scale_inv"]}, found.weights
+
+
+def _modelopt_blocks(weights: Floats) -> Encoded:
+    """Scales with axes of 1 within blocks."""
+    tensors, meant = _fp8_blocks(weights, 128, 128)
+    return {**tensors, "weight_scale": tensors["weight_scale"][:, None, :, None]}, meant
+
+
+_FP8_GROUPS = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 64}
+_MXFP8 = {**_FP8_GROUPS, "group_size": 32, "scale_dtype": "torch.uint8"}
+_MXFP8_QUARK = {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 _MORE: dict[str, ModelFormat] = {
     "fp8_block_bfloat16_scales": ModelFormat(lambda w: _fp8_block(w, "weight_scale_inv", "bfloat16"), _FP8),
     "fp8_block_e8m0_scales": ModelFormat(
@@ -187,6 +207,53 @@ _MORE: dict[str, ModelFormat] = {
     ),
     "fp8_block_compressed": ModelFormat(
         lambda w: _fp8_block(w, "weight_scale", "bfloat16"), compressed(_FP8_BLOCK, "float-quantized")
+    ),
+    "fp8_block_odd_rows": ModelFormat(
+        lambda w: _fp8_blocks(w, 24, 96, "weight_scale_inv"),
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 96]},
+    ),
+    "fp8_groups_compressed": ModelFormat(
+        lambda w: _fp8_blocks(w, 1, 64), compressed(_FP8_GROUPS, "float-quantized")
+    ),
+    "fp8_block_quark": ModelFormat(
+        lambda w: _fp8_blocks(w, 64, 128),
+        {
+            "quant_method": "quark",
+            "global_quant_config": {
+                "weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [64, 128]}
+            },
+        },
+    ),
+    "fp8_block_modelopt": ModelFormat(
+        _modelopt_blocks, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    ),
+    "fp8_channel_modelopt": ModelFormat(
+        _fbgemm, {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    ),
+    # MiniMax-M3's.
+    "mxfp8_blocks": ModelFormat(
+        lambda w: _mxfp8(w, "weight_scale_inv"),
+        {
+            "quant_method": "mxfp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [1, 32],
+        },
+        {"weight_scale_inv": "U8"},
+    ),
+    "mxfp8_e8m0": ModelFormat(
+        lambda w: _mxfp8(w, "weight_scale_inv"),
+        {"quant_method": "fp8", "weight_block_size": [1, 32]},
+        {"weight_scale_inv": "F8_E8M0"},
+    ),
+    "mxfp8_compressed": ModelFormat(
+        lambda w: _mxfp8(w, "weight_scale"), compressed(_MXFP8, "mxfp8-quantized"), {"weight_scale": "U8"}
+    ),
+    "mxfp8_quark": ModelFormat(
+        lambda w: _mxfp8(w, "weight_scale"),
+        {"quant_method": "quark", "global_quant_config": {"weight": _MXFP8_QUARK}},
+        {"weight_scale": "U8"},
     ),
     "fbgemm_fp8": ModelFormat(_fbgemm, {"quant_method": "fbgemm_fp8"}),
     "int8_words": ModelFormat(lambda w: _packed_int8(w, None), compressed(_INT8_PACKED, "pack-quantized")),

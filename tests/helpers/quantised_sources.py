@@ -100,17 +100,34 @@ def plain(weights: Floats, code: Literal["float32", "bfloat16", "float16"]) -> Q
     return Quantised(code, SourceMatrix(stored), meant, {"weight": stored})
 
 
-def fp8_block(weights: Floats, block: int = 128) -> Quantised:
-    """DeepSeek-V3: weight e4m3, weight_scale_inv float32 per 128 x 128, multiplied."""
+def fp8_block(weights: Floats, height: int = 128, width: int = 128) -> Quantised:
+    """DeepSeek-V3: weight e4m3, weight_scale_inv float32 per 128 x 128, multiplied; or other blocks.
+
+    Kernels know groups of 128 and of 32, of which blocks are made.
+    """
     rows, cols = weights.shape
-    padded = np.pad(weights, [(0, -rows % block), (0, -cols % block)])
-    blocks = padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
+    padded = np.pad(weights, [(0, -rows % height), (0, -cols % width)])
+    blocks = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width)
     scales = (np.abs(blocks).max((1, 3)) / 448).astype(np.float32)
-    spread = np.repeat(np.repeat(scales, block, 0), block, 1)[:rows, :cols]
+    spread = np.repeat(np.repeat(scales, height, 0), width, 1)[:rows, :cols]
     codes = float8_bits(weights / spread)
-    source = SourceMatrix(codes, code="float8", scales=scales, group_size=block, scale_rows=block)
+    group = 32 if width % 128 else 128
+    repeated = np.repeat(scales, width // group, 1)[:, : -(-cols // group)]
+    source = SourceMatrix(codes, code="float8", scales=repeated, group_size=group, scale_rows=height)
     tensors = {"weight": codes, "weight_scale_inv": scales}
-    return Quantised("fp8_block", source, float8_values(codes) * spread, tensors)
+    name = "fp8_g32" if group == 32 else "fp8_g128" if height % 16 else "fp8_block"
+    return Quantised(name, source, float8_values(codes) * spread, tensors)
+
+
+def mxfp8(weights: Floats) -> Quantised:
+    """OCP: e4m3, an e8m0 scale per 32 of a row."""
+    largest = np.maximum(np.abs(in_groups(weights, 32)).max(2), 1e-6)
+    scales = np.ceil(np.log2(largest / 448) + 127).astype(np.uint8)
+    spread = per_element(e8m0_values(scales), 32, weights.shape[1])
+    codes = float8_bits(weights / spread)
+    source = SourceMatrix(codes, code="float8", scales=scales, scale_type="e8m0", group_size=32)
+    tensors = {"weight": codes, "weight_scale": scales}
+    return Quantised("mxfp8", source, float8_values(codes) * spread, tensors)
 
 
 def fp8_channel(weights: Floats) -> Quantised:
@@ -345,6 +362,10 @@ ENCODERS: dict[str, Callable[[Floats], Quantised]] = {
     "bfloat16": lambda w: plain(w, "bfloat16"),
     "float16": lambda w: plain(w, "float16"),
     "fp8_block": fp8_block,
+    "fp8_block_64": lambda w: fp8_block(w, 64, 64),
+    "fp8_block_256": lambda w: fp8_block(w, 32, 256),
+    "fp8_rows_128": lambda w: fp8_block(w, 1, 128),
+    "mxfp8": mxfp8,
     "fp8_channel": fp8_channel,
     "fp8_tensor": fp8_tensor,
     "int8": int8_channel,

@@ -45,7 +45,7 @@ def _codes(rng: np.random.Generator, format_name: str, count: int) -> NDArray[np
         values = rng.standard_normal(count // 2) * 10.0 ** rng.integers(-7, 2, count // 2)
         return values.astype(np.float16).view(np.uint8)
     codes = rng.integers(0, 256, count, np.uint8)
-    if format_name.startswith("fp8"):
+    if "fp8" in format_name:
         codes[(codes & 0x7F) == 0x7F] = 0x81
     return codes
 
@@ -53,9 +53,9 @@ def _codes(rng: np.random.Generator, format_name: str, count: int) -> NDArray[np
 def _scales(rng: np.random.Generator, format_name: str, count: int) -> NDArray[np.uint8]:
     """`count` bytes of group scales in the format's type, between about 0.1 and 1."""
     values = rng.uniform(0.1, 1.0, count).astype(np.float32)
-    if format_name == "fp8_block":
+    if format_name in ("fp8_block", "fp8_g32", "fp8_g128"):
         return values[: count // 4].view(np.uint8)
-    if format_name == "mxfp4":
+    if format_name in ("mxfp4", "mxfp8"):
         return rng.integers(120, 128, count, np.uint8)
     if format_name == "nvfp4":
         return rng.integers(0, 0x7F, count, np.uint8)  # subnormal ones too

@@ -20,6 +20,8 @@ ALL_FORMATS = (
     "float16",
     "fp8_block",
     "fp8_channel",
+    "fp8_g128",
+    "mxfp8",
     "int8",
     "int8_g16_f16",
     "int8_g32_mins",

@@ -22,6 +22,9 @@ SHAPES = [(16, 64), (40, 136), (8, 8), (24, 2880)]
 STATED = {
     "float32": ("float32", 32, None, 0),
     "fp8_block": ("float8", 8, "float32", 128, "panel_scale"),
+    "fp8_g32": ("float8", 8, "float32", 32),
+    "fp8_g128": ("float8", 8, "float32", 128),
+    "mxfp8": ("float8", 8, "e8m0", 32),
     "fp8_channel": ("float8", 8, None, 0, "column_scale"),
     "int8_w8a8": ("int8", 8, None, 0, "column_scale", "quantised_rows"),
     "int8_g32_mins": ("int8", 8, "float16", 32, "mins"),

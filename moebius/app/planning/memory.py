@@ -78,7 +78,7 @@ def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> Store
     inner, hidden = geometry.moe_intermediate_size, geometry.hidden_size
     size = (1 + geometry.is_gated) * _declared_bytes(up, inner, hidden, geometry)
     size += _declared_bytes(down, hidden, inner, geometry)
-    rows = [role.out_step for role in up.roles if role.out_step not in (0, 128)]
+    rows = [role.out_step for role in up.roles if role.out_step and role.role != "scales"]
     columns = [role.in_step for role in down.roles if role.in_step]
     return StoredExperts(
         _declared_format(up, geometry),
