@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +36,8 @@ _BLOCK_ELEMENTS = 1 << 18
 _BLOCK_ROWS = 8
 # Elements of a tensor that are computed from others before they go into the parameter.
 _DERIVED_ELEMENTS = 1 << 22
+# The same of a matrix whose columns are in the order of activations.
+_REORDERED_ELEMENTS = 1 << 25
 # Types of tables of numbers that are no weights.
 INTEGERS = ("I64", "I32")
 
@@ -119,6 +121,17 @@ class QuantisedSource:
         output = target_rows(target, target.parameter, device)
         if not len(output):
             return
+        first, step = target.rows.begin, self._step(output.shape)
+        for begin in range(0, len(output), step):
+            end = min(begin + step, len(output))
+            rows = replace(target.rows, begin=first + begin, end=first + end)
+            self._fill_rows(replace(target, rows=rows), output[begin:end], context)
+
+    def _step(self, shape: torch.Size) -> int:
+        """Rows that are read at once: all, unless they are read in floats."""
+        return max(1, _REORDERED_ELEMENTS // shape[1]) if self.matrix.scheme.reorders else shape[0]
+
+    def _fill_rows(self, target: Target, output: torch.Tensor, context: LoadContext) -> None:
         source, first_row, first_col = read_part(self.matrix, target, context.reader)
         wanted = slice(first_col, first_col + output.shape[1])
         for begin, values in _dequantised(source, context):

@@ -120,9 +120,7 @@ def _fp8(config: Config) -> tuple[WeightScheme, ...]:
     require(config, "fmt", ("e4m3", "float8_e4m3fn", None))
     if config.get("weight_block_size") is not None:
         block = _block(config, "weight_block_size")
-        blocks = tuple(
-            schemes.fp8("fp8", "block", suffix, block) for suffix in ("weight_scale_inv", "scale")
-        )
+        blocks = tuple(schemes.fp8("fp8", "block", suffix, block) for suffix in ("weight_scale_inv", "scale"))
         # DeepSeek-V4: its experts' pairs of codes have the names of its blocks' codes.
         is_fp4 = require(config, _EXPERT_DTYPE, ("fp4", "fp8", None)) == "fp4"
         return (*blocks, schemes.mxfp4("fp4 experts", "weight", "scale")) if is_fp4 else blocks
@@ -236,9 +234,12 @@ def _compressed_group(config: Config, group: Config) -> WeightScheme:
     if build is None:
         known = ", ".join(f"{name} ({bits}-bit {of})" for of, bits, name in sorted(_COMPRESSED))
         raise unsupported("format", f"{stored} ({kind[1]}-bit {kind[0]})", known)
+    scheme = build(group, weights)
     if weights.get("actorder") in ("group", "dynamic", True):
-        raise unsupported("actorder", weights.get("actorder"), "null, weight, static")
-    return schemes.for_targets(build(group, weights), tuple(map(str, group.get("targets") or ())))
+        if scheme.layout != "compressed_int4" or not scheme.group_size:
+            raise unsupported("actorder", weights.get("actorder"), "null, weight, static")
+        scheme = schemes.reordered(scheme, "weight_g_idx")
+    return schemes.for_targets(scheme, tuple(map(str, group.get("targets") or ())))
 
 
 def _compressed_fp8(group: Config, weights: Config) -> WeightScheme:
@@ -339,16 +340,18 @@ def _gptq_rules(config: Config) -> Iterator[WeightScheme]:
 def _gptq(config: Config) -> WeightScheme:
     bits = require(config, "bits", (4, 8))
     size = require(config, "group_size", _SIZES)
-    # Rows in the order of activations: their groups are scattered over the whole row.
-    require(config, "desc_act", (False,), False)
+    # Columns in the order of activations: their groups are scattered over the row, unless they were fixed
+    # before, or there is but one.
+    ordered = require(config, "desc_act", (True, False), False) and not config.get("static_groups")
     offset = _ZEROS_OFFSETS[require(config, "checkpoint_format", tuple(_ZEROS_OFFSETS), "gptq")]
     # Zero points of 8 bits are not known to kernels.
     symmetric = require(config, "sym", (True, False) if bits == 4 else (True,), True)
-    return (
+    scheme = (
         schemes.gptq(max(size, 0), symmetric, offset)
         if bits == 4
         else schemes.gptq_int8(max(size, 0), offset)
     )
+    return schemes.reordered(scheme) if ordered and size > 0 else scheme
 
 
 def _for_pattern(pattern: str, scheme: WeightScheme) -> WeightScheme:

@@ -71,9 +71,9 @@ def locate_array(
         raise CheckpointError(
             f"tensor {tensor.name!r} has dtype {tensor.dtype}; allowed for {scheme}: {', '.join(role.dtypes)}"
         )
-    if role.role == "scales" and not template.stacked and len(tensor.shape) == 4:
-        # ModelOpt writes axes of 1 within blocks: [rows, 1, columns, 1].
-        tensor = replace(tensor, shape=tuple(size for size in tensor.shape if size != 1) or (1,))
+    if role.role == "scales" and not template.stacked and tensor.shape[1::2] == (1, 1):
+        # ModelOpt's blocks: [rows, 1, columns, 1].
+        tensor = replace(tensor, shape=tensor.shape[::2])
     out_weights, in_weights = shape[0] * template.parts, shape[1]
     out, inner = count_elements(out_weights, role.out_step), count_elements(in_weights, role.in_step)
     expected = (inner, out) if role.transposed else (out, inner)

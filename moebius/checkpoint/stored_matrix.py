@@ -18,6 +18,7 @@ from moebius.checkpoint.stored_values import (
     check_float16,
     check_values,
     unpack_bytes,
+    unpack_nibbles,
 )
 from moebius.checkpoint.weight_schemes import E8M0, FLOAT_CODES, PLAIN, SCALE_TYPES, Role, WeightScheme
 from moebius.kernels_source import ScaleType, SourceMatrix
@@ -135,6 +136,8 @@ class StoredMatrix:
         """
         row_range = _shifted(range(self.shape[0])[rows or slice(None)], self.first[0])
         col_range = _shifted(range(self.shape[1])[cols or slice(None)], self.first[1])
+        if self.scheme.reorders:
+            return self._read_reordered(reader, row_range, col_range)
         scales = self._array("scales")
         return SourceMatrix(
             codes=self._codes(reader, row_range, col_range),
@@ -154,6 +157,61 @@ class StoredMatrix:
             tensor_scale=self._tensor_scale(reader),
             bias=self._column(reader, self.bias, row_range),
         )
+
+    def _read_reordered(self, reader: SliceReader, rows: range, cols: range) -> SourceMatrix:
+        """In floats: a group's columns are anywhere, which no layout of kernels has."""
+        group = self._groups_of_columns(reader)[cols.start : cols.stop]
+        scales = self._array("scales")
+        assert scales is not None
+        whole = range(self._stored_columns)
+        found = as_float32(self._checked(scales, reader, rows, whole), scales.tensor.dtype)
+        codes = self._integers(self._codes(reader, rows, cols), len(rows), len(cols))
+        codes -= self._middles(reader, rows)[:, group]
+        codes *= (found.T if scales.role.transposed else found)[:, group]
+        bias = self._column(reader, self.bias, rows)
+        return SourceMatrix(codes=codes, rows=len(rows), cols=len(cols), bias=bias)
+
+    @property
+    def _stored_columns(self) -> int:
+        """Of the stored matrix, of which this may be a part."""
+        return (self.whole or self.shape)[1]
+
+    def _integers(self, codes: Array, rows: int, cols: int) -> NDArray[np.float32]:
+        """`[rows, cols]`, 0 to 15 or -128 to 127."""
+        if self.scheme.bytes_in_words:
+            return codes[:rows, :cols].astype(np.float32)
+        axis = 0 if self.arrays[0].role.transposed else 1
+        unpacked = unpack_nibbles(codes, axis)
+        return (unpacked if axis else unpacked.T)[:rows, :cols].astype(np.float32)
+
+    def _middles(self, reader: SliceReader, rows: range) -> NDArray[np.float32]:
+        """What code means 0, `[rows, groups]`, or one value for all groups."""
+        groups = count_elements(self._stored_columns, self.scheme.group_size)
+        middle = 0 if self.scheme.bytes_in_words else 8
+        zeros, array = self._zeros(reader, rows, range(self._stored_columns)), self._array("zeros")
+        if zeros is None or array is None:
+            return np.full((1, groups), middle, np.float32)
+        # Words are along out.
+        codes = unpack_nibbles(zeros, 1 if array.role.transposed else 0)
+        found = (codes.T if array.role.transposed else codes)[: len(rows)]
+        return ((found + self.scheme.zeros_offset) & 15).astype(np.float32)
+
+    def _groups_of_columns(self, reader: SliceReader) -> NDArray[np.int64]:
+        """`[cols]`. Raises CheckpointError naming the tensor where one is no group."""
+        array = self._array("group_index")
+        assert array is not None
+        size = self.scheme.group_size
+        found = reader.read(array.tensor).reshape(-1).astype(np.int64)
+        # compressed-tensors has -1 where a module was quantised without an order.
+        if (found == -1).all():
+            return np.arange(self._stored_columns) // size
+        groups = count_elements(self._stored_columns, size)
+        if found.min() < 0 or found.max() >= groups:
+            raise CheckpointError(
+                f"tensor {array.tensor.name!r} has groups {found.min()} to {found.max()}; "
+                f"allowed: 0 to {groups - 1}"
+            )
+        return found
 
     def _array(self, role: Role) -> StoredArray | None:
         for array in self.arrays:
@@ -275,7 +333,7 @@ class StoredMatrix:
         array = self._array("group_index")
         if array is None:
             return
-        columns = (self.whole or self.shape)[1]
+        columns = self._stored_columns
         expected = np.arange(columns) // (self.scheme.group_size or columns)
         if not np.array_equal(reader.read(array.tensor).reshape(-1), expected):
             raise CheckpointError(

@@ -92,6 +92,13 @@ def check_float16(array: Array, name: str) -> None:
         )
 
 
+def unpack_nibbles(words: Array, axis: int) -> NDArray[np.uint8]:
+    """uint8 0 to 15 from int32 words of eight along `axis`, the first in the lowest bits."""
+    moved = np.moveaxis(words.view(np.uint32), axis, -1)
+    codes = (moved[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).astype(np.uint8)
+    return np.moveaxis(codes.reshape(*moved.shape[:-1], -1), -1, axis)
+
+
 def unpack_bytes(words: Array, transposed: bool) -> NDArray[np.int8]:
     """int8 `[out, in]` from int32 words of four values + 128 along in, the first in the lowest bits.
 

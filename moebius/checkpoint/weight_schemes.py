@@ -76,6 +76,8 @@ class WeightScheme:
     # Name of the packed format that holds it exactly; "{scale}" becomes "" for bfloat16 group scales and
     # "_f16" for float16 ones. Empty: there is none.
     packed_format: str = ""
+    # GPTQ's "desc_act": a column's group is what `group_index` says, so groups are scattered over the row.
+    reorders: bool = False
     rounds_scales: bool = False  # The packed format has scales in float16, which is less than these have.
     targets: tuple[str, ...] = ()  # compressed-tensors: modules the scheme applies to; empty: all.
 
@@ -89,9 +91,7 @@ PLAIN_CODES = StoredRole("codes", "weight", FLOATS)
 PLAIN = WeightScheme("unquantised", (PLAIN_CODES,))
 
 
-def fp8(
-    name: str, strategy: str, scale_suffix: str, block: tuple[int, int] = (128, 128)
-) -> WeightScheme:
+def fp8(name: str, strategy: str, scale_suffix: str, block: tuple[int, int] = (128, 128)) -> WeightScheme:
     """e4m3 with float scales: "block" (rows, columns), "channel" (a row), or "tensor".
 
     Columns of a block are a multiple of 16.
@@ -103,9 +103,7 @@ def fp8(
         # What kernels know and divides the columns; scales are repeated for it.
         group_size = next(size for size in (128, 32, 16) if columns % size == 0)
         packed = {128: "fp8_g128" if rows % 16 else "fp8_block", 32: "fp8_g32", 16: ""}[group_size]
-        return WeightScheme(
-            name, (codes, scales), code="float8", group_size=group_size, packed_format=packed
-        )
+        return WeightScheme(name, (codes, scales), code="float8", group_size=group_size, packed_format=packed)
     role: Role = "channel" if strategy == "channel" else "tensor"
     scale = StoredRole(role, scale_suffix, FLOATS)
     return WeightScheme(name, (codes, scale), code="float8", packed_format="fp8_channel")
@@ -232,6 +230,13 @@ def nvfp4(name: str, codes: str, global_scale: StoredRole) -> WeightScheme:
         global_scale,
     )
     return WeightScheme(name, roles, layout="nvfp4", group_size=16, packed_format="nvfp4")
+
+
+def reordered(scheme: WeightScheme, suffix: str = "g_idx") -> WeightScheme:
+    """The scheme with columns quantised in the order of activations; no packed format holds it exactly."""
+    others = tuple(role for role in scheme.roles if role.role != "group_index")
+    index = StoredRole("group_index", suffix, ("I32",))
+    return replace(scheme, roles=(*others, index), packed_format="", reorders=True)
 
 
 def for_targets(scheme: WeightScheme, targets: tuple[str, ...]) -> WeightScheme:

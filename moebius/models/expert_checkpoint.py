@@ -49,6 +49,12 @@ class ExpertMatrices:
     def check_kept(self) -> None:
         """Raises CheckpointError naming a matrix that no packed format holds exactly."""
         for matrix in self.all:
+            if matrix.scheme.reorders:
+                raise CheckpointError(
+                    f"{matrix.name!r} is {matrix.scheme.name} with columns in the order of activations "
+                    "(desc_act), which experts can not keep; requantise them with --expert-dtype int4, int8 "
+                    "or bfloat16, or with float32 keep them exactly at 32 bits a weight"
+                )
             if not matrix.packed_format:
                 raise CheckpointError(
                     f"{matrix.name!r} is {matrix.scheme.name} with scales of a group size or type that "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, compressed, gptq
 from tests.helpers.quantised_sources import (
@@ -52,7 +53,8 @@ def _known(name: str) -> ModelFormat:
         return found.tensors, found.weights
 
     fp4 = {"weight": "U8", "weight_packed": "U8"} if "fp4" in name else {}
-    return ModelFormat(encode, QUANTIZATION_CONFIGS[name], fp4)
+    powers = {"weight_scale": "U8"} if name == "mxfp8" else {}
+    return ModelFormat(encode, QUANTIZATION_CONFIGS[name], fp4 | powers)
 
 
 def _int8_codes(weights: Floats, group_size: int) -> tuple[Array, Array, Floats]:
@@ -175,6 +177,41 @@ _BYTES = {"weight": "U8", "weight_packed": "U8", "weight_scale": "U8"}
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 _AUTO_ROUND = {"bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
 
+
+def _act_order(weights: Floats, group_size: int) -> tuple[Array, Floats, NDArray[np.int64]]:
+    """Columns sorted into groups in an order of their own, and the place of each."""
+    cols = weights.shape[1]
+    order = np.random.default_rng(cols).permutation(cols)
+    places = np.empty(cols, np.int64)
+    places[order] = np.arange(cols)
+    return (places // group_size).astype(np.int32), weights[:, order], places
+
+
+def _gptq_act_order(weights: Floats, group_size: int, zeros: bool) -> Encoded:
+    """`desc_act`: words hold columns as they come, `g_idx` says each one's group."""
+    groups, ordered, places = _act_order(weights, group_size)
+    int4 = int4_codes(ordered, group_size, zeros=zeros, float16=True)
+    found = gptq_int4(ordered, group_size, zeros=zeros)
+    tensors = {**found.tensors, "qweight": pack_words(int4.codes[:, places].T, 0), "g_idx": groups}
+    return tensors, found.weights[:, places]
+
+
+def _gptq_int8_act_order(weights: Floats) -> Encoded:
+    groups, ordered, places = _act_order(weights, 32)
+    codes, _, meant = _int8_codes(ordered, 32)
+    tensors, _ = _gptq_int8(ordered, 32)
+    changed = {"qweight": _words_of_bytes(codes[:, places].T, 0), "g_idx": groups}
+    return {**tensors, **changed}, meant[:, places]
+
+
+def _compressed_act_order(weights: Floats, zeros: bool) -> Encoded:
+    groups, ordered, places = _act_order(weights, 32)
+    int4 = int4_codes(ordered, 32, zeros=zeros, float16=False)
+    found = compressed_int4(ordered, 32, zeros=zeros)
+    changed = {"weight_packed": pack_words(int4.codes[:, places], 1), "weight_g_idx": groups}
+    return {**found.tensors, **changed}, found.weights[:, places]
+
+
 def _mxfp8(weights: Floats, suffix: str) -> Encoded:
     found = mxfp8(weights)
     return {"weight": found.tensors["weight"], suffix: found.tensors["weight_scale"]}, found.weights
@@ -261,6 +298,24 @@ _MORE: dict[str, ModelFormat] = {
     "int8_g64": ModelFormat(_int8_groups, compressed(_INT8_GROUPS, "int-quantized")),
     "gptq_int8_g32": ModelFormat(lambda w: _gptq_int8(w, 32), gptq(32, True, bits=8)),
     "gptq_int8_rows": ModelFormat(lambda w: _gptq_int8(w, -1), gptq(-1, True, bits=8)),
+    "gptq_act_order": ModelFormat(
+        lambda w: _gptq_act_order(w, 32, zeros=False), gptq(32, True, desc_act=True)
+    ),
+    "gptq_act_order_zeros": ModelFormat(
+        lambda w: _gptq_act_order(w, 128, zeros=True), gptq(128, False, desc_act=True)
+    ),
+    "gptq_int8_act_order": ModelFormat(_gptq_int8_act_order, gptq(32, True, bits=8, desc_act=True)),
+    "compressed_act_order": ModelFormat(
+        lambda w: _compressed_act_order(w, zeros=False),
+        compressed({**_INT4, "strategy": "group", "group_size": 32, "actorder": "group"}, "pack-quantized"),
+    ),
+    "compressed_act_order_zeros": ModelFormat(
+        lambda w: _compressed_act_order(w, zeros=True),
+        compressed(
+            {**_INT4, "strategy": "group", "group_size": 32, "symmetric": False, "actorder": "group"},
+            "pack-quantized",
+        ),
+    ),
     "int4_rows": ModelFormat(_int4_rows, compressed({**_INT4, "strategy": "channel"}, "pack-quantized")),
     "int4_float32_scales": ModelFormat(
         _int4_float32_scales,

@@ -129,6 +129,8 @@ class QuantisedMoe:
                         tensors[name] = array
                         if array.dtype == np.uint8 and suffix in ("weight_packed", "weight"):
                             dtypes[name] = "U8" if "fp4" in self.encoder else "F8_E4M3"
+                        elif array.dtype == np.uint8 and self.encoder == "mxfp8":
+                            dtypes[name] = "U8"
         return tensors, dtypes
 
     def config(self) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from moebius.expert_slices import SliceRequest
 from moebius.kernels import FloatArray
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
+from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe, QuantisedMoe, Weights
+from tests.helpers.quantised_models import quantise, write_plain
 from tests.tolerances import EXPERTS_FLOAT32, EXPERTS_W8A8
 
 ROWS = 9
@@ -153,6 +155,30 @@ def test_requantising(tmp_path: Path, encoder: str, dtype: Any, low: float, high
     rounded = LocalExpertClient(str(model), geometry, torch.float32, dtype)
     repeated = rounded.collect(rounded.submit(0, *map(torch.from_numpy, rows))).numpy()
     assert distance(found, repeated) < EXPERTS_FLOAT32
+
+
+@pytest.mark.parametrize("name", ["gptq_act_order_zeros", "gptq_int8_act_order", "compressed_act_order"])
+def test_columns_in_the_order_of_activations(tmp_path: Path, name: str) -> None:
+    """GPTQ's desc_act: experts are exact in float32, near in other formats, and refused without one."""
+    chosen, plain = MODEL_FORMATS[name], write_plain("qwen3_moe", tmp_path / "plain")
+    model = quantise(plain, lambda _: chosen, chosen.config)
+    meant = model.dequantised().write(tmp_path / "meant")
+    stored = model.write(tmp_path / "stored")
+    geometry = read_geometry(stored)
+    reference = LocalExpertClient(str(meant), geometry, torch.float32)
+    rows = rows_of(geometry)
+    wanted = reference.collect(reference.submit(1, *map(torch.from_numpy, rows))).numpy()
+    for dtype, allowed in (("float32", EXPERTS_FLOAT32), ("int8", 0.03)):
+        assert distance(host_of(stored, weight_dtype=dtype).forward(1, *rows), wanted) < allowed
+    # Servers that divide the channels read parts of rows and of columns.
+    halves = [
+        host_of(stored, weight_dtype="float32", split="expert", split_count=2, split_index=index)
+        for index in range(2)
+    ]
+    total = sum(host.forward(1, *rows).astype(np.float64) for host in halves)
+    assert distance(np.asarray(total), wanted) < EXPERTS_FLOAT32
+    with pytest.raises(CheckpointError, match=r"desc_act.*requantise them with --expert-dtype"):
+        host_of(stored)
 
 
 def test_too_large_an_error_refuses_to_serve(tmp_path: Path) -> None:

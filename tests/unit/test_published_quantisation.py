@@ -164,6 +164,37 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "int4_g128{scale}",
     ),
+    "minimax_m3_mxfp8": (
+        {
+            "quant_method": "mxfp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [1, 32],
+            "ignored_layers": ["lm_head", "model.embed_tokens", "model.layers.3.block_sparse_moe.gate"],
+        },
+        "mxfp8",
+    ),
+    "modelopt_mxfp8": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MXFP8",
+            "producer": {"name": "modelopt", "version": "0.41.0"},
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        },
+        "mxfp8",
+    ),
+    "mixtral_gptq_act_order": (
+        {
+            **_GPTQ,
+            "desc_act": True,
+            "damp_percent": 0.1,
+            "true_sequential": True,
+            "model_file_base_name": "model",
+        },
+        "",
+    ),
+    "mixtral_gptq_act_order_rows": ({**_GPTQ, "desc_act": True, "group_size": -1}, "int4_g128{scale}"),
+    "gptq_static_groups": ({**_GPTQ, "desc_act": True, "static_groups": True}, "int4_g128{scale}"),
     "kimi_quark": ({**_QUARK, "global_quant_config": _quark(_MX), "layer_quant_config": {}}, "mxfp4"),
     "step_quark": (
         {**_QUARK, "global_quant_config": _quark(_QUARK_INT8), "layer_quant_config": None},

@@ -150,9 +150,9 @@ CASES: dict[str, Spoilt] = {
         INT4, ("format", "marlin-24", "pack-quantized"), spoil.configured(format="marlin-24")
     ),
     "block_unknown": Spoilt(
-        FP8, ("weight_block_size", "[64, 64]"), spoil.configured(weight_block_size=[64, 64])
+        FP8, ("weight_block_size", "[64, 24]"), spoil.configured(weight_block_size=[64, 24])
     ),
-    "desc_act": Spoilt(GPTQ, ("desc_act", "True"), spoil.configured(desc_act=True)),
+    "desc_act": Spoilt(GPTQ, ("desc_act", "often"), spoil.configured(desc_act="often")),
     "bits_unknown": Spoilt(GPTQ, ("bits", "3", "4, 8"), spoil.configured(bits=3)),
     "group_size_unknown": Spoilt(
         INT4, ("group_size", "48", "32, 64, 128"), spoil.weights_configured(group_size=48)
