@@ -80,11 +80,26 @@ def encode(kind: str, values: NDArray[np.float32], random: np.random.Generator) 
     return quants.quantize(values, GGMLQuantizationType[kind])
 
 
+# Names that the package's table has without what follows them.
+_GEMMA4_NAMES = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
+}
+_GEMMA4 = tuple(_GEMMA4_NAMES)
+
+
 def _views(
     config: Any, name: str, values: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
     """Names as llama.cpp's converter maps them, views in its orientation, and their shapes there."""
-    if "experts.gate_up_proj" in name:
+    if config.model_type == "gemma4_text" and name.endswith(_GEMMA4):
+        layer = name.partition(".layers.")[2].partition(".")[0]
+        (stored,) = (gguf for published, gguf in _GEMMA4_NAMES.items() if name.endswith(published))
+        yield f"blk.{layer}.{stored}", values, tuple(values.shape)
+    elif config.model_type == "gemma4_text" and "experts." in name:
+        yield f"{name}.weight", values, tuple(values.shape)
+    elif "experts.gate_up_proj" in name:
         kind = "bias" if name.endswith("_bias") else "weight"
         stem = name.partition("gate_up_proj")[0]
         if config.model_type == "gpt_oss":
@@ -109,7 +124,7 @@ def _views(
         yield mapped, values, (values.numel(),)
     elif name.endswith("shared_expert_gate.weight"):
         yield name, values, (values.numel(),)
-    elif name.endswith("sinks"):
+    elif name.endswith(("sinks", "attention_sink_bias")):
         yield f"{name}.weight", values, tuple(values.shape)
     else:
         yield name, values, tuple(values.shape)
@@ -157,7 +172,9 @@ def gguf_tensors(
             found |= {_named(names, one): _converted(values, one, types, names, random) for one in linear}
             continue
         for mapped, view, shape in _views(model.config, name, values):
-            gguf_name = names.get_name(mapped, try_suffixes=(".weight", ".bias"))
+            gguf_name = mapped
+            if not mapped.startswith("blk."):
+                gguf_name = names.get_name(mapped, try_suffixes=(".weight", ".bias"))
             assert gguf_name is not None, f"the package has no name for {mapped}"
             views = {gguf_name: (view, shape)}
             if latent_split and ".attn_kv_b." in gguf_name:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from gguf import ExpertGatingFuncType, GGUFValueType, GGUFWriter, RopeScalingType
 
 from moebius.models.attention_config import NGramConfig
@@ -17,6 +19,7 @@ ARCHITECTURES = {
     "dots1": "DOTS1",
     "ernie4_5_moe": "ERNIE4_5_MOE",
     "exaone_moe": "EXAONE_MOE",
+    "gemma4_text": "GEMMA4",
     "glm4_moe": "GLM4_MOE",
     "glm_moe_dsa": "GLM_DSA",
     "gpt_oss": "GPT_OSS",
@@ -24,6 +27,7 @@ ARCHITECTURES = {
     "jamba": "JAMBA",
     "kimi_linear": "KIMI_LINEAR",
     "hunyuan_v1_moe": "HUNYUAN_MOE",
+    "mimo_v2_flash": "MIMO2",
     "minimax_m2": "MINIMAXM2",
     "mixtral": "LLAMA",
     "nemotron_h": "NEMOTRON_H_MOE",
@@ -56,7 +60,8 @@ def write_metadata(
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.layer_norm_epsilon if kind == "nemotron_h" else config.rms_norm_eps)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    chosen = "top_k_experts" if kind == "gemma4_text" else "num_experts_per_tok"
+    writer.add_expert_used_count(getattr(config, chosen))
     writer.add_file_type(0)
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
@@ -86,6 +91,12 @@ def write_metadata(
         writer.add_ssm_time_step_rank(config.mamba_dt_rank)
         writer.add_expert_count(config.num_experts)
         return
+    if kind == "gemma4_text":
+        _write_gemma4(writer, config)
+        return
+    if kind == "mimo_v2_flash":
+        _write_mimo2(writer, config)
+        return
     _write_rope(writer, config)
     _write_experts(writer, config)
     if kind in _LATENT:
@@ -104,6 +115,62 @@ def write_metadata(
     if kind in ("glm4_moe", "minimax_m2", *LINEAR):
         partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
         writer.add_rope_dimension_count(int(head_dim * partial))
+
+
+def _slides(config: Any) -> list[bool]:
+    return [kind == "sliding_attention" for kind in config.layer_types]
+
+
+def _write_gemma4(writer: GGUFWriter, config: Any) -> None:
+    """Heads and rotation of layers that slide have keys of their own; "proportional" rotation is a tensor."""
+    config = SimpleNamespace(**config.to_dict())
+    full, sliding = (config.rope_parameters[kind] for kind in ("full_attention", "sliding_attention"))
+    # Transformers has what differs by layer; what layers that see everything have is the same in all of them.
+    own = next(iter(config.per_layer_config.values()))
+    kv_heads, head_dim = own.get("num_key_value_heads", config.num_key_value_heads), own["head_dim"]
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_rope_freq_base_swa(sliding["rope_theta"])
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(_slides(config))
+    writer.add_head_count_kv(
+        [config.num_key_value_heads if slides else kv_heads for slides in _slides(config)]
+    )
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(0)
+    for add, size in (
+        (writer.add_key_length, head_dim),
+        (writer.add_value_length, head_dim),
+        (writer.add_key_length_swa, config.head_dim),
+        (writer.add_value_length_swa, config.head_dim),
+        (writer.add_rope_dimension_count, head_dim),
+        (writer.add_rope_dimension_count_swa, config.head_dim),
+    ):
+        add(size)
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    rotated = int(head_dim * full["partial_rotary_factor"] / 2)
+    factors = np.full(head_dim // 2, 1e30, np.float32)
+    factors[:rotated] = 1
+    writer.add_tensor("rope_freqs.weight", factors)
+
+
+def _write_mimo2(writer: GGUFWriter, config: Any) -> None:
+    full, sliding = (config.rope_parameters[kind] for kind in ("full_attention", "sliding_attention"))
+    heads = config.num_key_value_heads
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_rope_freq_base_swa(sliding["rope_theta"])
+    writer.add_rope_dimension_count(int(config.head_dim * full["partial_rotary_factor"]))
+    writer.add_head_count_kv([2 * heads if slides else heads for slides in _slides(config)])
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(list(map(int, _slides(config))))
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.v_head_dim)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_float32(f"{writer.arch}.attention.value_scale", config.attention_value_scale)
 
 
 def _write_rope(writer: GGUFWriter, config: Any) -> None:

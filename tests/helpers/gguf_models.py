@@ -70,6 +70,18 @@ _YARN: dict[str, Any] = {
 }
 # Both of DeepSeek's temperatures are the same in all models, which is why files have but one.
 _YARN_V3 = _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "sliding_window": 5,
+}
 _GPT_OSS: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 32,
@@ -406,6 +418,58 @@ CASES: dict[str, GgufModelCase] = {
             "moe_topk": 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
         },
+    ),
+    "gemma4": GgufModelCase(
+        "gemma4_text",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | _GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma4_own_values_untied": GgufModelCase(
+        "gemma4_text",
+        GgufTypes("F32", "F32", "F32"),
+        _SMALL
+        | _GEMMA4
+        | {
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 3000.0,
+                    "partial_rotary_factor": 0.5,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "mimo_v2_flash": GgufModelCase(
+        "mimo_v2_flash",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "v_head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "attention_value_scale": 0.5,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+                for kind, theta in (("full_attention", 50000.0), ("sliding_attention", 3000.0))
+            },
+        },
+        prediction_layer=True,
     ),
     "dots1": GgufModelCase(
         "dots1",

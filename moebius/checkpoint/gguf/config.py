@@ -27,7 +27,7 @@ def gguf_config(model: GgufModel, model_type: str, family: GgufFamily) -> dict[s
     keys = MetadataKeys(model)
     config: dict[str, Any] = {"model_type": model_type}
     for name, target in {**COMMON_KEYS, **family.keys}.items():
-        value = keys.get(name)
+        value = None if name in family.by_layer else keys.get(name)
         if value is not None:
             config[target] = value
     config |= _shape(model, keys, config) | _token_ids(model)

@@ -41,6 +41,8 @@ class GgufFamily:
     derive: Callable[[MetadataKeys, Config], Config] = _nothing
     # Numbers of YaRN that the family has besides the common ones.
     yarn: Callable[[MetadataKeys], Config] = _plain_yarn
+    # Keys, of `COMMON_KEYS` too, whose values differ from layer to layer: `derive` reads them.
+    by_layer: tuple[str, ...] = ()
     # Names of tensors that differ from `names.COMMON_RULES`, tried before those.
     rules: tuple[GgufRule, ...] = ()
 

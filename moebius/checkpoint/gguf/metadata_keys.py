@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.model import GgufModel
@@ -40,6 +41,26 @@ class MetadataKeys:
         if type(value) is not int:
             raise self.error(name, value, "an integer")
         return value
+
+    def listed(self, name: str, count: int) -> list[int]:
+        """Of the first `count` layers; one value is that of all. Raises CheckpointError naming the key."""
+        self.skip(name)
+        value = self.model.value(name)
+        values = [value] * count if isinstance(value, int) else value
+        is_list = isinstance(values, list) and len(values) >= count
+        if not is_list or not all(isinstance(entry, int) for entry in values):
+            raise self.error(name, value, f"an integer, or one for each of {count} layers")
+        return [int(entry) for entry in values[:count]]
+
+    def floats(self, tensor: str) -> NDArray[np.float32] | None:
+        """The values of a small tensor of float32; None: there is none."""
+        stored = self.model.tensors.get(tensor)
+        if stored is None:
+            return None
+        if stored.type.name != "F32":
+            raise CheckpointError(f"{stored.file}: tensor {tensor!r} is {stored.type.name}; allowed: F32")
+        count = stored.nbytes // np.dtype("<f4").itemsize
+        return np.fromfile(stored.file, "<f4", count, offset=stored.offset)
 
     def skip(self, *names: str) -> None:
         """They say nothing that is needed."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from moebius.checkpoint.gguf.family import SPARSE_KEYS, GgufFamily
+from moebius.checkpoint.gguf.names import GgufRule, gguf_layer, gguf_linear
 from moebius.models.common import FULL, SLIDING, every_nth_full, read_common, read_windows, refuse_bias
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig, VisionConfig
 from moebius.models.family import Family, VisionFamily
@@ -17,6 +19,12 @@ from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_rope
 
+if TYPE_CHECKING:
+    # Few processes need the package that knows the format's types.
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
+
+# Frequencies that are divided by more than this do not rotate.
+_NEVER = 1e29
 _GELU = "gelu_pytorch_tanh"
 _ROPES: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -188,7 +196,78 @@ _VISION = VisionFamily(
     tower="Gemma4",
     processor="gemma4",
 )
+
+
+def _rotated(keys: MetadataKeys) -> float:
+    """The part of a head that layers with the whole context rotate; other frequencies are divided away."""
+    factors = keys.floats("rope_freqs.weight")
+    if factors is None:
+        return 1.0
+    rotated = int((factors == 1).sum())
+    if not (factors[:rotated] == 1).all() or not (factors[rotated:] > _NEVER).all():
+        raise keys.error("rope_freqs.weight", factors.tolist(), f"1, then numbers above {_NEVER:g}")
+    return rotated / len(factors)
+
+
+def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of heads by kind of layer; both kinds of rotation."""
+    layers = range(config["num_hidden_layers"])
+    slides = keys.listed("attention.sliding_window_pattern", len(layers))
+    heads = keys.listed("attention.head_count_kv", len(layers))
+    by_kind = {flag: [heads[i] for i in layers if slides[i] == flag] or heads for flag in (0, 1)}
+    for counts in by_kind.values():
+        if len(set(counts)) != 1:
+            raise keys.error("attention.head_count_kv", heads, "the same for all layers of a kind")
+    full = [i for i in layers if not slides[i]]
+    own = [i for i in full if i in keys.layers_with("attn_v.weight")]
+    if own and own != full:
+        raise keys.error("attn_v.weight", own, "in all layers that see the whole context, or in none")
+    head = keys.integer("attention.key_length_swa")
+    if keys.integer("rope.dimension_count_swa", head) != head:
+        raise keys.error("rope.dimension_count_swa", keys.get("rope.dimension_count_swa"), str(head))
+    keys.skip("attention.value_length_swa", "rope.dimension_count")
+    theta = {FULL: config.pop("rope_theta"), SLIDING: keys.get("rope.freq_base_swa") or 1e4}
+    ropes = {kind: dict(_ROPES[kind]) | {"rope_theta": theta[kind]} for kind in theta}
+    ropes[FULL]["partial_rotary_factor"] = _rotated(keys)
+    return {
+        "layer_types": [SLIDING if flag else FULL for flag in slides],
+        "num_key_value_heads": by_kind[1][0],
+        "num_global_key_value_heads": by_kind[0][0],
+        "attention_k_eq_v": not own,
+        "global_head_dim": config["head_dim"],
+        "head_dim": head,
+        "rope_parameters": ropes,
+    }
+
+
+_GGUF = GgufFamily(
+    "gemma4",
+    SPARSE_KEYS
+    | {
+        "attention.shared_kv_layers": "num_kv_shared_layers",
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    1,
+    {"enable_moe_block": True},
+    _gguf_config,
+    by_layer=("attention.head_count_kv",),
+    rules=(
+        # What is read as configuration.
+        GgufRule(r"rope_freqs\.weight", None, ("rope_freqs.weight", None)),
+        *gguf_linear("ffn_norm", "pre_feedforward_layernorm"),
+        *gguf_linear("post_ffw_norm", "post_feedforward_layernorm"),
+        *gguf_linear("post_ffw_norm_1", "post_feedforward_layernorm_1"),
+        *gguf_linear("post_ffw_norm_2", "post_feedforward_layernorm_2"),
+        *gguf_linear("pre_ffw_norm_2", "pre_feedforward_layernorm_2"),
+        *gguf_linear("ffn_gate_inp", "router.proj"),
+        gguf_layer("ffn_gate_inp.scale", "router.scale"),
+        gguf_layer("ffn_down_exps.scale", "router.per_expert_scale"),
+        gguf_layer("layer_output_scale.weight", "layer_scalar"),
+    ),
+)
+
 FAMILIES = (
-    Family("gemma4_text", read_gemma4_text, _names("model.")),
+    Family("gemma4_text", read_gemma4_text, _names("model."), gguf=(_GGUF,)),
     Family("gemma4", read_gemma4, _names("model.language_model."), _VISION),
 )

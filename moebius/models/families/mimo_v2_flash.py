@@ -6,14 +6,16 @@ Sources: the published config.json and, for the function that its keys ask for, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from moebius.checkpoint.gguf.family import GgufFamily
 from moebius.models.common import (
     FULL,
     SLIDING,
     listed_or_after_dense,
     read_biased_router,
     read_common,
+    read_mtp_layers,
     read_windows,
 )
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig
@@ -21,6 +23,10 @@ from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_layer_ropes, read_rope
+
+if TYPE_CHECKING:
+    # Few processes need the package that knows the format's types.
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 # Part of a head that is rotated where a checkpoint does not say.
 _ROTATED = 0.334
@@ -119,8 +125,30 @@ def read_mimo_v2_flash(hf: HfKeys) -> ModelConfig:
         ),
         attention_windows=read_windows(windows, num_layers),
         attention_sinks=True,
+        num_mtp_layers=read_mtp_layers(hf),
         sink_layers=tuple(kind == SLIDING for kind in kinds),
     )
+
+
+def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Windows and KV heads by layer; layers without a router are dense."""
+    layers = range(config["num_hidden_layers"])
+    slides = keys.listed("attention.sliding_window_pattern", len(layers))
+    heads = keys.listed("attention.head_count_kv", len(layers))
+    plain = heads[slides.index(0)] if 0 in slides else heads[0] // 2
+    if heads != [2 * plain if flag else plain for flag in slides]:
+        raise keys.error("attention.head_count_kv", heads, "twice as many in layers that slide")
+    sparse = keys.layers_with("ffn_gate_inp.weight")
+    theta, scale = keys.get("rope.freq_base_swa"), keys.get("attention.value_scale")
+    # Files made before converters wrote it are of MiMo-V2-Flash.
+    scaled = {} if scale is None else {"attention_value_scale": scale}
+    return scaled | {
+        "hybrid_layer_pattern": slides,
+        "num_key_value_heads": plain,
+        "moe_layer_freq": [int(i in sparse) for i in layers],
+        "swa_rope_theta": 1e4 if theta is None else theta,
+        "partial_rotary_factor": keys.integer("rope.dimension_count") / config["head_dim"],
+    }
 
 
 FAMILIES = (
@@ -132,7 +160,24 @@ FAMILIES = (
                 ROTARY,
                 drop("model.mtp.**"),
                 rename("model.layers.*.self_attn.attention_sink_bias", "model.layers.*.self_attn.sinks"),
-            )
+            ),
+            # As GGUF files have them.
+            mtp_layers=True,
+        ),
+        gguf=(
+            GgufFamily(
+                "mimo2",
+                {
+                    "expert_count": "n_routed_experts",
+                    "expert_feed_forward_length": "moe_intermediate_size",
+                    "attention.value_length": "v_head_dim",
+                    "expert_weights_norm": "norm_topk_prob",
+                },
+                2,
+                {"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+                _gguf_config,
+                by_layer=("attention.head_count_kv",),
+            ),
         ),
     ),
 )
