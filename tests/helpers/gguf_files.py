@@ -102,7 +102,9 @@ def _views(
     elif "experts.gate_up_proj" in name:
         kind = "bias" if name.endswith("_bias") else "weight"
         stem = name.partition("gate_up_proj")[0]
-        if config.model_type == "gpt_oss":
+        if config.model_type == "llama4_text":
+            parts = tuple(values.transpose(1, 2).chunk(2, dim=1))
+        elif config.model_type == "gpt_oss":
             last = values.transpose(1, 2) if kind == "weight" else values
             parts = last[:, 0::2], last[:, 1::2]
         else:
@@ -111,7 +113,8 @@ def _views(
             yield f"{stem}{which}_proj.{kind}", part, tuple(part.shape)
     elif "experts.down_proj" in name and "shared" not in name:
         kind = "bias" if name.endswith("_bias") else "weight"
-        turned = values.transpose(1, 2) if config.model_type == "gpt_oss" and kind == "weight" else values
+        is_turned = config.model_type in ("gpt_oss", "llama4_text") and kind == "weight"
+        turned = values.transpose(1, 2) if is_turned else values
         yield f"{name.removesuffix('_bias')}.{kind}", turned, tuple(turned.shape)
     elif config.model_type == "mixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads

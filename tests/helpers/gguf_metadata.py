@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "jamba": "JAMBA",
     "kimi_linear": "KIMI_LINEAR",
     "hunyuan_v1_moe": "HUNYUAN_MOE",
+    "llama4_text": "LLAMA4",
     "mimo_v2_flash": "MIMO2",
     "minimax_m2": "MINIMAXM2",
     "mixtral": "LLAMA",
@@ -94,6 +95,9 @@ def write_metadata(
     if kind == "gemma4_text":
         _write_gemma4(writer, config)
         return
+    if kind == "llama4_text":
+        _write_llama4(writer, config)
+        return
     if kind == "mimo_v2_flash":
         _write_mimo2(writer, config)
         return
@@ -154,6 +158,25 @@ def _write_gemma4(writer: GGUFWriter, config: Any) -> None:
     factors = np.full(head_dim // 2, 1e30, np.float32)
     factors[:rotated] = 1
     writer.add_tensor("rope_freqs.weight", factors)
+
+
+def _write_llama4(writer: GGUFWriter, config: Any) -> None:
+    """Replaces the width that was written: it is that of dense layers. Scaled rotation is a tensor."""
+    rope, head_dim = config.rope_parameters, config.head_dim
+    writer.add_feed_forward_length(config.intermediate_size_mlp)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(head_dim)
+    if rope["rope_type"] == "llama3":
+        waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+        factors = np.where(waves < rope["original_max_position_embeddings"], 1, rope["factor"])
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
 
 
 def _write_mimo2(writer: GGUFWriter, config: Any) -> None:

@@ -449,6 +449,43 @@ CASES: dict[str, GgufModelCase] = {
             },
         },
     ),
+    "llama4": GgufModelCase(
+        "llama4_text",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | {
+            "num_hidden_layers": 4,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 96,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "llama4_unscaled": GgufModelCase(
+        "llama4_text",
+        GgufTypes("F32", "F32", "F32"),
+        _SMALL
+        | {
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 64,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+        fused=True,
+    ),
     "mimo_v2_flash": GgufModelCase(
         "mimo_v2_flash",
         GgufTypes("Q4_0", "Q8_0", "Q8_0"),

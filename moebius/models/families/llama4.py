@@ -5,14 +5,22 @@ Source: the configuration class of transformers 5.23.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from moebius.checkpoint.gguf.family import GgufFamily
+from moebius.checkpoint.gguf.names import GgufRule
 from moebius.models.common import FULL, read_common
 from moebius.models.config import ModelConfig, MoeConfig, RouterConfig, VisionConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_rope
+
+if TYPE_CHECKING:
+    # Few processes need the package that knows the format's types.
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 _CHUNKED = "chunked_attention"
 # Of training, what other engines need to know, and what begins and ends an image, which is read by name.
@@ -149,4 +157,56 @@ _VISION = VisionFamily(
         "whole": "<|image|>",
     },
 )
-FAMILIES = (Family("llama4", read_llama4, _NAMES, _VISION), Family("llama4_text", read_llama4, _NAMES))
+# What llama.cpp's code decides: chunks, and from where on queries grow; where Scout's rotation is scaled.
+_CHUNK = _ORIGINAL = 8192
+# Experts of the model whose queries and keys are not normed.
+_MAVERICK = 128
+
+
+def _scaling(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Files hold what each frequency is divided by: 1, and a factor for waves beyond the original context."""
+    factors = keys.floats("rope_freqs.weight")
+    if factors is None:
+        return {}
+    size = keys.integer("rope.dimension_count")
+    frequencies = config["rope_theta"] ** -(np.arange(0, size, 2) / size)
+    factor = float(factors[-1])
+    expected = np.where(2 * np.pi / frequencies < _ORIGINAL, 1.0, factor)
+    if len(factors) != len(expected) or not np.allclose(factors, expected):
+        allowed = f"1 for waves of up to {_ORIGINAL} positions, one factor for longer ones"
+        raise keys.error("rope_freqs.weight", factors.tolist(), allowed)
+    rope = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": _ORIGINAL}
+    return {"rope_scaling": rope | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}}
+
+
+def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
+    keys.skip("rope.dimension_count")
+    if keys.get("attention.sliding_window") == 0:
+        raise keys.error("attention.sliding_window", 0, "chunks of the context")
+    return {"use_qk_norm": keys.integer("expert_count") != _MAVERICK} | _scaling(keys, config)
+
+
+_GGUF = GgufFamily(
+    "llama4",
+    {
+        "expert_count": "num_local_experts",
+        "expert_feed_forward_length": "intermediate_size",
+        "feed_forward_length": "intermediate_size_mlp",
+        "interleave_moe_layer_step": "interleave_moe_layer_step",
+    },
+    2,
+    {
+        "attention_chunk_size": _CHUNK,
+        "floor_scale": _CHUNK,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+    },
+    _gguf_config,
+    # It is read as configuration.
+    rules=(GgufRule(r"rope_freqs\.weight", None, ("rope_freqs.weight", None)),),
+)
+
+FAMILIES = (
+    Family("llama4", read_llama4, _NAMES, _VISION),
+    Family("llama4_text", read_llama4, _NAMES, gguf=(_GGUF,)),
+)
