@@ -49,7 +49,8 @@ def test_slices_are_slices_of_the_weights(tmp_path: Path, encoder: str) -> None:
         up, down = checkpoint.matrix(1, 2, "up"), checkpoint.matrix(1, 2, "down")
         cut = max(16, up.row_multiple, down.col_multiple)
         assert cut % up.row_multiple == cut % down.col_multiple == 0
-        for part in (slice(0, cut), slice(cut, 160)):
+        # Blocks may be wider than the matrix.
+        for part in (slice(0, cut), slice(cut, 160)) if cut < 160 else (slice(0, 160),):
             rows = _kernels.dequantise_matrix(up.read(reader, rows=part))
             np.testing.assert_allclose(rows, moe.weights[1, 2, "up"][part], rtol=3e-7)
             cols = _kernels.dequantise_matrix(down.read(reader, cols=part))
