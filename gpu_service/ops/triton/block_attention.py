@@ -143,13 +143,15 @@ def mean_block_scores(
     scores = torch.full(shape, float("-inf"), dtype=torch.float32, device=query.device)
     if not num_rows:
         return scores
-    num_requests, rows = query_starts.shape[0] - 1, 1 if one_row_each else _ROWS
+    num_requests, exact = query_starts.shape[0] - 1, query.dtype == torch.float32
+    # Exact products of float32 need twice the registers.
+    rows = 1 if one_row_each else _ROWS // (1 + exact)
     tiles = num_row_tiles(first_row + num_rows, num_requests, rows)
     mean_block_scores_kernel[(tiles, -(-num_blocks // _KEYS))](
         query, pages, scores, positions, block_table, query_starts, num_requests, first_row, num_rows,
         block_table.stride(0), num_blocks, NUM_HEADS=heads, HEAD_DIM=head_dim, ROW_DIM=pages.shape[2],
         PAGE_SIZE=pages.shape[1], BLOCK_SIZE=block_size, BLOCK_Q=rows, TILE=max(_LEAST, rows),
         BLOCK_D=max(_LEAST, next_power_of_2(head_dim)), BLOCK_N=_KEYS,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if exact else "tf32",
     )  # fmt: skip
     return scores
