@@ -88,18 +88,37 @@ class GatedStreams(HyperStreams):
 
 
 class NGramRows(nn.Module):
-    """A layer's table of n-grams `[rows, row_dim]`, which checkpoints store in equal parts."""
+    """A layer's table of n-grams `[rows, row_dim]`, which checkpoints store in equal parts.
+
+    Stored in 8 bits with one scale it stays so: no other tensor of a model is nearly as large.
+    """
 
     def __init__(self, sizes: NGramConfig, num_rows: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = empty_parameter(num_rows, sizes.row_dim, dtype=dtype)
-        self._parts = sizes.parts
+        self.weight_scale: nn.Parameter | None = None
+        self._parts, self._dtype = sizes.parts, dtype
+
+    def keep_fp8(self) -> None:
+        """Hold the table in e4m3; the loader calls this before filling it."""
+        self.weight = empty_parameter(*self.weight.shape, dtype=torch.float8_e4m3fn)
+        self.weight_scale = empty_parameter(1, dtype=torch.float32)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """int64 `[T, n]` to `[T, n, row_dim]`."""
+        if self.weight_scale is None:
+            return functional.embedding(rows, self.weight)
+        # As bytes, because torch indexes no 8-bit floats.
+        found = functional.embedding(rows, self.weight.view(torch.uint8)).view(self.weight.dtype)
+        return (found.float() * self.weight_scale).to(self._dtype)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         rows, columns = self.weight.shape[0] // self._parts, self.weight.shape[1]
         for part in range(self._parts):
             own = ShardRange.whole(rows), ShardRange.whole(columns)
             yield CheckpointPart(f"ngram_embedding.shard_{part}", "weight", *own, part * rows)
+        if self.weight_scale is not None:
+            yield CheckpointPart("", "weight_scale", ShardRange.whole(1), None)
 
 
 class NGramEmbedding(nn.Module):
@@ -132,7 +151,8 @@ class NGramEmbedding(nn.Module):
             *table[:3],
             self._sizes.end_token_id,
         )
-        return functional.embedding(rows, self.ngram_embedding.weight).flatten(1)
+        embedded: torch.Tensor = self.ngram_embedding(rows)
+        return embedded.flatten(1)
 
 
 class NGramLayer(nn.Module):

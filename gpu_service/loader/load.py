@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from gpu_service.device.stream import stream_of
+from gpu_service.layers.gated_streams import NGramRows
 from gpu_service.loader.names import Target, expected_names, wanted_name
 from gpu_service.loader.sources import (
     INTEGERS,
@@ -98,7 +99,10 @@ class _Search:
         """Find the source of one expected name, or note what is wrong with it."""
         info = self.finder.tensors.get(name)
         counts = not target.module.get_parameter(target.parameter).is_floating_point()
-        if info is not None and info.dtype in (INTEGERS if counts else FLOATS):
+        is_table = isinstance(target.module, NGramRows) and target.module.weight_scale is not None
+        is_fp8 = is_table and target.parameter == "weight"
+        allowed_types = INTEGERS if counts else (FP8,) if is_fp8 else FLOATS
+        if info is not None and info.dtype in allowed_types:
             self._take_plain(name, info, target)
         elif len(target.shape) == 2 and self._is_quantised(name):
             self._take_quantised(name, target)
@@ -106,7 +110,7 @@ class _Search:
             self.problems["missing"].append(name)
         else:
             self.used.add(info.name)
-            allowed = ", ".join(INTEGERS if counts else FLOATS)
+            allowed = ", ".join(allowed_types)
             self.problems["mis-typed"].append(f"{info.name} {info.dtype} (allowed {allowed})")
 
     def _take_plain(self, name: str, info: TensorInfo, target: Target) -> None:
@@ -155,6 +159,8 @@ class _Search:
         return is_bias and info.dtype in FLOATS and not read_slice(info).any()
 
 
+# How tables of n-grams are called below their module, and 8-bit floats in headers.
+_TABLE_PART, FP8 = ".ngram_embedding.shard_", "F8_E4M3"
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -270,8 +276,9 @@ def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device,
 
 def shape_weights(model: CausalLM, chosen: ModelConfigSection) -> None:
     """Give every parameter the type that `load_weights` will, so that memory can be planned; raises as it."""
-    if chosen.dense_weights == "keep":
-        _find(model, chosen.model, keep_fp8=True)
+    keeps = chosen.dense_weights == "keep"
+    if keeps or model.config.ngram is not None:
+        _find(model, chosen.model, keep_fp8=keeps)
 
 
 def check_weights(config: ModelConfig, directory: str | Path) -> None:
@@ -286,11 +293,21 @@ def _find(
 ) -> tuple[dict[str, Target], dict[str, WeightSource]]:
     """Every parameter's target and the source of its values, by canonical name. Raises CheckpointError."""
     index = open_index(directory)
+    present = _present(index, model)
+    _keep_fp8_tables(model, present)
     expected = expected_names(model)
-    sources = find_sources(index.directory, _present(index, model), expected, read_schemes(directory))
+    sources = find_sources(index.directory, present, expected, read_schemes(directory))
     if keep_fp8:
         keep_stored_fp8(expected, sources)
     return expected, sources
+
+
+def _keep_fp8_tables(model: CausalLM, present: Mapping[str, TensorInfo]) -> None:
+    """Tables of n-grams that are stored in fp8 stay in it."""
+    tables = [module for module in model.modules() if isinstance(module, NGramRows)]
+    if any(_TABLE_PART in name and info.dtype == FP8 for name, info in present.items()):
+        for table in tables:
+            table.keep_fp8()
 
 
 def _present(index: CheckpointIndex, model: CausalLM) -> dict[str, TensorInfo]:

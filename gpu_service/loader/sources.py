@@ -67,6 +67,8 @@ def as_torch(array: Array, dtype: str) -> torch.Tensor:
     if dtype == "BF16":
         # torch reinterprets signed integers; numpy has no bfloat16.
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if dtype == "F8_E4M3":
+        return torch.from_numpy(array).view(torch.float8_e4m3fn)
     return torch.from_numpy(array)
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.assembly.forecast import Forecast
 from gpu_service.cache.kv_cache import make_cache, page_bytes
 from gpu_service.cache.state_cache import make_states, state_bytes
-from gpu_service.memory.plan import StepSize, activation_bytes
+from gpu_service.memory.plan import StepSize, activation_bytes, parameter_bytes
 from gpu_service.models.compose import build_model
 from gpu_service.ops import examples
 from gpu_service.ops.block_attention import best_whole_blocks, mean_block_scores
@@ -34,6 +36,7 @@ from tests.equality.test_no_hidden_waits import NoQuestions
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_models import CASES
 from tests.helpers.paged_runner import load_runner
+from tests.helpers.plan_models import settings
 from tests.helpers.published_checkpoints import Published
 from tests.helpers.tiny_models import TINY_MODELS, TinyModel, choosing_at_most, write_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_SELF, OP_FLOAT32
@@ -266,3 +269,28 @@ def test_files_with_other_hashes_are_refused(tmp_path: Path) -> None:
     write_gguf(reference, tmp_path / "other.gguf", case.types)
     with pytest.raises(CheckpointError, match=r"ple.layer_multipliers.*which follow from seed 1234"):
         read_model_config(tmp_path / "other.gguf")
+
+
+def test_tables_in_8_bits_stay_so(tmp_path: Path) -> None:
+    """As published in fp8: parts of codes, one scale; planned as loaded, and the values are the codes'."""
+    tiny, prompt = TINY_MODELS["qwen4_exp"], [3, 17, 200, 7, 99, 42]
+    logits, scale, sizes = [], torch.tensor([0.01953125]), []
+    for name in ("fp8", "plain"):
+        write_tiny_model(tiny, tmp_path / name, seed=5)
+        (file,) = (tmp_path / name).glob("*.safetensors")
+        tensors = load_file(file)
+        parts = [part for part in tensors if ".ngram_embedding.shard_" in part]
+        codes = {part: (tensors[part] / scale).to(torch.float8_e4m3fn) for part in parts}
+        stem = parts[0].partition("shard_")[0]
+        tensors |= codes if name == "fp8" else {part: codes[part].float() * scale for part in parts}
+        save_file(tensors | ({f"{stem}weight_scale": scale.bfloat16()} if name == "fp8" else {}), file)
+        runner = load_runner(tmp_path / name)
+        logits.append(runner.prefill(prompt)[1])
+        forecast = Forecast(settings(tmp_path / name, language_model_only="true"), on_gpu=True)
+        sizes.append((forecast.ranks[0].dense_bytes, parameter_bytes(runner.model)))
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=LOGITS_FLOAT32_SELF)
+    config = read_model_config(tmp_path / "fp8")
+    assert config.ngram is not None
+    weights = ngram_table(config.ngram, 0, config.vocab_size, "cpu").num_rows * config.ngram.row_dim
+    for kept, plain in zip(*sizes, strict=True):
+        assert plain - kept == 3 * weights - 4
