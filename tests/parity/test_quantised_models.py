@@ -27,6 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return cached_plain_models(tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", list(QUANTISED_MODELS))
 @pytest.mark.parametrize("name", list(MODEL_FORMATS))
 def test_logits_are_those_of_the_dequantised_weights(
