@@ -29,7 +29,7 @@ from tests.helpers.quantised_models import (
 )
 from tests.tolerances import DEQUANTISED_FLOAT32, FP8_LINEAR, LOGITS_FLOAT32_VS_TRANSFORMERS
 
-FP8 = ("fp8_block", "fp8_block_e8m0_scales", "fp8_channel", "fp8_tensor")
+FP8 = ("fp8_block", "fp8_block_e8m0_scales", "fp8_block_256", "fp8_rows_128", "fp8_channel", "fp8_tensor")
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,14 @@ def test_ranks_keep_their_parts(name: str, models: Models, tmp_path: Path) -> No
         expected = weights_of(load(tmp_path, parallel, keep_fp8=False))
         for path, weight in weights_of(model).items():
             torch.testing.assert_close(weight, expected[path], rtol=DEQUANTISED_FLOAT32, atol=0, msg=path)
+
+
+@pytest.mark.parametrize("name", ["fp8_block_64", "mxfp8"])
+def test_narrow_groups_are_dequantised(name: str, models: Models, tmp_path: Path) -> None:
+    """A scale for 128 columns is what kept layers have; MXFP8 and small blocks have more."""
+    chosen = MODEL_FORMATS[name]
+    quantise(models("deepseek_v3"), lambda _: chosen, chosen.config).write(tmp_path)
+    assert not kept(load(tmp_path, ParallelContext(), keep_fp8=True))
 
 
 @pytest.mark.parametrize("model", list(QUANTISED_MODELS))
