@@ -49,7 +49,14 @@ class Expected:
     num_prompt_tokens: int
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl_moe", "llama4"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen3_vl_moe",
+        "llama4",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma4", "glm5_next", "minimax_m3_vl")),
+    ],
+)
 def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expected:
     """One family whose images are their placeholder repeated, and one whose are tiles with tokens between."""
     name, directory = str(request.param), tmp_path_factory.mktemp("seeing")
