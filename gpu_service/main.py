@@ -300,7 +300,8 @@ def _warm_up(
     config: MoebiusConfig, built: Built, gate: WarmUpGate, metrics: EngineMetrics, name: str
 ) -> None:
     """The engine's first steps. Raises UserError when they do not end well."""
-    metrics.describe_cache(config.gpu.page_size, built.num_pages, config.gpu.prefix_caching)
+    gpu = config.gpu
+    metrics.describe_cache(gpu.page_size, built.num_pages, gpu.prefix_caching, built.context_limit)
     if built.self_test is not None:
         metrics.describe_self_test(built.self_test.worst_by_layer)
     built.engine.start()

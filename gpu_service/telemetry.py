@@ -65,12 +65,17 @@ class EngineMetrics:
             "integrity_failures", "Integrity checks at idle that failed", "moebius"
         )
 
-    def describe_cache(self, page_size: int, num_pages: int, prefix_caching: bool) -> None:
-        """The constant gauge with the cache's shape in its labels."""
+    def describe_cache(
+        self, page_size: int, num_pages: int, prefix_caching: bool, context_limit: int
+    ) -> None:
+        """The constant gauge with the cache's shape in its labels. `context_limit`: tokens of a request."""
+        tokens = num_pages * page_size
         values = {
             "block_size": str(page_size),
             "num_gpu_blocks": str(num_pages),
-            "kv_cache_size_tokens": str(num_pages * page_size),
+            "kv_cache_size_tokens": str(tokens),
+            # Requests of the longest kind that it holds.
+            "kv_cache_max_concurrency": f"{tokens / context_limit:.2f}",
             "enable_prefix_caching": str(prefix_caching),
         }
         names = [*self._labels, *values]

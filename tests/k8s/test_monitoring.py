@@ -39,7 +39,7 @@ def registries() -> Iterator[CollectorRegistry]:
     yield GatewayMetrics().registry
     engine = CollectorRegistry()
     metrics = EngineMetrics("m", engine)
-    metrics.describe_cache(16, 8, True)
+    metrics.describe_cache(16, 8, True, 64)
     metrics.describe_self_test({0: 0.0})
     plan = SimpleNamespace(lines=[SimpleNamespace(part="KV cache", nbytes=1)])
     ledger = SimpleNamespace(plan=plan, measured={"KV cache": 1}, late_allocations=lambda: 0)

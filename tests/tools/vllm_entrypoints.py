@@ -70,6 +70,7 @@ NOT_APPLICABLE: dict[str, tuple[str, ...]] = {
         "test_prompt_logprobs",
         "test_top_logprobs",
     ),
+    "openai/chat_completion/test_completion_with_function_calling.py": ("test_named_tool_use",),
     "openai/chat_completion/test_logprob_token_ids.py": (
         "test_chat_request_decouples_top_k_from_explicit_token_ids",
         "test_completion_request_decouples_top_k_from_explicit_token_ids",
@@ -100,6 +101,7 @@ NOT_APPLICABLE: dict[str, tuple[str, ...]] = {
         "test_tokenizer_info_schema",
         "test_tokenizer_info_consistency_with_tokenize",
         "test_tokenizer_info_chat_template",
+        "test_tokenize_chat_with_tools",
     ),
     "serve/instrumentator/test_basic.py": (
         "test_show_version",

@@ -45,6 +45,17 @@ def test_spans_of_a_traced_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(seen[12:]) == {0}
 
 
+def test_the_cache_is_described_as_vllm_does() -> None:
+    """Dashboards and autoscalers of vLLM read pages, tokens and longest requests off these labels."""
+    registry = CollectorRegistry()
+    EngineMetrics("m", registry).describe_cache(16, 20, True, 128)
+    (family,) = [one for one in registry.collect() if one.name == "vllm:cache_config_info"]
+    labels = family.samples[0].labels
+    assert labels["num_gpu_blocks"] == "20"
+    assert labels["kv_cache_size_tokens"] == "320"
+    assert labels["kv_cache_max_concurrency"] == "2.50"
+
+
 def test_counters_add_up() -> None:
     """Prompt, cached, generated and per-step tokens; nothing before the telemetry is enabled."""
     registry = CollectorRegistry()
