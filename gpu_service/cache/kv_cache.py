@@ -346,7 +346,7 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     if config.mla is None:
         return bytes_per_page(config, page_size, dtype)
     mla, indexer = config.mla, config.mla.indexer
-    num_layers, rope_dim = len(config.attention_layers), mla.qk_rope_head_dim
+    num_layers, rope_dim = len(config.latent_layers), mla.qk_rope_head_dim
     latents = mla_bytes_per_page(num_layers, mla.kv_lora_rank, rope_dim, page_size, dtype)
     if indexer is None:
         return latents
@@ -369,7 +369,7 @@ def make_cache(
         return KVCache(config, num_pages, page_size, dtype, device, storage_dtype=storage_dtype)
     indexer = config.mla.indexer
     return MlaCache(
-        len(config.attention_layers),
+        len(config.latent_layers),
         config.mla.kv_lora_rank,
         config.mla.qk_rope_head_dim,
         num_pages,

@@ -113,6 +113,22 @@ class RotaryEmbedding:
         return table._replace(query_scale=scales)
 
 
+class LearnedRotation(nn.Module):
+    """Factors of a model's rotary frequencies, as logarithms that the checkpoint holds (LeRoPE)."""
+
+    def __init__(self, rotaries: list[RotaryEmbedding]) -> None:
+        """Raises ValueError unless the model has one kind of rotation."""
+        super().__init__()
+        if len(rotaries) != 1:
+            raise ValueError(f"learned frequencies belong to one kind of rotation, not to {len(rotaries)}")
+        self._rotary = rotaries[0]
+        self.alpha = empty_parameter(self._rotary.frequencies.shape[0], dtype=torch.float32)
+
+    def pack(self) -> None:
+        """From here on the frequencies are the learned ones; the loader calls it once."""
+        self._rotary.frequencies *= self.alpha.exp()
+
+
 class ResidualStream:
     """The sum `[T, H]` that every layer adds to; the last addition waits for the norm that follows it.
 

@@ -18,10 +18,11 @@ from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import LayerNorm, RMSNorm
 from gpu_service.ops.kv import pool_index_keys
-from gpu_service.ops.rope import RopeTable, apply_rope, half_split
+from gpu_service.ops.rope import RopeTable, apply_rope, half_split, learned_query_scales
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, query_heads
-from moebius.models.config import MlaConfig, ModelConfig
+from moebius.models.attention_config import MlaConfig
+from moebius.models.config import ModelConfig
 
 
 class StepSelection:
@@ -40,6 +41,24 @@ class StepSelection:
         return self._halves[1]
 
 
+class LearnedGrowth(nn.Module):
+    """How much larger each head's queries are at later positions; a rank has its heads' numbers."""
+
+    def __init__(self, heads: ShardRange, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._heads = heads
+        self.scale = empty_parameter(heads.size, dtype=dtype)
+        self.bias = empty_parameter(heads.size, dtype=dtype)
+
+    def forward(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`[T, num_heads, size]` and int64 `[T]` to a new `[T, num_heads, size]`."""
+        return query * learned_query_scales(positions, self.scale, self.bias, query.dtype)
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        for name in ("scale", "bias"):
+            yield CheckpointPart("", name, self._heads, None)
+
+
 class Indexer(nn.Module):
     """Small queries and keys whose dot products only rank tokens. Every rank has all of it.
 
@@ -53,11 +72,18 @@ class Indexer(nn.Module):
         assert config.mla is not None, "the family's reader fills `mla`"
         indexer, rank = config.mla.indexer, config.mla.q_lora_rank
         assert indexer is not None, "the family's reader fills `indexer`"
-        assert rank is not None, "the family's reader asks for a latent of queries"
+        assert rank is not None or indexer.reads_hidden, "the family's reader asks for a latent of queries"
         self._index_layer, self._sizes, self._selection = index_layer, indexer, selection
         # Elements before those that are rotated.
         self._unrotated = indexer.head_dim - config.mla.qk_rope_head_dim if indexer.rotates_last else 0
+        self.q_input_norm: LayerNorm | None = None
+        if indexer.reads_hidden:
+            rank = config.hidden_size
+            self.q_input_norm = LayerNorm(rank, indexer.key_eps, dtype=dtype)
+        assert rank is not None
         self.wq_b = Linear(rank, indexer.num_heads * indexer.head_dim, bias=False, dtype=dtype)
+        whole, grows = ShardRange.whole(indexer.num_heads), config.mla.learned_query_growth
+        self.softmax_scaling = LearnedGrowth(whole, dtype=dtype) if grows else None
         self.wk = Linear(config.hidden_size, indexer.head_dim, bias=False, dtype=dtype)
         self.k_norm = LayerNorm(indexer.head_dim, indexer.key_eps, dtype=dtype)
         # Its few rows weigh whole heads against one another: in 16 bits, ranks of tokens would change.
@@ -83,8 +109,8 @@ class Indexer(nn.Module):
     ) -> None:
         """Leaves the choice for each row with the attention backend, and the step's keys in the cache.
 
-        hidden_states `[T, H]` after the layer's norm; query_latent `[T, q_lora_rank]`, normed; rope: that of
-        the layers.
+        hidden_states `[T, H]` after the layer's norm; query_latent `[T, q_lora_rank]`, normed, or the hidden
+        states where queries come from them; rope: that of the layers.
         """
         backend, sizes = context.attention, self._sizes
         assert isinstance(backend, MlaAttentionBackend), "the cache of this model holds latents"
@@ -98,7 +124,11 @@ class Indexer(nn.Module):
         self._store(index_keys, keys, hidden_states, context.inputs)
         backend.selection = None
         if backend.selects:
+            if self.q_input_norm is not None:
+                query_latent = self.q_input_norm(query_latent)
             query = self.wq_b(query_latent).view(-1, sizes.num_heads, sizes.head_dim)
+            if self.softmax_scaling is not None:
+                query = self.softmax_scaling(query, context.inputs.positions)
             if rope is not None:
                 apply_rope(query[..., self._unrotated :], rope)
             weights = self.weights_proj(hidden_states.float()) * self._score_scale
@@ -125,10 +155,10 @@ class LatentProjection(nn.Module):
     No `Linear`: absorbed, the rows are used head by head, so they keep their plain layout.
     """
 
-    def __init__(self, config: MlaConfig, heads: ShardRange, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: MlaConfig, heads: ShardRange, *, nope_dim: int, dtype: torch.dtype) -> None:
         super().__init__()
         self._num_heads, self._latent_dim = heads.size, config.kv_lora_rank
-        self._rows = heads.scaled(config.qk_nope_head_dim + config.v_head_dim)
+        self._rows = heads.scaled(nope_dim + config.v_head_dim)
         self.weight = empty_parameter(self._rows.size, config.kv_lora_rank, dtype=dtype)
 
     def by_head(self) -> torch.Tensor:
@@ -146,6 +176,9 @@ class MLAttention(nn.Module):
     computed and cached by every rank. `bias` is that of the projections from and to the hidden size; gates
     and sinks are switches of `config`. `layer_id` counts the pipeline stage's layers that attend.
 
+    Without `has_latents`, the layer attends to those of an earlier layer, whose cache `layer_id` names.
+    `rotates`: whether part of queries and keys is rotated.
+
     Sparse attention: `selection` is what the model's layers share; a layer without an `indexer` attends to
     what the latest layer with one chose.
     """
@@ -160,6 +193,8 @@ class MLAttention(nn.Module):
         parallel: ParallelContext = SOLO,
         indexer: Indexer | None = None,
         selection: StepSelection | None = None,
+        has_latents: bool = True,
+        rotates: bool = True,
     ) -> None:
         super().__init__()
         mla = config.mla
@@ -170,18 +205,27 @@ class MLAttention(nn.Module):
         self._selection = selection
         size, heads = config.hidden_size, query_heads(config, parallel)
         query_rows = heads.scaled(mla.qk_head_dim)
-        latent_rows = {"kv_a_proj_with_mqa": ShardRange.whole(mla.cached_dim)}
+        # Elements of a head's key from the latent, and of the part that all heads share.
+        self._shared_dim = 0 if mla.unrotated_from_latent and not rotates else mla.qk_rope_head_dim
+        self._nope_dim = mla.qk_head_dim - self._shared_dim
+        self._is_shared = has_latents and bool(mla.latent_sources)
+        latent_rows = {"kv_a_proj_with_mqa": ShardRange.whole(mla.kv_lora_rank + self._shared_dim)}
+        self.a_proj: FusedLinear | None = None
         if mla.q_lora_rank is None:
             # Never biased, so that it can not share the GEMM of the latents.
             self.q_proj = FusedLinear(size, {"q_proj": query_rows}, bias=False, dtype=dtype)
-            self.a_proj = FusedLinear(size, latent_rows, bias=bias, dtype=dtype)
+            if has_latents:
+                self.a_proj = FusedLinear(size, latent_rows, bias=bias, dtype=dtype)
         else:
             rows = {"q_a_proj": ShardRange.whole(mla.q_lora_rank)} | latent_rows
             self.a_proj = FusedLinear(size, rows, bias=bias, dtype=dtype)
             self.q_a_layernorm = RMSNorm(mla.q_lora_rank, mla.latent_eps, dtype=dtype)
             self.q_b_proj = FusedLinear(mla.q_lora_rank, {"q_b_proj": query_rows}, bias=False, dtype=dtype)
-        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, mla.latent_eps, dtype=dtype)
-        self.kv_b_proj = LatentProjection(mla, heads, dtype=dtype)
+        self.kv_a_layernorm: RMSNorm | None = None
+        if has_latents:
+            self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, mla.latent_eps, dtype=dtype)
+        self.kv_b_proj = LatentProjection(mla, heads, nope_dim=self._nope_dim, dtype=dtype)
+        self.softmax_scaling = LearnedGrowth(heads, dtype=dtype) if mla.learned_query_growth else None
         self._heads, self._gates_elements = heads, config.element_gate
         self.g_proj: FusedLinear | None = None
         if config.head_gate or config.element_gate:
@@ -207,23 +251,30 @@ class MLAttention(nn.Module):
         mla, backend = self._sizes, context.attention
         assert isinstance(backend, MlaAttentionBackend), "the cache of this model holds latents"
         query, compressed = self._project(hidden_states, rope, context)
-        latent = self.kv_a_layernorm(compressed[:, : mla.kv_lora_rank])
-        if mla.latent_scale != 1.0:
-            latent = latent * mla.latent_scale
-        key_rope = compressed[:, mla.kv_lora_rank :]
         if rope is not None and rope.query_scale is not None:
             query = query * rope.query_scale
-        query_nope, query_rope = query[..., : mla.qk_nope_head_dim], query[..., mla.qk_nope_head_dim :]
+        if self.softmax_scaling is not None:
+            query = self.softmax_scaling(query, context.inputs.positions)
         if rope is not None:
-            apply_rope(query_rope, rope)
-            apply_rope(key_rope[:, None], rope)
-        weight, layer_id = self.kv_b_proj.by_head(), self.layer_id
+            apply_rope(query[..., self._nope_dim :], rope)
+        latent, key_rope = self._latents(compressed, rope)
+        weight, layer_id, nope_dim = self.kv_b_proj.by_head(), self.layer_id, self._nope_dim
         if backend.non_absorbed:
-            key, value = up_project(latent, key_rope, weight, mla.qk_nope_head_dim)
+            if latent is not None and key_rope is not None:
+                of_step = latent, key_rope
+                if self._is_shared:
+                    backend.step_latents[self._shared_dim] = of_step
+            else:
+                of_step = backend.step_latents[self._shared_dim]
+            key, value = up_project(of_step[0], of_step[1][:, : self._shared_dim], weight, nope_dim)
             attended = backend.forward_non_absorbed(query, key, value, latent, key_rope, layer_id)
         else:
-            key_weight, value_weight = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]
-            query_latent = absorb_query(query_nope, key_weight)
+            key_weight, value_weight = weight[:, :nope_dim], weight[:, nope_dim:]
+            query_latent = absorb_query(query[..., :nope_dim], key_weight)
+            query_rope = query[..., nope_dim:]
+            if self._shared_dim < mla.qk_rope_head_dim:
+                # The cache has zeros there.
+                query_rope = query[..., : mla.qk_rope_head_dim]
             chosen = None if self._selection is None else backend.selection
             rows = query_latent, query_rope, latent, key_rope
             latents = backend.forward(*rows, layer_id, chosen, self.sinks)
@@ -234,18 +285,40 @@ class MLAttention(nn.Module):
         output: torch.Tensor = self.o_proj(attended.flatten(1))
         return output
 
+    def _latents(
+        self, compressed: torch.Tensor | None, rope: RopeTable | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Latents `[T, kv_lora_rank]`, normed, and parts of keys that all heads share, rotated, as they are
+        stored; None: an earlier layer has stored them.
+        """
+        if compressed is None or self.kv_a_layernorm is None:
+            return None, None
+        mla = self._sizes
+        latent: torch.Tensor = self.kv_a_layernorm(compressed[:, : mla.kv_lora_rank])
+        if mla.latent_scale != 1.0:
+            latent = latent * mla.latent_scale
+        key_rope = compressed[:, mla.kv_lora_rank :]
+        if self._shared_dim < mla.qk_rope_head_dim:
+            return latent, latent.new_zeros(latent.shape[0], mla.qk_rope_head_dim)
+        if rope is not None:
+            apply_rope(key_rope[:, None], rope)
+        return latent, key_rope
+
     def _project(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries `[T, num_heads, qk_head_dim]`, and latents with key parts to rotate `[T, cached_dim]`.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries `[T, num_heads, qk_head_dim]`, and latents with key parts to rotate, or None without them.
 
-        The indexer, which reads the queries' latent, has made its choice afterwards.
+        The indexer, which reads the queries' latent or the hidden states, has made its choice afterwards.
         """
-        compressed: torch.Tensor = self.a_proj(hidden_states)
+        compressed: torch.Tensor | None = None if self.a_proj is None else self.a_proj(hidden_states)
         rank = self._sizes.q_lora_rank
         if rank is None:
+            if self.indexer is not None:
+                self.indexer(hidden_states, hidden_states, rope, context)
             query = self.q_proj(hidden_states)
         else:
+            assert compressed is not None, "a latent of queries comes with one of keys"
             query_latent = self.q_a_layernorm(compressed[:, :rank])
             if self.indexer is not None:
                 self.indexer(hidden_states, query_latent, rope, context)

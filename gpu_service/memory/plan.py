@@ -183,6 +183,9 @@ def _selection_row(config: ModelConfig) -> int:
     if indexer is None:
         return 0
     query = 2 * indexer.num_heads * indexer.head_dim * config.dtype_bytes
+    if config.mla is not None and config.mla.latent_sources:
+        # Latents that later layers attend to, of both kinds of layers.
+        query += 2 * config.mla.cached_dim * config.dtype_bytes
     # Hidden states and weights of heads in float32, and the chosen positions.
     return query + 4 * (config.hidden_size + 2 * indexer.num_heads + 2 * (indexer.top_k + indexer.pool))
 

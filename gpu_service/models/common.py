@@ -13,6 +13,7 @@ from gpu_service.layers.decoder import (
     DecoderLayer,
     Embedding,
     Head,
+    LearnedRotation,
     ResidualStream,
     RotaryEmbedding,
     ShortcutLayer,
@@ -70,6 +71,9 @@ class Backbone(nn.Module):
         longest = config.max_model_len
         self._rotaries = [RotaryEmbedding(rope, longest, dtype=dtype, device=device) for rope in kinds]
         self._rotary_of = [None if rope is None else kinds.index(rope) for rope in ropes]
+        self.rotary_emb: LearnedRotation | None = None
+        if config.rope is not None and config.rope.learned:
+            self.rotary_emb = LearnedRotation(self._rotaries)
         self._embedding_scale = config.embedding_scale
 
     def forward(self, context: ForwardContext) -> torch.Tensor:

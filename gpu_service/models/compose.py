@@ -142,26 +142,35 @@ def _latent_attention(
     """
     mla = own.mla
     assert mla is not None, "the family's reader fills `mla`"
-    caches = {layer: index for index, layer in enumerate(own.attention_layers)}
+    caches = {layer: index for index, layer in enumerate(own.latent_layers)}
+    sources = mla.latent_sources or tuple(range(own.num_layers))
+    first_layer = stage_layers(config, parallel).start
     if own.shortcut_experts:
         # What is composed counts attentions, each of which has a cache.
         caches = {index: index for index in range(len(own.attention_layers))}
+        sources = tuple(caches)
     selection = None if mla.indexer is None else StepSelection()
     choosing = () if mla.indexer is None else sorted(mla.indexer.layers)
     index_layers = {layer: index for index, layer in enumerate(choosing)}
+
+    def rotates(layer: int) -> bool:
+        return config.rope is not None and (not config.layer_ropes or config.layer_ropes[layer] is not None)
 
     def attention(layer_id: int) -> nn.Module:
         indexer = None
         if selection is not None and layer_id in index_layers:
             indexer = Indexer(index_layers[layer_id], config, selection, dtype=dtype)
+        source = sources[layer_id]
         return MLAttention(
-            caches[layer_id],
+            caches[source],
             config,
             bias=config.attention_bias,
             dtype=dtype,
             parallel=parallel,
             indexer=indexer,
             selection=selection,
+            has_latents=source == layer_id,
+            rotates=config.shortcut_experts or rotates(first_layer + layer_id),
         )
 
     return attention

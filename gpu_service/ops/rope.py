@@ -70,6 +70,17 @@ def query_scales(positions: torch.Tensor, growth: float, length: float, dtype: t
     return (1.0 + growth * steps.log1p_())[:, None, None].to(dtype)
 
 
+def learned_query_scales(
+    positions: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """`scale * ln(p + 1) + bias` of int64 positions `[T]` and learned `[H]`: `[T, H, 1]` in `dtype`.
+
+    Scalable softmax (Nakanishi 2025, arXiv:2501.19399), by head.
+    """
+    grown = (positions + 1).float().log_()
+    return torch.addcmul(bias.float(), grown[:, None], scale.float())[..., None].to(dtype)
+
+
 @Op
 def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
     """Rotate the first `rotary_dim` elements of every head in place.

@@ -12,11 +12,11 @@ from moebius.errors import ConfigError
 from moebius.models.attention_config import (
     BlockIndexerConfig,
     CompressedAttentionConfig,
+    MlaConfig,
     NGramConfig,
 )
 from moebius.models.config import (
     LinearAttentionConfig,
-    MlaConfig,
     ModelConfig,
 )
 
@@ -136,10 +136,19 @@ def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
 
 
 def _check_choices_stay(config: ModelConfig, parallel: ParallelContext) -> None:
-    """Raises ConfigError where a layer would attend to what a layer of an earlier stage chose."""
+    """Raises ConfigError where a layer would attend to what a layer of an earlier stage chose, or cached."""
     indexer = config.mla.indexer if config.mla is not None else None
-    if indexer is None:
+    if config.mla is None or indexer is None:
         return
+    for stage in range(parallel.num_stages):
+        layers = stage_layers(config, replace(parallel, stage=stage))
+        for layer, source in enumerate(config.mla.latent_sources):
+            if layer in layers and source not in layers:
+                raise ConfigError(
+                    f"pipeline_parallel_size: of {parallel.num_stages} stages, the one that begins at layer "
+                    f"{layers.start} would attend in layer {layer} to latents of layer {source}, of an "
+                    "earlier stage; layers that share latents have to be in one"
+                )
     stages = [stage_layers(config, replace(parallel, stage=i)) for i in range(parallel.num_stages)]
     # The first layer of each that attends; that there is one, is checked before.
     firsts = [min(set(config.attention_layers) & set(layers)) for layers in stages]
@@ -157,7 +166,8 @@ def _own_choices(config: ModelConfig, layers: range) -> MlaConfig | None:
     if mla is None or mla.indexer is None:
         return mla
     own = frozenset(layer - layers.start for layer in mla.indexer.layers if layer in layers)
-    return replace(mla, indexer=replace(mla.indexer, layers=own))
+    sources = tuple(source - layers.start for source in mla.latent_sources[layers.start : layers.stop])
+    return replace(mla, indexer=replace(mla.indexer, layers=own), latent_sources=sources)
 
 
 def _own_blocks(config: ModelConfig, layers: range) -> BlockIndexerConfig | None:

@@ -103,6 +103,10 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
         _separate(
             "per_expert_ffn", "ffn.experts.{expert}", "w1", "w3", "w2", "layers.3.ffn.experts.7.w1.weight"
         ),
+        # Mistral Large 4's.
+        _separate(
+            "per_expert_in_layer", "experts.{expert}", "w1", "w3", "w2", "layers.3.experts.7.w1.weight"
+        ),
         _fused(False, False, "fused", _FUSED),  # [E, 2I, H] and [E, H, I]
         _fused(False, True, "fused_transposed", _FUSED),  # [E, H, 2I] and [E, I, H]
         # Gemma 4, next to the layer's MLP: [E, 2I, H] and [E, H, I].

@@ -142,6 +142,7 @@ class IndexerConfig:
     layers: frozenset[int]
     # So many consecutive tokens are chosen together, by one key; those after the last whole pool always are.
     pool: int = 1
+    reads_hidden: bool = False  # Whether queries come from the normed hidden states, not from their latent.
     rotates_last: bool = False  # Whether the last `qk_rope_head_dim` elements are rotated, not the first.
     # Of the keys' norm; most families were trained with this, whatever `rms_norm_eps` says.
     key_eps: float = 1e-6
@@ -195,3 +196,39 @@ class ExpertKindsConfig:
             return place // first, place % first * self.part_size, self.widths[0]
         place -= of_first
         return self.num_experts + place // second, place % second * self.part_size, self.widths[1]
+
+
+@dataclass(frozen=True, slots=True)
+class MlaConfig:
+    """Multi-head latent attention; filled by `mla.read_mla_common`. Names as in config.json."""
+
+    q_lora_rank: int | None  # Rank of the queries' projection; None: they are projected directly.
+    kv_lora_rank: int  # Elements of a token's latent, from which all heads' keys and values are projected.
+    # A query or key of a head: what carries no position, then what is rotated.
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    softmax_scale: float  # Factor of the scores: that of the head's size, times what rotary scaling adds.
+    indexer: IndexerConfig | None = None  # None: a token attends to all earlier ones.
+    # Of the norms of latents; most families were trained with this, whatever `rms_norm_eps` says.
+    latent_eps: float = 1e-6
+    # What latents of keys and values are multiplied by after their norm.
+    latent_scale: float = 1.0
+    # Whether each head's queries are multiplied by `scale * ln(position + 1) + bias`, both learned; the
+    # indexer's as well.
+    learned_query_growth: bool = False
+    # Whether, in layers that do not rotate, keys have no part that all heads share: `qk_rope_head_dim` more
+    # elements are projected from the latent instead. The cache holds zeros for that part.
+    unrotated_from_latent: bool = False
+    # Per layer, the one whose latents it attends to, itself or an earlier one; empty: all have their own.
+    latent_sources: tuple[int, ...] = ()
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements that the cache holds of a token in each layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim

@@ -20,7 +20,7 @@ from moebius.models.attention_config import (
     CompressedAttentionConfig,
     ExpertKindsConfig,
     HyperConnectionConfig,
-    IndexerConfig,
+    MlaConfig,
     NGramConfig,
 )
 
@@ -62,6 +62,8 @@ class RopeConfig:
     mrope_interleaved: bool = False
     # Pairs of height and width alternate first, those of time follow.
     mrope_time_last: bool = False
+    # Whether pairs' frequencies are multiplied by exponentials of learned numbers.
+    learned: bool = False
     # Queries at position p are multiplied by `1 + query_growth * ln(1 + floor(p / query_growth_length))`.
     query_growth: float = 0.0
     query_growth_length: float = 1.0
@@ -141,34 +143,6 @@ class MoeConfig:
             return replace(self, router=replace(self.router, top_k=top_k))
         kinds = replace(self.kinds, top_k=top_k)
         return replace(self, router=replace(self.router, top_k=kinds.most_parts), kinds=kinds)
-
-
-@dataclass(frozen=True, slots=True)
-class MlaConfig:
-    """Multi-head latent attention; filled by `mla.read_mla_common`. Names as in config.json."""
-
-    q_lora_rank: int | None  # Rank of the queries' projection; None: they are projected directly.
-    kv_lora_rank: int  # Elements of a token's latent, from which all heads' keys and values are projected.
-    # A query or key of a head: what carries no position, then what is rotated.
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    softmax_scale: float  # Factor of the scores: that of the head's size, times what rotary scaling adds.
-    indexer: IndexerConfig | None = None  # None: a token attends to all earlier ones.
-    # Of the norms of latents; most families were trained with this, whatever `rms_norm_eps` says.
-    latent_eps: float = 1e-6
-    # What latents of keys and values are multiplied by after their norm.
-    latent_scale: float = 1.0
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Elements of a head's query."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def cached_dim(self) -> int:
-        """Elements that the cache holds of a token in each layer."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +386,12 @@ class ModelConfig:
             # No sequence is longer than one chunk: there are none.
             None if chunk is None or chunk >= self.max_model_len else chunk,
         )
+
+    @cached_property
+    def latent_layers(self) -> tuple[int, ...]:
+        """Of `attention_layers`, those with latents of their own, which are the cache's layers."""
+        sources = () if self.mla is None else self.mla.latent_sources
+        return tuple(layer for layer in self.attention_layers if not sources or sources[layer] == layer)
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:

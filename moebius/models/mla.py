@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from moebius.models.attention_config import MlaConfig
 from moebius.models.common import read_biased_router, read_common
-from moebius.models.config import MlaConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.config import MoeConfig, RopeConfig, RouterConfig
 from moebius.models.keys import HfKeys
 from moebius.models.rope import QueryGrowth, read_rope, yarn_mscale
 

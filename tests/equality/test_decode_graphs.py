@@ -142,6 +142,7 @@ def test_preempted_equals_not(tiny: Tiny) -> None:
         ("deepseek_v3", 12),
         ("glm_moe_dsa_shared_groups_biased_tied", 12),
         ("hy_v4", 10),
+        ("mistral_large4", 10),
         ("minimax_m3_vl", 10),
         ("qwen4_exp_text_three_streams_bias_tied", 10),
     ],

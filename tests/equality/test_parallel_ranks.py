@@ -49,6 +49,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         pytest.param("latent", 2, 1, {}, marks=pytest.mark.full),
         ("latent_and_linear", 2, 2, {}),
         ("latent_with_sinks", 2, 2, {}),
+        ("latents_shared", 2, 2, {}),
         ("latent_choosing", 2, 2, {"gpu_experts_ratio": 0.5}),
         pytest.param("shortcut", 2, 2, {"gpu_experts_ratio": 0.5}, marks=pytest.mark.full),
         pytest.param("minimax", 2, 1, {}, marks=pytest.mark.full),

@@ -108,4 +108,6 @@ MODELS |= {"latent_and_linear": TINY_MODELS["kimi_linear_query_latent"]}
 MODELS |= {"shortcut": TINY_MODELS["longcat_flash"]}
 # Sinks and gates of elements are those of a rank's heads; streams, and index keys, are every rank's.
 MODELS |= {"latent_with_sinks": TINY_MODELS["hy_v4_three_streams_groups_tied"]}
+# Learned growth is of a rank's heads; learned frequencies are every stage's.
+MODELS |= {"latents_shared": TINY_MODELS["mistral_large4"]}
 MODELS |= {"latent": TINY_MODELS["deepseek_v3"], "latent_choosing": TINY_MODELS["deepseek_v32"]}

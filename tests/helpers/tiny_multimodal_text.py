@@ -365,6 +365,7 @@ TEXT_TOWERS: dict[str, TextTower] = {
         published_config=_minimax_config,
     ),
     "gemma4": TextTower("Gemma4", {}),
+    "mistral_large4": TextTower("MistralLarge4", _PIXTRAL_VISION),
     "mistral3": TextTower("Mistral3", _PIXTRAL_VISION, text_model_type="mistral4"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ def _plain_name(name: str) -> str:
     """The name as most families have it."""
     name = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
     name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.").replace(".feed_forward.", ".mlp.")
+    if re.match(r"layers\.\d+\.experts\.", name):
+        name = "model." + name.replace(".experts.", ".mlp.experts.")
     if ".ffn.experts." in name:
         name = "model." + name.removeprefix("model.").replace(".ffn.", ".mlp.")
     if not name.endswith(".weight"):

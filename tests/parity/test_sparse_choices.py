@@ -64,7 +64,9 @@ def test_choices_matter_and_are_clear(name: str, tmp_path: Path, monkeypatch: py
     assert min(gaps) > INDEX_SCORE_GAP, "choose other sizes: two tokens are too close to tell apart"
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32_listed_layers_biased_tied", SHARED, "hy_v4"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v32_listed_layers_biased_tied", SHARED, "hy_v4", "mistral_large4"]
+)
 def test_a_model_does_not_see_that_triton_chooses_and_attends(name: str, tmp_path: Path) -> None:
     """A first chunk that attends to everything and two tokens after it that do not."""
     make_tiny_model(name, tmp_path)

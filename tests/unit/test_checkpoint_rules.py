@@ -113,6 +113,10 @@ def stored(layout: str, experts: list[dict[str, Array]]) -> tuple[str, dict[str,
                 {"gate_up_proj": fused.swapaxes(1, 2), **turned},
             ),
         ),
+        "per_expert_in_layer": (
+            "mistral_large4",
+            per_expert("layers.1.experts", ("w1", "w3", "w2"), experts),
+        ),
         "per_expert_ffn": ("deepseek_v4", per_expert("layers.1.ffn.experts", ("w1", "w3", "w2"), experts)),
         "stacked_linears": (
             "granitemoehybrid",

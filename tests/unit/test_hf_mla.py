@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from gpu_service.cache.kv_cache import MlaCache, make_cache, page_bytes
+from gpu_service.ops.rope import learned_query_scales
 from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import shard_config
+from gpu_service.parallel.partition import check_divisible, shard_config
+from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.read import read_geometry, read_model_config
+from tests.helpers.published_checkpoints import Published
 
 # The keys of the published DeepSeek-V3 that change the function, in its own spelling, with small sizes.
 V3: dict[str, Any] = {
@@ -222,3 +227,62 @@ def test_what_is_not_supported_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelConfigError, match=message):
         _read(tmp_path, base, **changes)
+
+
+def _read_large4(tmp_path: Path, **changes: Any) -> ModelConfig:
+    """Mistral Large 4 with its published sizes, in eight layers."""
+    config = Published.load("mistral-large-4").config
+    text = {
+        name: value[:8] if isinstance(value, list) else value for name, value in config["text_config"].items()
+    }
+    text |= {"num_hidden_layers": 8} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    return read_model_config(tmp_path)
+
+
+def test_mistral_large4_shares_latents_of_layers_that_rotate_alike(tmp_path: Path) -> None:
+    """What is cached, and what the memory plan counts, is the latents of layers that have some."""
+    alone = _read_large4(tmp_path)
+    assert alone.mla is not None
+    assert alone.mla.latent_sources == ()
+    assert [rope is not None for rope in alone.layer_ropes] == [True, True, True, False] * 2
+    assert (alone.rope.learned, alone.final_logit_softcap) == (True, 30.0)  # type: ignore[union-attr]
+    shared = _read_large4(tmp_path, kv_source_layers=[0, 0, 0, 3, 0, 0, 6, 3])
+    assert shared.latent_layers == (0, 3, 6)
+    sizes = [page_bytes(config, 16, torch.bfloat16) for config in (alone, shared)]
+    assert sizes[0] - sizes[1] == 5 * 16 * 576 * 2
+    cache = make_cache(shared, 2, 16, torch.bfloat16)
+    assert isinstance(cache, MlaCache)
+    assert cache.num_layers == 3
+    assert cache.index_keys is not None
+    assert cache.index_keys.num_layers == 8
+    with pytest.raises(ConfigError, match=r"latents of layer 0, of an earlier stage"):
+        check_divisible(shared, ParallelContext(num_stages=2))
+    check_divisible(alone, ParallelContext(num_stages=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"kv_source_layers": [0] * 8}, "the latest earlier layer that shares and rotates as it does"),
+        ({"kv_source_layers": [0, 1, 0, 3, 1, 0, 6, 7]}, "the latest earlier layer"),
+        ({"kv_source_layers": [0, 0]}, "a layer for each of 8"),
+        ({"no_rope_layers": [1, 2] * 4}, "0 or 1 for each of 8 layers"),
+        ({"indexer_types": ["shared"] * 8}, "the first one full"),
+        ({"q_lora_rank": 64}, "q_lora_rank"),
+        ({"index_head_dim": 32}, "at least qk_rope_head_dim"),
+    ],
+)
+def test_what_mistral_large4_has_not_is_named(
+    tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ModelConfigError, match=complaint):
+        _read_large4(tmp_path, **changes)
+
+
+def test_queries_of_each_head_grow_as_learned() -> None:
+    """`scale * ln(position + 1) + bias`, the first position's factor being the bias."""
+    positions = torch.tensor([0, 1, 4000])
+    got = learned_query_scales(positions, torch.tensor([0.0, 0.5]), torch.tensor([1.0, 2.0]), torch.float32)
+    expected = [[1.0, 2.0], [1.0, 2.0 + 0.5 * math.log(2)], [1.0, 2.0 + 0.5 * math.log(4001)]]
+    torch.testing.assert_close(got[..., 0], torch.tensor(expected))

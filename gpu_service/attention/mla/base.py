@@ -101,6 +101,10 @@ class MlaAttentionBackend(PlannedAttention):
         self.selects = False
         # What the latest layer with an indexer chose; None: all tokens. Filled and read by the step's layers.
         self.selection: torch.Tensor | None = None
+        # The latest latents of the step's tokens, and parts of keys that all heads share, which other layers
+        # attend to and write out; by the elements of such a part, in which kinds of layers differ. Filled and
+        # read by the step's layers.
+        self.step_latents: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
     def unsupported(cls, dimensions: MlaDimensions, cache: MlaCache) -> str:
@@ -111,8 +115,8 @@ class MlaAttentionBackend(PlannedAttention):
         self,
         query_latent: torch.Tensor,
         query_rope: torch.Tensor,
-        latent: torch.Tensor,
-        key_rope: torch.Tensor,
+        latent: torch.Tensor | None,
+        key_rope: torch.Tensor | None,
         layer_id: int,
         selection: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
@@ -123,9 +127,11 @@ class MlaAttentionBackend(PlannedAttention):
         `[T, num_heads, rope_dim]`; latent `[T, latent_dim]` (normed); key_rope `[T, rope_dim]`; rotary
         embedding already applied, all of the cache's `dtype`. Returns `[T, num_heads, latent_dim]`, to be
         carried through the value projection. selection: None means all tokens; else see the class. sinks:
-        `[num_heads]`, any float type, where `dimensions.has_sinks`.
+        `[num_heads]`, any float type, where `dimensions.has_sinks`. latent and key_rope None: an earlier
+        layer of this step has stored them.
         """
-        self.cache.append(layer_id, latent, key_rope, self._planned.slot_mapping)
+        if latent is not None and key_rope is not None:
+            self.cache.append(layer_id, latent, key_rope, self._planned.slot_mapping)
         return self._attend(query_latent, query_rope, layer_id, selection, sinks)
 
     @abstractmethod
@@ -144,21 +150,23 @@ class MlaAttentionBackend(PlannedAttention):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        latent: torch.Tensor,
-        key_rope: torch.Tensor,
+        latent: torch.Tensor | None,
+        key_rope: torch.Tensor | None,
         layer_id: int,
     ) -> torch.Tensor:
         """The same for a step of first chunks only, with keys and values of each head written out.
 
         Fewer operations than `forward` while nothing earlier is attended to; taken where `non_absorbed`.
-        query, key `[T, num_heads, nope_dim + rope_dim]`; value `[T, num_heads, value_dim]`. Returns
-        `[T, num_heads, value_dim]`: what `forward` gives after the value projection.
+        query, key `[T, num_heads, nope_dim + rope_dim]`; value `[T, num_heads, value_dim]`; latent and
+        key_rope as there. Returns `[T, num_heads, value_dim]`: what `forward` gives after the value
+        projection.
         """
         if not self.non_absorbed:
             raise ValueError(
                 "keys are written out only in steps of first chunks; ask `non_absorbed` after planning"
             )
-        self.cache.append(layer_id, latent, key_rope, self._planned.slot_mapping)
+        if latent is not None and key_rope is not None:
+            self.cache.append(layer_id, latent, key_rope, self._planned.slot_mapping)
         return self._attend_first_chunks(query, key, value)
 
     def _attend_first_chunks(

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moebius.models.attention_config import HyperConnectionConfig, IndexerConfig
+from moebius.models.attention_config import HyperConnectionConfig, IndexerConfig, MlaConfig
 from moebius.models.common import read_common, read_mtp_layers
 from moebius.models.config import (
     LinearAttentionConfig,
-    MlaConfig,
     ModelConfig,
     MoeConfig,
 )

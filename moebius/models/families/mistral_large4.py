@@ -1,0 +1,206 @@
+"""Mistral Large 4 (1T-A52B), text: latent attention to tokens that an indexer chooses, queries that grow by
+learned numbers, learned rotary frequencies, layers without rotation, latents that layers share.
+
+Sources: configuration class and checkpoint conversion of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moebius.models.attention_config import IndexerConfig
+from moebius.models.common import listed_or_after_dense, read_mtp_layers
+from moebius.models.config import ModelConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.mla import read_mla_common, read_moe
+from moebius.models.names import ROTARY, TensorNames, drop, rename
+
+_FULL, _SHARED = "full", "shared"
+# Rotation where a checkpoint has none.
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2048.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": 1.0,
+}
+# Of the tower, of what joins it to the text, and of its tokens.
+_VISION = (
+    "image_token_id",
+    "image_token_index",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "vision_config",
+    "vision_feature_layer",
+)
+
+
+def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
+    """Which layers choose, in the order in which the keys outrank one another."""
+    name = "indexer_types"
+    kinds = hf.strings(name)
+    every, offset = hf.value("index_topk_freq"), hf.value("index_skip_topk_offset")
+    pattern = hf.value("index_topk_pattern")
+    if not kinds and pattern is not None:
+        name = "index_topk_pattern"
+        kinds = tuple({"F": _FULL, "S": _SHARED}.get(letter, letter) for letter in pattern)
+    elif not kinds:
+        name, every, offset = "index_topk_freq", max(every or 1, 1), 2 if offset is None else offset
+        layers = range(num_layers)
+        kinds = tuple(_SHARED if max(layer - offset + 1, 0) % every else _FULL for layer in layers)
+    if len(kinds) != num_layers or not set(kinds) <= {_FULL, _SHARED} or kinds[0] != _FULL:
+        raise hf.error(name, list(kinds), f"{num_layers} of 'full' (F) and 'shared' (S), the first one full")
+    return kinds
+
+
+def _rotating(hf: HfKeys, num_layers: int) -> tuple[bool, ...]:
+    """`no_rope_layers` has 1 where a layer rotates; by default every fourth does not."""
+    period = hf.integer("no_rope_layer_interval", default=4)
+    listed = hf.integers("no_rope_layers") or tuple(int((i + 1) % period != 0) for i in range(num_layers))
+    if len(listed) < num_layers or not set(listed) <= {0, 1}:
+        raise hf.error("no_rope_layers", list(listed), f"0 or 1 for each of {num_layers} layers")
+    return tuple(one == 1 for one in listed[:num_layers])
+
+
+def _sources(hf: HfKeys, rotating: tuple[bool, ...]) -> tuple[int, ...]:
+    """Whose latents each layer attends to; empty: its own everywhere.
+
+    The reference keeps the latest shared latents of each kind of layer: what names others is refused.
+    """
+    name, num_layers = "kv_source_layers", len(rotating)
+    sources = hf.integers(name)
+    if not sources or sources == tuple(range(num_layers)):
+        return ()
+    if len(sources) != num_layers:
+        raise hf.error(name, list(sources), f"a layer for each of {num_layers}")
+    latest: dict[bool, int] = {}
+    for layer, source in enumerate(sources):
+        if source == layer:
+            if layer in sources[layer + 1 :]:
+                latest[rotating[layer]] = layer
+        elif latest.get(rotating[layer]) != source:
+            raise hf.error(
+                name, list(sources), "itself, or the latest earlier layer that shares and rotates as it does"
+            )
+    return sources
+
+
+def _read_router(hf: HfKeys) -> RouterConfig:
+    return RouterConfig(
+        num_experts=hf.integer("n_routed_experts", "num_local_experts", "num_experts"),
+        top_k=hf.integer("num_experts_per_tok", default=4),
+        score="softmax",
+        num_groups=hf.integer("n_group", default=1),
+        top_groups=hf.integer("topk_group", default=1),
+        post="renormalize",
+        renormalize_epsilon=1e-20,
+        scale=hf.number("routed_scaling_factor", default=1.0),
+        float32_gate=True,
+    )
+
+
+def read_mistral_large4(hf: HfKeys) -> ModelConfig:
+    """The first layer is dense unless the checkpoint says otherwise."""
+    hf.skip(*_VISION, "index_share_for_mtp_iteration")
+    hf.refuse("q_lora_rank")
+    hf.refuse("mlp_bias")
+    cap = hf.number("final_logit_softcapping", default=30.0)
+    rope = hf.value("rope_parameters") or _YARN
+    common = read_mla_common(hf.with_values(rope_parameters=rope, final_logit_softcapping=None))
+    mla, num_layers = common.pop("mla"), common["num_layers"]
+    learned = replace(common["rope"], learned=True)
+    hf.refuse("layer_types", ["indexed_attention"] * num_layers)
+    rotating, kinds = _rotating(hf, num_layers), _kinds(hf, num_layers)
+    head_dim = hf.integer("index_head_dim", default=128)
+    if head_dim < mla.qk_rope_head_dim:
+        raise hf.error("index_head_dim", head_dim, f"at least qk_rope_head_dim ({mla.qk_rope_head_dim})")
+    indexer = IndexerConfig(
+        num_heads=hf.integer("index_n_heads", default=32),
+        head_dim=head_dim,
+        top_k=hf.integer("index_topk", default=2048),
+        interleaved=True,
+        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == _FULL),
+        reads_hidden=True,
+    )
+    mla = replace(
+        mla,
+        indexer=indexer,
+        latent_eps=common["rms_norm_eps"],
+        learned_query_growth=True,
+        unrotated_from_latent=True,
+        latent_sources=_sources(hf, rotating),
+    )
+    return ModelConfig(
+        **(common | {"rope": learned}),
+        model_type="mistral_large4",
+        mla=mla,
+        moe=read_moe(hf, _read_router(hf), listed_or_after_dense(hf, num_layers, 1), default_shared=1),
+        layer_ropes=() if all(rotating) else tuple(learned if one else None for one in rotating),
+        final_logit_softcap=cap,
+        num_mtp_layers=read_mtp_layers(hf),
+    )
+
+
+# Modules of a layer, as published and as here.
+_MODULES = {
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wkv_a_with_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "attention.kv_a_norm": "self_attn.kv_a_layernorm",
+    "attention.wo": "self_attn.o_proj",
+    "attention.indexer": "self_attn.indexer",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "gate": "mlp.gate",
+    "experts": "mlp.experts",
+    "shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "shared_experts.w2": "mlp.shared_experts.down_proj",
+    "shared_experts.w3": "mlp.shared_experts.up_proj",
+}
+_GROWTH = tuple(
+    rename(f"layers.*.attention.{owner}ssmax_scaling.{stored}", f"model.layers.*.self_attn.{owner}{here}")
+    for owner in ("", "indexer.")
+    for stored, here in (("s", "softmax_scaling.scale"), ("b", "softmax_scaling.bias"))
+)
+_TOP = {
+    "tok_embeddings.**": "model.embed_tokens.**",
+    "norm.**": "model.norm.**",
+    "output.**": "lm_head.**",
+    "lerope.alpha": "model.rotary_emb.alpha",
+    "model.language_model.**": "model.**",
+}
+# Of the tower, as published and as transformers writes it; and of drafts.
+_LEFT_OUT = (
+    "vision_encoder.**",
+    "pre_mm_projector_norm.**",
+    "patch_merger.**",
+    "vision_language_adapter.**",
+    "model.vision_tower.**",
+    "model.multi_modal_projector.**",
+    "mtp_dspark.**",
+)
+
+FAMILIES = (
+    Family(
+        "mistral_large4",
+        read_mistral_large4,
+        TensorNames(
+            (
+                ROTARY,
+                *(drop(name) for name in _LEFT_OUT),
+                *_GROWTH,
+                *(rename(f"layers.*.{old}.**", f"model.layers.*.{new}.**") for old, new in _MODULES.items()),
+                *(rename(stored, canonical) for stored, canonical in _TOP.items()),
+            ),
+            layouts=("per_expert_in_layer", "fused", "per_expert"),
+        ),
+    ),
+)
