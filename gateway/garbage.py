@@ -15,4 +15,5 @@ def collect_rarely() -> None:
     millisecond at a time for the young objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(_YOUNG, _YOUNG_ROUNDS, _OLD_ROUNDS)

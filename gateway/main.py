@@ -54,6 +54,7 @@ def run(config: MoebiusConfig) -> int:
         ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
         if (files := http_files(config.security)) is not None:
             read_credentials(files)
+        collect_rarely()
         return uvloop.run(_serve_with_others(config))
     server = server_for(config)
     end_metrics = export_metrics(config.telemetry, "moebius-gateway", server.metrics.registry.collect)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import threading
@@ -218,3 +219,14 @@ def test_lines_go_to_the_view_until_the_start_has_ended(
         assert all(process.on_line is None for process in supervisor.processes)
     assert ("expert", True) in [(name, "something else" in line) for name, line in lines]
     assert "something else" not in capfd.readouterr().err
+
+
+def test_what_was_imported_is_not_looked_at_again() -> None:
+    """The collector, off while a service is imported, is on afterwards, and leaves the modules alone."""
+    gc.disable()
+    try:
+        note_imports()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.enable()
