@@ -81,9 +81,9 @@ class StreamConnection(StreamMixer):
 class GatedStreams(HyperStreams):
     """Streams that the model's last norm, a `StreamMixer`, reads together."""
 
-    def normed(self, norm: nn.Module) -> torch.Tensor:
+    def mixed(self, mixer: StreamMixer) -> torch.Tensor:
         """What the streams end as, `[T, H]`."""
-        output: torch.Tensor = norm(self.streams)[0]
+        output: torch.Tensor = mixer(self.streams)[0]
         return output
 
 

@@ -96,6 +96,9 @@ class Backbone(nn.Module):
             return hidden_states
         if isinstance(stream, HyperStreams):
             stream.head = self.hc_head
+        if isinstance(self.norm, StreamMixer):
+            assert isinstance(stream, GatedStreams)
+            return stream.mixed(self.norm)
         return stream.normed(self.norm)
 
     def _begin(self, inputs: ForwardInputs) -> ResidualStream:

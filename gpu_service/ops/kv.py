@@ -98,7 +98,7 @@ def mean_index_keys(
     mean = gathered[..., :size].float().mean(1).to(slots.dtype)
     key = rms_norm.reference(mean, weight, eps)
     cos, sin = gathered[:, 0, size : size + pairs], gathered[:, 0, size + pairs :]
-    first, second, rest = key.split((pairs, pairs, size - 2 * pairs), dim=-1)
+    first, second, rest = key[:, :pairs], key[:, pairs : 2 * pairs], key[:, 2 * pairs :]
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
     is_last = (positions + 1) % pool == 0
     slots[slot_mapping, :size] = torch.where(is_last[:, None], rotated, slots[slot_mapping, :size])

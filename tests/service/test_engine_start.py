@@ -32,8 +32,8 @@ def test_refused_device_is_one_line(tmp_path: Path) -> None:
     assert result.returncode == USER_ERROR_EXIT
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1, result.stderr
-    assert "'cuda'" in lines[0]
-    assert "cpu" in lines[0]
+    assert "--device cuda" in lines[0]
+    assert "CPU" in lines[0]
 
 
 FAILS_AFTER_BUILDING = """
