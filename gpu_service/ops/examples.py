@@ -286,8 +286,10 @@ class _Maker:
 
     def gate(self) -> tuple[Any, ...]:
         streams, weight, eps = self.stream_norm()
-        values = self._random(streams.shape[0], streams.shape[2] + 4)[:, 4:]
-        return streams.flip(0).contiguous(), streams, values, weight, weight.flip(0).contiguous(), eps
+        # Columns of one product.
+        tokens, num, size = streams.shape
+        keys, values = self._random(tokens, (num + 1) * size).split((num * size, size), dim=1)
+        return keys.view(streams.shape), streams, values, weight, weight.flip(0).contiguous(), eps
 
     def ngrams(self) -> tuple[Any, ...]:
         """A token, a chunk at the beginning of its request and one in the middle; some end a text."""

@@ -60,8 +60,8 @@ def gate_values(
 
     The gate of a stream is `sigmoid(sign(s) sqrt(max(|s|, 1e-6)))`, where s is the product of a key with the
     stream, both normed (`norm_streams`), divided by sqrt(H); it multiplies one value `[T, H]` of all streams.
-    keys and streams `[T, N, H]`, contiguous; values `[T, H]` (columns contiguous), all of one dtype; the
-    weights of both norms float32 `[N, H]`. Computed in float32.
+    keys and streams `[T, N, H]`, those contiguous, the others but for the tokens; values `[T, H]` (columns
+    contiguous), all of one dtype; the weights of both norms float32 `[N, H]`. Computed in float32.
     """
     size = streams.shape[2:]
     normed = torch.rms_norm(keys.float(), size, None, eps) * key_weight

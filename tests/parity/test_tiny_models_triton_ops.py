@@ -47,7 +47,7 @@ def _logits(directory: Path) -> list[torch.Tensor]:
         "qwen3_next",
         *(
             pytest.param(n, marks=pytest.mark.full)
-            for n in ("ernie4_5_moe", "glm4_moe", "minimax_m2", "qwen3_moe")
+            for n in ("ernie4_5_moe", "glm4_moe", "minimax_m2", "qwen3_moe", "qwen4_exp")
         ),
     ],
 )

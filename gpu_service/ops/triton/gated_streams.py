@@ -56,13 +56,14 @@ def inject_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def gate_values_kernel(  # type: ignore[no-untyped-def]
-    keys, streams, values, key_weight, query_weight, output, size, value_stride, eps, score_scale,
+    keys, streams, values, key_weight, query_weight, output, size, key_stride, value_stride, eps, score_scale,
     NUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (token and stream)."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask, stream = column < size, (row % NUM) * size + column
-    key = tl.load(keys + row * size + column, mask=mask, other=0.0).to(tl.float32)
+    at_key = keys + (row // NUM) * key_stride + stream
+    key = tl.load(at_key, mask=mask, other=0.0).to(tl.float32)
     query = tl.load(streams + row * size + column, mask=mask, other=0.0).to(tl.float32)
     key = (
         key / tl.sqrt(tl.sum(key * key, 0) / size + eps) * tl.load(key_weight + stream, mask=mask, other=0.0)
@@ -114,9 +115,11 @@ def gate_values(
 ) -> torch.Tensor:
     tokens, num, size = streams.shape
     output, block = torch.empty_like(streams), next_power_of_2(size)
+    # Both are parts of one product's columns.
+    assert keys.stride()[1:] == (size, 1)
     if tokens:
         gate_values_kernel[(tokens * num,)](
-            keys, streams, values, key_weight, query_weight, output, size, values.stride(0), eps,
-            size**-0.5, NUM=num, BLOCK=block, num_warps=num_warps(block),
+            keys, streams, values, key_weight, query_weight, output, size, keys.stride(0), values.stride(0),
+            eps, size**-0.5, NUM=num, BLOCK=block, num_warps=num_warps(block),
         )  # fmt: skip
     return output
