@@ -63,7 +63,8 @@ def check_chat_stream(base_url: str, model: str) -> None:
     first, *middle, last, usage = chunks
     assert first.choices[0].delta.role == "assistant"
     assert first.choices[0].delta.content == ""
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in middle)
+    # The last one that has text may say why it ended, as vLLM's does.
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in (*middle, last))
     assert text == whole.choices[0].message.content
     assert last.choices[0].finish_reason == whole.choices[0].finish_reason
     assert usage.choices == []

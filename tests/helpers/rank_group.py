@@ -62,8 +62,9 @@ def rank_config(
         "max_num_batched_tokens": 16,
         "device": "cpu",
     }
+    sees = (directory / "preprocessor_config.json").exists()
     return MoebiusConfig(
-        model=ModelConfigSection(model=str(directory), dtype="float32"),
+        model=ModelConfigSection(model=str(directory), dtype="float32", language_model_only=not sees),
         gpu=GpuConfig(**(defaults | gpu)),
         experts=ExpertConfig(expert_transport="local"),
         parallel=ParallelConfig(

@@ -31,9 +31,11 @@ SHARED = "glm_moe_dsa_shared_groups_biased_tied"
 
 
 def rewrite(directory: Path, **changes: object) -> None:
-    """Changes keys of a checkpoint's config.json."""
+    """Changes keys of the language model in a checkpoint's config.json."""
     path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    config = json.loads(path.read_text())
+    config.get("text_config", config).update(changes)
+    path.write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("name", DSA_MODELS)

@@ -36,9 +36,25 @@ KEPT = {
     "auto_round": "int4_g32_f16",
     "mxfp4_compressed": "mxfp4",
     "mxfp4_quark": "mxfp4",
+    "fp8_block_modelopt": "fp8_block",
+    "fp8_block_odd_rows": "fp8_g32",
+    "fp8_block_quark": "fp8_block",
+    "fp8_channel_modelopt": "fp8_channel",
+    "fp8_groups_compressed": "fp8_g32",
+    "mxfp8_blocks": "mxfp8",
+    "mxfp8_compressed": "mxfp8",
+    "mxfp8_e8m0": "mxfp8",
+    "mxfp8_quark": "mxfp8",
 }
-# Groups or types of scales that no packed format has.
-REFUSED = ("int4_float32_scales",)
+# Types of scales and orders of columns that no packed format has.
+REFUSED = (
+    "int4_float32_scales",
+    "gptq_act_order",
+    "gptq_act_order_zeros",
+    "gptq_int8_act_order",
+    "compressed_act_order",
+    "compressed_act_order_zeros",
+)
 
 
 @pytest.fixture(scope="module")
