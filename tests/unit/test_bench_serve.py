@@ -29,6 +29,8 @@ class CountingServer(ThreadingHTTPServer):
     """Streams as many tokens as are asked for; a token is a word. Each `refuse_every`th is refused."""
 
     daemon_threads = True
+    # So many connections may wait to be accepted; with five, requests that arrive at once are lost.
+    request_queue_size = 128
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
