@@ -20,6 +20,7 @@ from tests.tolerances import BFLOAT16_ERROR_RATIO
 PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2, 110, 77, 31, 9, 180, 12, 13, 14, 15]
 
 
+@pytest.mark.covering(1, name=lambda name: TINY_MODELS[name].model_type)
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_bfloat16_error_is_not_above_transformers_own(name: str, tmp_path: Path) -> None:
     reference = write_tiny_model(attending_to_all(name, len(PROMPT)), tmp_path, seed=sum(name.encode()))

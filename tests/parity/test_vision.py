@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from moebius.config import GpuConfig
+from tests.helpers.tiny_models import TINY_MODELS
 from tests.helpers.tiny_vision_models import (
     IMAGE_TOKEN,
     VISION_MODELS,
@@ -34,6 +35,11 @@ PROMPTS: list[Prompt] = [
 ROOMY = GpuConfig(page_size=4, num_pages=256, max_num_batched_tokens=64, gpu_threads=1)
 # Chunks end within images, and four requests of up to 70 tokens do not fit into 32 pages.
 TIGHT = GpuConfig(page_size=4, num_pages=32, max_num_batched_tokens=16, gpu_threads=1)
+
+
+def text_family(name: str) -> str:
+    """Of the language model below a tower."""
+    return TINY_MODELS[VISION_MODELS[name].text].model_type
 
 
 @dataclass
@@ -81,6 +87,7 @@ def test_the_engine_says_what_transformers_says(answered: Answered, roomy: Seein
     assert [request.output_token_ids for request in requests] == answered.answers
 
 
+@pytest.mark.covering(1, answered=text_family)
 def test_pages_are_shared_by_equal_images_only(answered: Answered, roomy: SeeingEngine) -> None:
     """The two prompts are the same tokens; a page that holds part of an image belongs to that image."""
     roomy.built.engine.flush().result(60)
@@ -99,6 +106,7 @@ def test_pages_are_shared_by_equal_images_only(answered: Answered, roomy: Seeing
     assert other.output_token_ids == answered.answers[2]
 
 
+@pytest.mark.covering(1, answered=text_family)
 def test_chunks_and_preemption_change_nothing(answered: Answered) -> None:
     """Nothing is kept of images between steps, either: they are encoded again for the next chunk."""
     with vision_engine(answered.directory, TIGHT, cache_mib=0) as engine:

@@ -103,6 +103,7 @@ def test_what_operators_look_with(stack: Stack, tmp_path: Path, capsys: pytest.C
     assert all(any(_covers(call, event) for call in calls) for event in within)
 
 
+@pytest.mark.full  # without a whole system: tests/unit/test_top.py, tests/service/test_chat_terminal.py
 def test_pictures_of_terminals(stack: Stack, tmp_path: Path) -> None:
     """`moebius chat` and `moebius top` in a terminal of 80 columns, to their end by what is typed."""
     said = chat_picture(stack.base_url, tmp_path / "chat.svg")
