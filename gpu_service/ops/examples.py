@@ -288,8 +288,9 @@ class _Maker:
         streams, weight, eps = self.stream_norm()
         # Columns of one product.
         tokens, num, size = streams.shape
-        keys, values = self._random(tokens, (num + 1) * size).split((num * size, size), dim=1)
-        return keys.view(streams.shape), streams, values, weight, weight.flip(0).contiguous(), eps
+        product = self._random(tokens, (num + 1) * size)
+        keys, values = product[:, : num * size].view(streams.shape), product[:, num * size :]
+        return keys, streams, values, weight, weight.flip(0).contiguous(), eps
 
     def ngrams(self) -> tuple[Any, ...]:
         """A token, a chunk at the beginning of its request and one in the middle; some end a text."""
