@@ -83,6 +83,11 @@ class Selection:
         left = set() if named or self._config.getoption("--full") else set(_spared(items))
         if left:
             self._left["in make test-all"] = len(left)
+        if not named and not self._config.getoption("markexpr"):
+            elsewhere = {item: where for item in items if item not in left and (where := _elsewhere(item))}
+            self._left |= Counter(elsewhere.values())
+            left |= set(elsewhere)
+        if left:
             self._config.hook.pytest_deselected(items=list(left))
             items[:] = [item for item in items if item not in left]
 
@@ -105,6 +110,17 @@ class Selection:
         if left:
             listed = ", ".join(f"{count} {where}" for where, count in sorted(left.items()))
             terminalreporter.write_line(f"Tests that run elsewhere: {listed}.")
+
+
+def _elsewhere(item: pytest.Item) -> str:
+    """Where a test runs that this machine can not run; "" if it can, or nobody can.
+
+    Skipping a thousand tests one by one, each with its reports from a worker, takes seconds.
+    """
+    where = next((where for mark, where in ELSEWHERE.items() if item.get_closest_marker(mark)), "")
+    skips = [mark for mark in item.iter_markers() if mark.name == "skip"]
+    skips += [mark for mark in item.iter_markers("skipif") if mark.args and mark.args[0] is True]
+    return where if skips else ""
 
 
 def _spared(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:

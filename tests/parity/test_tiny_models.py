@@ -73,6 +73,7 @@ def test_64_greedy_tokens_match_transformers(
     assert len(set(tokens)) > 3, "a constant answer would prove nothing"
 
 
+@pytest.mark.covering(1, name=family)
 def test_the_in_process_expert_client_completes_the_same_model(
     name: str, tiny: Callable[[str], tuple[Path, Any]]
 ) -> None:
@@ -84,7 +85,7 @@ def test_the_in_process_expert_client_completes_the_same_model(
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, name=family)
 @pytest.mark.parametrize("chunk", [1, 3, 8])
 def test_chunked_prefill_is_unchunked_prefill(runner: PagedRunner, chunk: int) -> None:
     _, whole = runner.prefill(PROMPTS[0])
@@ -92,6 +93,7 @@ def test_chunked_prefill_is_unchunked_prefill(runner: PagedRunner, chunk: int) -
     torch.testing.assert_close(chunked, whole, rtol=0, atol=LOGITS_FLOAT32_SELF)
 
 
+@pytest.mark.covering(1, name=family)
 def test_a_reused_prefix_gives_the_logits_of_a_fresh_one(runner: PagedRunner) -> None:
     donor, _ = runner.prefill(PROMPTS[0], chunk=8)
     tokens = [*PROMPTS[0][:8], 77, 5, 6]
@@ -114,6 +116,7 @@ def test_decoding_alone_equals_decoding_in_a_batch(runner: PagedRunner) -> None:
     assert runner.greedy(sequences, torch.stack(last), 24) == alone
 
 
+@pytest.mark.covering(1, name=family)
 def test_a_mixed_step_equals_separate_steps(runner: PagedRunner) -> None:
     """One step with a decode, a first chunk, a later chunk and another decode."""
     wanted = [runner.prefill(prompt)[1] for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[0])]

@@ -71,7 +71,7 @@ def test_all_pairs_of_values_are_left(pytester: pytest.Pytester) -> None:
 @pytest.mark.parametrize("how", ["--full", "by name"])
 def test_all_run_in_full_and_by_name(pytester: pytest.Pytester, how: str) -> None:
     if how == "--full":
-        run(pytester, how).assert_outcomes(passed=24 + 3 + 1, skipped=1)
+        run(pytester, how).assert_outcomes(passed=24 + 3 + 1, deselected=1)
     else:
         run(pytester, "test_it.py::test_large").assert_outcomes(passed=1)
 
