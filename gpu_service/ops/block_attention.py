@@ -99,9 +99,7 @@ def best_blocks(scores: torch.Tensor, positions: torch.Tensor, sizes: BlockIndex
     own = (positions // sizes.block_size)[:, None, None]
     local = (block <= own) & (block > own - sizes.local_blocks)
     scores.masked_fill_(local, float("inf"))
-    count = min(sizes.top_blocks, scores.shape[-1])
-    lowest = scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    return (scores >= lowest) & (block <= own)
+    return _best(scores, sizes) & (block <= own)
 
 
 def best_whole_blocks(
@@ -113,6 +111,10 @@ def best_whole_blocks(
     """
     block = torch.arange(scores.shape[-1], device=scores.device)
     num_whole = ((positions + 1) // sizes.block_size)[:, None, None]
+    return (_best(scores, sizes) & (block < num_whole)) | (block == num_whole)
+
+
+def _best(scores: torch.Tensor, sizes: BlockIndexerConfig) -> torch.Tensor:
+    """Bool, of the shape of `scores`: as good as the last of the `top_blocks` best."""
     count = min(sizes.top_blocks, scores.shape[-1])
-    lowest = scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    return ((scores >= lowest) & (block < num_whole)) | (block == num_whole)
+    return scores >= scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)

@@ -8,13 +8,28 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from gpu_service.ops.triton.jit import jit_for_any, next_power_of_2
+from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2
 from gpu_service.ops.triton.linear_attention_chunks import num_row_tiles, request_of_tile
 
 # Rows of a tile, a query times its heads; keys of one product; blocks of tokens that one program scores.
 _ROWS, _KEYS, _BLOCKS = 64, 64, 8
 # What a matrix product needs at least.
 _LEAST = 16
+
+
+@jit
+def _rows_of_tile(  # type: ignore[no-untyped-def]
+    tile, packed, positions, query_starts, num_requests, first_row, num_rows, BLOCK_Q: tl.constexpr,
+    EACH: tl.constexpr,
+):  # fmt: skip
+    """A tile's request; of each packed line, EACH to a row: its row, whether that is there, its position."""
+    request, first_tile = request_of_tile(tile, query_starts, num_requests, 0, BLOCK_Q)
+    start = tl.load(query_starts + request)
+    num_new = tl.load(query_starts + request + 1) - start
+    local = (tile - first_tile) * BLOCK_Q + packed // EACH
+    row = start + local - first_row
+    held = (packed < BLOCK_Q * EACH) & (local < num_new) & (row >= 0) & (row < num_rows)
+    return request, row, held, tl.load(positions + row, mask=held, other=-1)
 
 
 @jit_for_any("num_requests", "first_row", "num_rows", "table_stride", "num_blocks")
@@ -26,14 +41,10 @@ def block_scores_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (tile, group): BLOCK_Q consecutive rows of one request, all heads, BLOCKS blocks of tokens."""
     tile, first_block = tl.program_id(0), tl.program_id(1) * BLOCKS
-    request, first_tile = request_of_tile(tile, query_starts, num_requests, 0, BLOCK_Q)
-    start = tl.load(query_starts + request)
-    num_new = tl.load(query_starts + request + 1) - start
     packed, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    local = (tile - first_tile) * BLOCK_Q + packed // NUM_HEADS
-    row = start + local - first_row
-    held = (packed < BLOCK_Q * NUM_HEADS) & (local < num_new) & (row >= 0) & (row < num_rows)
-    own = tl.load(positions + row, mask=held, other=-1)
+    request, row, held, own = _rows_of_tile(
+        tile, packed, positions, query_starts, num_requests, first_row, num_rows, BLOCK_Q, NUM_HEADS
+    )
     latest = tl.max(own, 0)
     if latest < first_block * BLOCK_SIZE:
         return
@@ -98,14 +109,10 @@ def mean_block_scores_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (tile, group): BLOCK_Q consecutive rows of one request, all heads, BLOCK_N blocks of tokens."""
     tile, first_block = tl.program_id(0), tl.program_id(1) * BLOCK_N
-    request, first_tile = request_of_tile(tile, query_starts, num_requests, 0, BLOCK_Q)
-    start = tl.load(query_starts + request)
-    num_new = tl.load(query_starts + request + 1) - start
     packed, dim = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
-    local = (tile - first_tile) * BLOCK_Q + packed
-    row = start + local - first_row
-    held = (packed < BLOCK_Q) & (local < num_new) & (row >= 0) & (row < num_rows)
-    own = tl.load(positions + row, mask=held, other=-1)
+    request, row, held, own = _rows_of_tile(
+        tile, packed, positions, query_starts, num_requests, first_row, num_rows, BLOCK_Q, 1
+    )
     block = first_block + tl.arange(0, BLOCK_N)
     position = (block + 1) * BLOCK_SIZE - 1
     latest = tl.max(own, 0)
