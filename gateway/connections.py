@@ -108,10 +108,11 @@ class ConnectionTable:
 
     def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
         self._begun = min(_BEGUN_PER_TURN, len(self._later))
+        if self._begun:
+            # First, so that those who wait have their turn whatever becomes of these.
+            loop.call_soon(self._next_turn, loop)
         for _ in range(self._begun):
             self._later.popleft()()
-        if self._begun:
-            loop.call_soon(self._next_turn, loop)
 
     def longest_waiting(self) -> HttpConnection | None:
         """Who gives way to a new connection: uploads only when nobody else waits."""

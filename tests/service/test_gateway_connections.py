@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -394,3 +395,27 @@ def test_requests_that_arrive_together_are_begun_some_at_a_time() -> None:
     ]
     assert max(map(len, runs)) <= 8
     assert len(runs) >= 3
+
+
+def test_a_request_that_can_not_be_begun_holds_up_nobody() -> None:
+    """Those that wait after it are begun, and so are later ones."""
+    seen: list[int] = []
+
+    async def arrive() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _loop, _context: None)
+        table = ConnectionTable(connection_limits(GatewayConfig()), lambda _reason: None)
+
+        def start(number: int) -> None:
+            if number == 9:
+                raise RuntimeError("not this one")
+            seen.append(number)
+
+        for number in range(30):
+            table.begin(loop, partial(start, number))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        table.begin(loop, partial(start, 30))
+
+    asyncio.run(arrive())
+    assert sorted(seen) == [number for number in range(31) if number != 9]
