@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -31,6 +30,7 @@ from moebius.models.geometry import MoeGeometry
 from moebius.progress import note_imports, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
 from moebius.tls import configure_tls
+from moebius.wakeup import Wakeup
 from moebius.weight_segment import segment_path
 from protos import expert_pb2, expert_pb2_grpc
 
@@ -63,7 +63,7 @@ class ExpertProcess:
 
     def __init__(self, config: MoebiusConfig) -> None:
         self._config = config
-        self._stop = threading.Event()
+        self._stop = Wakeup()
         # A second signal: what was asked is not finished any more.
         self._hurry = False
         experts = config.experts

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 import structlog
 import uvicorn
@@ -71,16 +70,21 @@ class GatewayServer(uvicorn.Server):
             yield  # signals belong to the main thread
             return
 
-        def stop(number: int, frame: FrameType | None) -> None:
+        def stop(number: int) -> None:
             logger.info("stopping", signal=signal.Signals(number).name)
             self.force_exit = self.should_exit
             self.should_exit = True
 
-        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        # By the loop: a handler of Python's may interrupt a line being logged, and would wait for its lock.
+        loop = asyncio.get_running_loop()
+        previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in previous:
+            loop.add_signal_handler(number, stop, number)
         try:
             yield
         finally:
             for number, handler in previous.items():
+                loop.remove_signal_handler(number)
                 signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

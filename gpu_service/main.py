@@ -6,12 +6,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import queue
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import grpc
@@ -327,12 +327,16 @@ def run_follower(config: MoebiusConfig) -> int:
     note_imports()
     built = build_engine(config, NullObserver(), lambda deltas: None)
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        # Alone it can not leave in order: the others would wait for it.
-        built.group.fail(f"stopped by {signal.Signals(number).name}")
+    # What a handler does may interrupt itself, so it takes no locks: another thread does the work.
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
+    def stop() -> None:
+        # Alone it can not leave in order: the others would wait for it.
+        built.group.fail(f"stopped by {signal.Signals(signals.get()).name}")
+
+    threading.Thread(target=stop, name="stop", daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        signal.signal(number, lambda number, frame: signals.put(number))
     built.engine.start()
     _log.info("ready", rank=rank, phases=take_phases())
     # Returns when rank 0 has sent the end.

@@ -6,7 +6,6 @@ Processes that only work together: when one ends all do, and they start again to
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from moebius.app.supervisor.process import ManagedProcess
 from moebius.app.supervisor.runfile import RunDirectory, write_private
 from moebius.app.supervisor.weight_files import WeightFiles
 from moebius.errors import PEER_LOST_EXIT, ProcessFailed, StartupError
+from moebius.wakeup import Wakeup
 
 # The others notice the death by themselves and say which of them it was; then they have this long to end.
 GROUP_GRACE_S = 5.0
@@ -101,7 +101,7 @@ class Supervisor:
         self._segments: list[object] = []
         self._weights: WeightFiles | None = None
         self._signals_seen = 0
-        self._wake = threading.Event()
+        self._wake = Wakeup()
         self._previous_handlers: dict[int, object] = {}
         self.processes = [ManagedProcess(spec, timing, plan.json_logs) for spec in plan.processes]
         self._groups = {
