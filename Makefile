@@ -36,10 +36,11 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# A file's tests stay together, so that what they share is made once. Two workers more than a small machine has cores:
-# tests of services, which two workers run, wait for their processes half of the time. tests/selection.py chooses what runs.
+# A file's tests stay together, so that what they share is made once (tests/spreading.py). Two workers more than a small
+# machine has cores: tests of services, which two workers run, wait for their processes half of the time.
+# tests/selection.py chooses what runs.
 WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 unit: setup
 	$(PYTEST)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import selection
+from tests import selection, spreading
 from tests.helpers import tls_everywhere
 
 # What modules and tests are made of stays until the end: Python's collector has no need to look at it,
@@ -38,24 +38,7 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One of several workers: more threads would only wait for one another's cores.
     torch.set_num_threads(1)
-    if os.environ["PYTEST_XDIST_WORKER"] not in ("gw0", "gw1"):
-        # The first two begin with tests of services: every token of those goes through several processes, and
-        # at each of them it would wait for a core that a test of a single process has for milliseconds.
-        os.nice(10)
-
-# These start several processes each, which wait for one another half of the time: two at a time are enough
-# for a small machine. Those of the gateway alone start one or none, and run file by file like all others.
-SERVICES = Path(__file__).parent / "service"
-# Groups that take longest, in that order. As the last ones they would leave the other workers without work.
-LONGEST = (
-    "service",
-    "end_to_end",
-    "test_triton_compile",
-    "test_fuzz_sanitizers",
-    "test_gateway_",
-    "test_tiny",
-    "test_demo",
-)
+    spreading.give_way()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(selection.Selection(config), "selection")
+    config.pluginmanager.register(spreading, "spreading")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,25 +65,8 @@ def _https(request: pytest.FixtureRequest) -> Iterator[None]:
     tls_everywhere.use_https(False)
 
 
-def _group(path: Path) -> str:
-    """The name that tests have in common which one worker runs."""
-    if SERVICES not in path.parents or path.name.startswith("test_gateway_"):
-        return str(path)
-    return str(SERVICES / "end_to_end" if "end_to_end" in path.name else SERVICES)
-
-
-def _rank(path: Path) -> int:
-    """When a test's group begins: by the first name in `LONGEST` that its own begins with."""
-    name = Path(_group(path)).name
-    return next((rank for rank, begin in enumerate(LONGEST) if name.startswith(begin)), len(LONGEST))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests for devices that this machine lacks, saying so; tells workers which tests stay together."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item.path)))
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: _rank(item.path))
+    """Skips tests for devices that this machine lacks, saying so."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if item.get_closest_marker("pod") and not item.config.getoption("--pods"):
