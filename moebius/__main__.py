@@ -6,13 +6,16 @@ of the time until a process that was killed answers again.
 
 from __future__ import annotations
 
-import gc
+# As little as can be: until `main` has run, Python answers a Ctrl-C with a traceback.
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
 
-from moebius.app.exits import exit_with
-from moebius.config import MoebiusConfig
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from moebius.config import MoebiusConfig
 
 
 def direct(arguments: Sequence[str]) -> Callable[[], object] | None:
@@ -22,6 +25,8 @@ def direct(arguments: Sequence[str]) -> Callable[[], object] | None:
         return None
 
     def run() -> object:
+        import gc
+
         # An eighth of the time that the imports of an engine take; services switch it on when they are done.
         gc.disable()
         from moebius.config_loader import load_config
@@ -59,6 +64,11 @@ def _service(name: str) -> Callable[[MoebiusConfig], object]:
 
 def main() -> None:
     """Runs what the process's arguments say, and exits."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        # Nothing is to be cleaned up while modules are imported, which takes half a second.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from moebius.app.exits import exit_with
+
     run = direct(sys.argv[1:])
     if run is not None:
         exit_with(run)

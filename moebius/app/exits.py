@@ -5,9 +5,15 @@ Loads nothing of the command line's own libraries, nor of any service: see `moeb
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import signal
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import NoReturn
 
 from moebius.errors import USER_ERROR_EXIT, ProcessFailed, UserError, report_failure
@@ -19,28 +25,137 @@ USER_ERRORS = (
     ("moebius.app.demo_model.download", "DemoModelError"),
     ("moebius.mailbox", "MailboxError"),
 )
+# What ends a process when nobody handles it, and lets a command clean up here.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals that follow the first one this soon came along with it (a terminal's Ctrl-C and a parent that passes
+# it on): they must not break off what the first one made the command clean up.
+TOGETHER_S = 0.5
+
+
+# An error this soon after a signal comes from what the signal broke off.
+CONSEQUENCE_S = 2.0
+# As shells give it for a program that SIGPIPE has ended.
+BROKEN_PIPE_EXIT = 128 + signal.SIGPIPE
+
+
+class EndingSignals:
+    """Turns the signals that end a process into exceptions, so that a command removes what it has made."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # The latest signal, and when it came; 0: none has.
+        self.number = 0
+        self._at = 0.0
+
+    @property
+    def status(self) -> int:
+        """As shells give it for a command that a signal has ended."""
+        return 128 + self.number
+
+    def explains(self, error: BaseException) -> bool:
+        """Whether the error is no defect, but what became of the code that a signal has left."""
+        if not self.number:
+            return False
+        seen: BaseException | None = error
+        while seen is not None and not isinstance(seen, KeyboardInterrupt | SystemExit):
+            seen = seen.__cause__ or seen.__context__
+        return seen is not None or self._clock() - self._at < CONSEQUENCE_S
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Raises KeyboardInterrupt for SIGINT, which a dialogue may survive, else SystemExit."""
+        now = self._clock()
+        if self.number and now - self._at < TOGETHER_S:
+            return
+        self.number, self._at = number, now
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(self.status)
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """In the main thread, where Python runs handlers; what is ignored (nohup) stays ignored."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        earlier = {number: signal.getsignal(number) for number in ENDING}
+        own = [number for number, handler in earlier.items() if handler != signal.SIG_IGN]
+        over = False
+
+        def in_child() -> None:
+            # A fork owns nothing of what this command cleans up, and its parent may end it at any moment.
+            for number in () if over else own:
+                signal.signal(number, signal.SIG_DFL)
+
+        os.register_at_fork(after_in_child=in_child)
+        try:
+            for number in own:
+                signal.signal(number, self.handle)
+            yield
+        finally:
+            over = True
+            for number in own:
+                signal.signal(number, earlier[number])
 
 
 def exit_with(run: Callable[[], object]) -> NoReturn:
-    """Runs it and exits with the status that it returns, or that its error stands for."""
+    """Runs it and exits with the status that it returns, or that its error or a signal stands for."""
+    signals, status = EndingSignals(), None
     try:
-        status = run()
-    except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:
-        # The reader of our output has gone (`moebius topology | head`); nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0
-    except Exception as error:
-        message = _user_message(error)
-        if message is None:
-            raise
-        if isinstance(error, ProcessFailed):
-            print(f"moebius: {error}", file=sys.stderr)
-        else:
-            report_failure(message)
-        status = getattr(error, "exit_status", USER_ERROR_EXIT)
+        with signals.handled():
+            status = run()
+    except (KeyboardInterrupt, SystemExit, Exception) as error:
+        status = signals.status if signals.explains(error) else _status_of(error)
+    if not _flushed() and not signals.number:
+        status = BROKEN_PIPE_EXIT
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _status_of(error: BaseException) -> object:
+    """The exit status that an error stands for, after it was reported. Raises the error if it is a defect."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    # The command line's library exits by itself when a pipe breaks, which may be one that is not ours.
+    broken = error.__context__ if isinstance(error, SystemExit) else error
+    if isinstance(broken, BrokenPipeError):
+        if not _is_unread():
+            raise broken
+        return BROKEN_PIPE_EXIT
+    if isinstance(error, SystemExit):
+        return error.code
+    assert isinstance(error, Exception)
+    message = _user_message(error)
+    if message is None:
+        raise error
+    if isinstance(error, ProcessFailed):
+        print(f"moebius: {error}", file=sys.stderr)
+    else:
+        report_failure(message)
+    return getattr(error, "exit_status", USER_ERROR_EXIT)
+
+
+def _is_unread() -> bool:
+    """Whether nobody reads what this process prints: a pipe without a reader, a terminal that was closed, or
+    what rich puts in place of such a pipe."""
+    if os.path.samestat(os.fstat(1), os.stat(os.devnull)):
+        return True
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _flushed() -> bool:
+    """False when the rest of the output could not be written, as in `moebius topology | head -1`; it is
+    dropped, since Python would complain of it at its end."""
+    is_read = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            is_read = False
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return is_read
 
 
 def _user_message(error: Exception) -> str | None:
