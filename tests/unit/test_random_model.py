@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,9 +18,10 @@ from tokenizers import Tokenizer
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.moe import Router
 from moebius.app.random_model import RandomModelOptions, write_random_model
-from moebius.app.random_model.build import CHAT_TEMPLATE, write_tokenizer
+from moebius.app.random_model.build import CHAT_TEMPLATE, shards, write_tokenizer
 from moebius.app.random_model.gguf import GGUF_FORMATS
-from moebius.app.random_model.tensors import successor
+from moebius.app.random_model.shapes import parse_shape
+from moebius.app.random_model.tensors import ModelDraw, successor
 from moebius.app.random_model.values import (
     FLOAT8_STD,
     FORMATS,
@@ -35,15 +36,23 @@ from moebius.app.random_model.values import (
 )
 from moebius.checkpoint.gguf.tokenizer import read_tokenizer
 from moebius.errors import UserError
+from moebius.models.config import ModelConfig
 from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.paged_runner import PagedRunner, load_runner
+from tests.helpers.published_checkpoints import Published, expand
 from tests.tolerances import ROUTER_SHARES_FITTED
 
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def write(directory: Path, weight_format: str = "bfloat16", skew: str = "none", threads: int = 2) -> Path:
-    options = RandomModelOptions("tiny", weight_format, skew=skew, threads=threads, seed=3)
+def write(
+    directory: Path,
+    weight_format: str = "bfloat16",
+    skew: str = "none",
+    threads: int = 2,
+    shape: str = "tiny",
+) -> Path:
+    options = RandomModelOptions(shape, weight_format, skew=skew, threads=threads, seed=3)
     write_random_model(directory, options)
     return directory
 
@@ -58,16 +67,50 @@ def runner_on(directory: Path) -> PagedRunner:
     return load_runner(directory, experts=client)
 
 
+@pytest.mark.parametrize("shape", ["tiny", "glm-5.3-flash-tiny"])
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_every_format_loads_and_predicts(tmp_path: Path, weight_format: str) -> None:
+def test_every_format_loads_and_predicts(tmp_path: Path, weight_format: str, shape: str) -> None:
     """All tensors are accounted for, logits are finite, neither flat nor certain, nothing explodes."""
-    runner = runner_on(write(tmp_path / "model", weight_format))
+    runner = runner_on(write(tmp_path / "model", weight_format, shape=shape))
     tokens = torch.randint(3, 512, (48,), generator=torch.Generator().manual_seed(1)).tolist()
     _, logits = runner.prefill(tokens)
     assert torch.isfinite(logits).all()
     assert 2.0 < logits.std(dim=-1).mean() < 8.0
     largest = logits.softmax(-1).amax(-1).mean()
     assert 5 / 512 < largest < 0.9
+
+
+def test_glm_has_the_tensors_that_were_published(tmp_path: Path) -> None:
+    """Names, types and shapes of GLM-5.3-Flash's language model, and its configuration as it is read."""
+    shape = parse_shape("glm-5.3-flash", 0)
+    draw = ModelDraw(shape, FORMATS["bfloat16"], 0.0, 0)
+    found = {
+        spec.name: (spec.dtype, spec.shape)
+        for shard in shards(draw)
+        for group in shard
+        for spec in group.tensors
+    }
+    published = Published.load("glm-5.3-flash")
+    wanted = {
+        name: (dtype, size)
+        for pattern, dtype, size in published.tensors
+        if "visual" not in pattern
+        for name in expand(pattern)
+    }
+    assert found == wanted
+
+    def read(config: dict[str, Any]) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read_model_config(tmp_path)
+
+    ours, theirs = read(shape.hf_config(None)), read(published.config)
+    changes = {
+        "bos_token_id": None,
+        "eos_token_ids": theirs.eos_token_ids,
+        "num_mtp_layers": 1,
+        "vision": theirs.vision,
+    }
+    assert replace(ours, **changes) == theirs
 
 
 def test_threads_do_not_change_the_bytes(tmp_path: Path) -> None:
@@ -171,6 +214,18 @@ def test_only_its_own_directory_is_overwritten(tmp_path: Path) -> None:
             RandomModelOptions("tiny", max_gb=1e-6),
             "--max-gb: 1e-06 is not allowed; allowed: 0.0 or more here",
         ),
+        (
+            RandomModelOptions("glm-5.3-flash", layers=3),
+            "--layers: 3 is not allowed; allowed: 0 .* or 4 or more",
+        ),
+        (
+            RandomModelOptions("glm-5.3-flash", max_gb=5),
+            "--max-gb: 5 is not allowed; allowed: 19.1 or more here",
+        ),
+        (
+            RandomModelOptions("glm-5.3-flash", "q4_0"),
+            "--format: 'q4_0' is not allowed with --shape glm-5.3-flash; allowed: bfloat16, int4_g32",
+        ),
         (RandomModelOptions(head="next"), "--head: 'next' is not allowed; allowed: random, chain"),
         (RandomModelOptions("tiny", "q4_k"), "--format q4_k: blk.0.attn_q.weight has rows of 64"),
     ],
@@ -247,16 +302,19 @@ def test_a_chained_head_names_every_successor(tmp_path: Path) -> None:
     assert len(set(successor(np.arange(512), 512).tolist())) == 512
 
 
-@pytest.mark.parametrize("weight_format", ["int4_g32", "q4_0"])
-def test_as_many_layers_as_fit(tmp_path: Path, weight_format: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "weight_format", "share"),
+    [("small", "int4_g32", 0.6), ("small", "q4_0", 0.6), ("glm-5.3-flash-tiny", "int4_g32", 0.9)],
+)
+def test_as_many_layers_as_fit(tmp_path: Path, shape: str, weight_format: str, share: float) -> None:
     """The bytes asked for are not exceeded, one layer more would; a shape has no more than its own."""
-    whole = write_random_model(tmp_path / "m", RandomModelOptions("small", weight_format))
-    limit = 0.6 * whole.nbytes
-    cut = write_random_model(tmp_path / "m", RandomModelOptions("small", weight_format, max_gb=limit / 1e9))
+    whole = write_random_model(tmp_path / "m", RandomModelOptions(shape, weight_format))
+    limit = share * whole.nbytes
+    cut = write_random_model(tmp_path / "m", RandomModelOptions(shape, weight_format, max_gb=limit / 1e9))
     layers = read_model_config(str(cut.path)).num_layers
-    per_layer = (whole.nbytes - cut.nbytes) / (4 - layers)
+    per_layer = (whole.nbytes - cut.nbytes) / (parse_shape(shape, 0).num_layers - layers)
     assert cut.nbytes <= limit < cut.nbytes + per_layer
-    roomy = RandomModelOptions("small", weight_format, max_gb=1.0)
+    roomy = RandomModelOptions(shape, weight_format, max_gb=1.0)
     assert write_random_model(tmp_path / "m", roomy).nbytes == whole.nbytes
 
 

@@ -26,8 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moebius.app.bench.output import BenchTable, Column, write_json
+from moebius.app.random_model.build import shards
 from moebius.app.random_model.shapes import RandomShape
-from moebius.app.random_model.tensors import ModelDraw, shards, write_shards
+from moebius.app.random_model.tensors import ModelDraw, write_shards
 from moebius.app.random_model.values import FORMATS, expert_format
 from moebius.errors import UserError
 from moebius.topology import Topology

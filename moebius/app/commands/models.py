@@ -178,7 +178,8 @@ def models() -> None:
 def random(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the checkpoint is written")],
     shape: Annotated[
-        str, typer.Option(help="qwen3-30b-a3b, qwen3-next-80b, qwen3-235b-a22b, small or tiny")
+        str,
+        typer.Option(help="qwen3-30b-a3b, qwen3-next-80b, qwen3-235b-a22b, glm-5.3-flash, small or tiny"),
     ] = "qwen3-30b-a3b",
     weight_format: Annotated[
         str,

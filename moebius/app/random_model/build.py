@@ -8,18 +8,28 @@ model can be read, counted and distinguished.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from moebius.app.random_model.gguf import GGUF_FORMATS, gguf_tensors, lay_out_gguf
-from moebius.app.random_model.shapes import RandomShape, parse_shape
-from moebius.app.random_model.tensors import ModelDraw, shards, write_arrays, write_shards
-from moebius.app.random_model.values import expert_format, parse_skew
+from moebius.app.random_model.glm5 import glm5_layer
+from moebius.app.random_model.shapes import Glm5Shape, RandomShape, parse_shape
+from moebius.app.random_model.tensors import (
+    ModelDraw,
+    TensorGroup,
+    outside_layers,
+    qwen3_layer,
+    write_arrays,
+    write_shards,
+)
+from moebius.app.random_model.values import FORMATS, expert_format, parse_skew
 from moebius.errors import UserError
 
 SPECIAL = ("<|pad|>", "<|start|>", "<|end|>")
@@ -105,8 +115,15 @@ def write_random_model(
     allowed, the directory holds something else, or there is no room.
     """
     begin = time.perf_counter()
-    shape = _fitting(parse_shape(options.shape, options.layers), options)
     is_gguf = options.weight_format in GGUF_FORMATS
+    shape = parse_shape(options.shape, options.layers)
+    if is_gguf and isinstance(shape, Glm5Shape):
+        allowed = ", ".join(FORMATS)
+        raise UserError(
+            f"--format: {options.weight_format!r} is not allowed with --shape {shape.name}; "
+            f"allowed: {allowed}"
+        )
+    shape = _fitting(shape, options)
     experts = expert_format("bfloat16" if is_gguf else options.weight_format, others=tuple(GGUF_FORMATS))
     draw = ModelDraw(shape, experts, parse_skew(options.skew), options.seed, _parse_head(options.head))
     write = _write_gguf if is_gguf else _write_safetensors
@@ -114,24 +131,44 @@ def write_random_model(
     return Written(path, written, time.perf_counter() - begin)
 
 
+def shards(draw: ModelDraw) -> list[list[TensorGroup]]:
+    """One shard per layer, and one for embedding, final norm and head."""
+    shape = draw.shape
+    layer = partial(glm5_layer, draw, shape) if isinstance(shape, Glm5Shape) else partial(qwen3_layer, draw)
+    layers = [list(layer(number)) for number in range(shape.num_layers)]
+    return [*layers, list(outside_layers(draw))]
+
+
 def _fitting(shape: RandomShape, options: RandomModelOptions) -> RandomShape:
-    """As many layers of the shape as `max_gb` allows. Raises UserError when that is none."""
+    """As many layers of the shape as `max_gb` allows. Raises UserError when those are too few."""
     if options.max_gb <= 0:
         return shape
-    one, two = (_total_bytes(replace(shape, num_layers=layers), options.weight_format) for layers in (1, 2))
-    layers = 1 + int((options.max_gb * 1e9 - one) // (two - one))
-    if layers < 1:
-        raise UserError(f"--max-gb: {options.max_gb:g} is not allowed; allowed: {one / 1e9:.1f} or more here")
-    return replace(shape, num_layers=min(layers, shape.num_layers))
+    outside, layers = _layer_bytes(shape, options.weight_format)
+    totals = list(itertools.accumulate(layers, initial=outside))
+    fitting = sum(total <= options.max_gb * 1e9 for total in totals) - 1
+    if fitting < shape.fewest_layers:
+        least = totals[min(shape.fewest_layers, shape.num_layers)] / 1e9
+        raise UserError(f"--max-gb: {options.max_gb:g} is not allowed; allowed: {least:.1f} or more here")
+    return replace(shape, num_layers=fitting)
 
 
-def _total_bytes(shape: RandomShape, name: str) -> int:
-    """Of all tensors, which are not drawn for that. Raises UserError for a format that there is not."""
+def _layer_bytes(shape: RandomShape, name: str) -> tuple[int, list[int]]:
+    """Bytes outside of layers and in each, which are not drawn for that.
+
+    Raises UserError for a format that there is not.
+    """
     if name in GGUF_FORMATS:
-        draw = ModelDraw(shape, expert_format("bfloat16"), 0.0, 0)
-        return sum(tensor.nbytes for tensor in gguf_tensors(draw, name))
+        draws = (
+            ModelDraw(replace(shape, num_layers=layers), expert_format("bfloat16"), 0.0, 0)
+            for layers in (1, 2)
+        )
+        one, two = (sum(tensor.nbytes for tensor in gguf_tensors(draw, name)) for draw in draws)
+        return 2 * one - two, [two - one] * shape.num_layers
     draw = ModelDraw(shape, expert_format(name, others=tuple(GGUF_FORMATS)), 0.0, 0)
-    return sum(spec.nbytes for shard in shards(draw) for group in shard for spec in group.tensors)
+    *layers, outside = (
+        sum(spec.nbytes for group in shard for spec in group.tensors) for shard in shards(draw)
+    )
+    return outside, layers
 
 
 def _parse_head(name: str) -> bool:

@@ -1,9 +1,9 @@
-"""Shapes of published models, as far as the family qwen3_moe expresses them, and their config.json."""
+"""Shapes of published models, as the families qwen3_moe and glm5_next express them, and their config.json."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from moebius.errors import UserError
 
@@ -23,6 +23,10 @@ class RandomShape:
     top_k: int
     vocab_size: int
     max_position_embeddings: int = 40960
+
+    # Before the names of layers, embedding and norm.
+    prefix: ClassVar[str] = "model."
+    fewest_layers: ClassVar[int] = 1
 
     def hf_config(self, quantization: dict[str, Any] | None) -> dict[str, Any]:
         """config.json of family qwen3_moe, every layer MoE, no tied embeddings."""
@@ -60,9 +64,102 @@ class RandomShape:
         return config
 
 
+_LINEAR, _INDEXED = "linear_attention", "indexed_attention"
+
+
+@dataclass(frozen=True)
+class Glm5Shape(RandomShape):
+    """Sizes beyond those of all shapes, in elements; filled by `SHAPES`. `head_dim`: of a query and a key."""
+
+    value_dim: int = 256
+    query_rank: int = 1536
+    key_value_rank: int = 512
+    linear_heads: int = 64
+    linear_dim: int = 128
+    index_heads: int = 32
+    index_dim: int = 128
+    index_pool: int = 16
+    index_top_k: int = 2048
+    dense_size: int = 12288
+    dense_layers: int = 3
+    streams: int = 4
+    # What routed experts add is multiplied by it.
+    routed_scaling: float = 2.5
+
+    prefix: ClassVar[str] = "model.language_model."
+    # The first with latent attention; the reader wants layers of both kinds.
+    fewest_layers: ClassVar[int] = 4
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has latent attention, not linear attention."""
+        return layer % 4 == 3
+
+    def hf_config(self, quantization: dict[str, Any] | None) -> dict[str, Any]:
+        """config.json of family glm5_next, without a tower."""
+        kinds = [_INDEXED if self.attends(layer) else _LINEAR for layer in range(self.num_layers)]
+        mlps = ["dense" if layer < self.dense_layers else "sparse" for layer in range(self.num_layers)]
+        text: dict[str, Any] = {
+            "model_type": "glm5_next_text",
+            "attention_bias": False,
+            "bos_token_id": 1,
+            "dtype": "bfloat16",
+            "eos_token_id": 2,
+            "hc_eps": 1e-6,
+            "hc_mult": self.streams,
+            "hc_sinkhorn_iters": 20,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "index_head_dim": self.index_dim,
+            "index_kpool": self.index_pool,
+            "index_n_heads": self.index_heads,
+            "index_topk": self.index_top_k,
+            "intermediate_size": self.dense_size,
+            "kv_lora_rank": self.key_value_rank,
+            "layer_types": kinds,
+            "linear_attn_config": {
+                "gate_lower_bound": -5.0,
+                "head_dim": self.linear_dim,
+                "num_heads": self.linear_heads,
+                "safe_gate": True,
+                "short_conv_kernel_size": 4,
+            },
+            "max_position_embeddings": self.max_position_embeddings,
+            "mlp_layer_types": mlps,
+            "moe_intermediate_size": self.moe_intermediate_size,
+            "n_group": 1,
+            "n_routed_experts": self.num_experts,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": self.num_heads,
+            "num_experts_per_tok": self.top_k,
+            "num_hidden_layers": self.num_layers,
+            "num_key_value_heads": self.num_heads,
+            "num_nextn_predict_layers": 0,
+            "pad_token_id": 0,
+            "q_lora_rank": self.query_rank,
+            "qk_nope_head_dim": self.head_dim,
+            "qk_rope_head_dim": 0,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": self.routed_scaling,
+            "scoring_func": "sigmoid",
+            "swiglu_limit": 10.0,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+            "v_head_dim": self.value_dim,
+            "vocab_size": self.vocab_size,
+        }
+        config = {
+            "architectures": ["Glm5NextForConditionalGeneration"],
+            "model_type": "glm5_next",
+            "text_config": text,
+            "tie_word_embeddings": False,
+        }
+        return config if quantization is None else config | {"quantization_config": quantization}
+
+
 # The second has the experts and the attention sizes of Qwen3-Next, but softmax attention in all its layers
-# and no shared expert: this family has no others.
-SHAPES = {
+# and no shared expert: this family has no others. "glm-5.3-flash-tiny" has layers of all kinds.
+SHAPES: dict[str, RandomShape] = {
     shape.name: shape
     for shape in (
         RandomShape("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 128, 8, 151936),
@@ -70,8 +167,14 @@ SHAPES = {
         RandomShape("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 1536, 128, 8, 151936),
         RandomShape("tiny", 2, 64, 4, 2, 32, 64, 8, 2, 512, 2048),
         RandomShape("small", 4, 256, 4, 2, 128, 128, 32, 4, 2048, 4096),
+        Glm5Shape("glm-5.3-flash", 45, 4096, 64, 64, 256, 2048, 288, 8, 154880, 1048576),
+        Glm5Shape(
+            "glm-5.3-flash-tiny", 5, 64, 4, 4, 32, 64, 8, 2, 512, 2048,
+            value_dim=32, query_rank=32, key_value_rank=32, linear_heads=2, linear_dim=32, index_heads=4,
+            index_dim=32, index_pool=4, index_top_k=32, dense_size=128, dense_layers=1,
+        ),
     )
-}
+}  # fmt: skip
 
 
 def parse_shape(name: str, layers: int) -> RandomShape:
@@ -79,6 +182,7 @@ def parse_shape(name: str, layers: int) -> RandomShape:
     if name not in SHAPES:
         raise UserError(f"--shape: {name!r} is not allowed; allowed: {', '.join(SHAPES)}")
     shape = SHAPES[name]
-    if layers < 0:
-        raise UserError(f"--layers: {layers} is not allowed; allowed: 0 (the model's own) or more")
+    if layers and layers < shape.fewest_layers:
+        allowed = f"0 (the model's own), or {shape.fewest_layers} or more"
+        raise UserError(f"--layers: {layers} is not allowed; allowed: {allowed}")
     return replace(shape, num_layers=layers) if layers else shape

@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -184,17 +184,13 @@ class ModelDraw:
         return self.constant / math.sqrt(1.0 + CONSTANT**2 + layer / self.shape.num_layers)
 
 
-def shards(draw: ModelDraw) -> list[list[TensorGroup]]:
-    """One shard per layer, and one for embedding, final norm and head."""
-    return [list(_layer(draw, layer)) for layer in range(draw.shape.num_layers)] + [list(_outside(draw))]
-
-
-def _outside(draw: ModelDraw) -> Iterator[TensorGroup]:
+def outside_layers(draw: ModelDraw) -> Iterator[TensorGroup]:
+    """Embedding, final norm and head."""
     shape = draw.shape
     size = (shape.vocab_size, shape.hidden_size)
-    yield _one("model.embed_tokens.weight", size, partial(embedding, draw))
-    yield _ones("model.norm.weight", shape.hidden_size)
-    yield _one("lm_head.weight", size, partial(head, draw))
+    yield one(f"{shape.prefix}embed_tokens.weight", size, partial(embedding, draw))
+    yield ones(f"{shape.prefix}norm.weight", shape.hidden_size)
+    yield one("lm_head.weight", size, partial(head, draw))
 
 
 def embedding(draw: ModelDraw) -> list[Array]:
@@ -264,7 +260,7 @@ def attention_matrices(shape: RandomShape, layer: int) -> list[MatrixDraw]:
             name,
             rows,
             cols,
-            (_added(shape) if name == "o" else 1.0) / math.sqrt(cols),
+            (added_std(shape) if name == "o" else 1.0) / math.sqrt(cols),
             name == "o",
             (1, layer, number),
         )
@@ -276,7 +272,7 @@ def expert_matrices(shape: RandomShape, layer: int, expert: int) -> list[MatrixD
     """Gate, up and down of one expert."""
     hidden, inner = shape.hidden_size, shape.moe_intermediate_size
     # silu(gate) * up of unit variances has a root mean square of 0.6; top_k results are averaged.
-    down = _added(shape) * math.sqrt(shape.top_k) / 0.6
+    down = added_std(shape) * math.sqrt(shape.top_k) / 0.6
     sizes = (
         ("gate_proj", inner, hidden, 1.0),
         ("up_proj", inner, hidden, 1.0),
@@ -288,12 +284,13 @@ def expert_matrices(shape: RandomShape, layer: int, expert: int) -> list[MatrixD
     ]
 
 
-def _added(shape: RandomShape) -> float:
+def added_std(shape: RandomShape) -> float:
     """Deviation of what each half of a layer adds to the residual stream."""
     return 1 / math.sqrt(2 * shape.num_layers)
 
 
-def _layer(draw: ModelDraw, layer: int) -> Iterator[TensorGroup]:
+def qwen3_layer(draw: ModelDraw, layer: int) -> Iterator[TensorGroup]:
+    """All tensors of a layer of the family qwen3_moe."""
     shape, stem = draw.shape, f"model.layers.{layer}."
     hidden = shape.hidden_size
     for norm, size in (
@@ -302,17 +299,24 @@ def _layer(draw: ModelDraw, layer: int) -> Iterator[TensorGroup]:
         ("self_attn.q_norm", shape.head_dim),
         ("self_attn.k_norm", shape.head_dim),
     ):
-        yield _ones(f"{stem}{norm}.weight", size)
+        yield ones(f"{stem}{norm}.weight", size)
     for matrix in attention_matrices(shape, layer):
         name = f"{stem}self_attn.{matrix.name}_proj.weight"
-        yield _one(name, (matrix.rows, matrix.cols), partial(_dense, draw, matrix))
-    yield _one(f"{stem}mlp.gate.weight", (shape.num_experts, hidden), partial(router, draw, layer))
+        yield one(name, (matrix.rows, matrix.cols), partial(draw_dense, draw, matrix))
+    yield one(f"{stem}mlp.gate.weight", (shape.num_experts, hidden), partial(router, draw, layer))
     for expert in range(shape.num_experts):
-        for matrix in expert_matrices(shape, layer, expert):
-            expert_stem = f"{stem}mlp.experts.{expert}.{matrix.name}."
-            parts = draw.experts.parts(matrix.rows, matrix.cols)
-            specs = tuple(TensorSpec(expert_stem + suffix, dtype, size) for suffix, dtype, size in parts)
-            yield TensorGroup(specs, partial(_expert_matrix, draw, matrix))
+        matrices = expert_matrices(shape, layer, expert)
+        yield from expert_groups(draw, f"{stem}mlp.experts.{expert}.", matrices)
+
+
+def expert_groups(draw: ModelDraw, stem: str, matrices: Iterable[MatrixDraw]) -> Iterator[TensorGroup]:
+    """The tensors of one expert, in the format of all."""
+    for matrix in matrices:
+        parts = draw.experts.parts(matrix.rows, matrix.cols)
+        specs = tuple(
+            TensorSpec(f"{stem}{matrix.name}.{suffix}", dtype, size) for suffix, dtype, size in parts
+        )
+        yield TensorGroup(specs, partial(_expert_matrix, draw, matrix))
 
 
 def _expert_matrix(draw: ModelDraw, matrix: MatrixDraw) -> list[Array]:
@@ -330,19 +334,22 @@ def router(draw: ModelDraw, layer: int) -> list[Array]:
     return [bfloat16_bits(rows)]
 
 
-def _dense(draw: ModelDraw, matrix: MatrixDraw) -> list[Array]:
+def draw_dense(draw: ModelDraw, matrix: MatrixDraw) -> list[Array]:
+    """bfloat16 bits `[rows, cols]`."""
     values = bfloat16_normal(generator(draw.seed, *matrix.key), (matrix.rows, matrix.cols), matrix.std)
     if matrix.zero_row:
         values[0] = 0
     return [values]
 
 
-def _one(name: str, size: tuple[int, ...], filler: partial[list[Array]]) -> TensorGroup:
+def one(name: str, size: tuple[int, ...], filler: Callable[[], list[Array]]) -> TensorGroup:
+    """A bfloat16 tensor by itself."""
     return TensorGroup((TensorSpec(name, "BF16", size),), filler)
 
 
-def _ones(name: str, size: int) -> TensorGroup:
-    return _one(name, (size,), partial(_ones_values, size))
+def ones(name: str, size: int) -> TensorGroup:
+    """A bfloat16 vector of ones, as norms begin."""
+    return one(name, (size,), partial(_ones_values, size))
 
 
 def _ones_values(size: int) -> list[Array]:

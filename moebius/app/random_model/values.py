@@ -188,7 +188,13 @@ FORMATS: Mapping[str, ExpertFormat] = {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4_WEIGHTS}},
-            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+            "ignore": [
+                "lm_head",
+                "re:.*self_attn.*",
+                "re:.*mlp.gate$",
+                "re:.*shared_experts.*",
+                "re:.*layers.\\d+.mlp.(gate|up|down)_proj$",
+            ],
         },
     ),
     "fp8_block": ExpertFormat(
@@ -198,7 +204,14 @@ FORMATS: Mapping[str, ExpertFormat] = {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-            "modules_to_not_convert": ["lm_head", "self_attn", "mlp.gate"],
+            "modules_to_not_convert": [
+                "lm_head",
+                "self_attn",
+                "mlp.gate",
+                "mlp.up_proj",
+                "mlp.down_proj",
+                "shared_experts",
+            ],
         },
     ),
 }
