@@ -217,6 +217,31 @@ def test_serving_corrects_what_was_measured(
     assert costs.copy_scale == pytest.approx(copy_scale, rel=0.1)
 
 
+@pytest.mark.parametrize("cpu_scale", [0.8, 1.3, 1.6])
+@pytest.mark.parametrize("outliers", [0, 1])
+def test_few_steps_are_enough(cpu_scale: float, outliers: int) -> None:
+    """A user's second and third prompt is divided nearly as well as the hundredth, also when a kernel was
+    compiled during the first."""
+    real = replace(COSTS, copy_scale=1.06, cpu_scale=cpu_scale)
+    costs = COSTS
+    for _ in range(outliers):
+        costs = costs.refined(512, 41, 30.0, 0.004)
+    costs = serve(costs, real, 512, 4, other=0.0005)
+    best = min(real.seconds(512, share) for share in range(SHARES + 1))
+    assert real.seconds(512, costs.best_share(512)) < 1.15 * best
+
+
+def test_servers_that_were_slow_for_a_while_are_tried_again() -> None:
+    """Once all was streamed because of them nothing else would ever show that they are fast again; prompts
+    that are streamed anyway say nothing."""
+    real = replace(COSTS, cpu=CostCurve.of([(16, 0.003), (512, 0.02)]))
+    slow = replace(real, cpu_scale=4.0)
+    assert slow.best_share(512) == SHARES
+    assert slow.refined(8192, SHARES, 0.0062, 0.0061).cpu_scale == 4.0
+    assert real.best_share(512) < SHARES
+    assert serve(slow, real, 512, 40).best_share(512) == pytest.approx(real.best_share(512), abs=4)
+
+
 def test_a_step_that_took_long_once_is_not_believed() -> None:
     """Kernels that are compiled at first use say nothing of later steps; an unknown time is none."""
     for seconds, copying in ((30.0, 0.004), (1e-6, 1e-6), (0.0, 0.0)):

@@ -13,10 +13,10 @@ with s the streamed share of its experts, `copy` the seconds that the link needs
 from __future__ import annotations
 
 import bisect
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_high, median_low
 from typing import Literal
 
 import structlog
@@ -27,14 +27,16 @@ _log = structlog.get_logger(__name__)
 # Expert servers lose about so much of their speed to copies out of the same memory: with 15 readers 122 to
 # 134 GB/s became 104 to 123 while a GPU copied 53 GB/s.
 SHARED_MEMORY = 1.12
-# Streaming, and dividing a layer, have to gain this much: both cost launches that the model does not count.
-_WORTH = 0.8
+# Streaming has to take so much less than servers alone: it costs launches that the model does not count, and
+# memory that decoding wants. Dividing a layer, so much less than streaming all of it.
+_WORTH, _WORTH_DIVIDING = 0.8, 0.9
 # Rows from which streaming everything is taken to be faster where nothing was measured.
 _UNMEASURED_BREAK_EVEN = 256
 # Decode batches below this are left to captured graphs and expert servers.
 _LEAST_DECODE_ROWS = 65
-# What one step changes of a measured time, how far one step is believed, and the bounds of all changes.
-_STEP_WEIGHT, _LARGEST_STEP, _LARGEST_SCALE = 0.3, 2.0, 4.0
+# A measured time is corrected to the median of what so many steps showed: one that took long for a reason of
+# its own changes nothing, two or three alike are enough. How far one step is believed, and the bounds of all.
+_STEPS_KEPT, _LARGEST_STEP, _LARGEST_SCALE = 5, 2.0, 4.0
 # A link that was busy for so much of a step had nothing to wait for; what servers' time is then taken to be
 # of what was expected.
 _NEVER_IDLE, _TRIED = 0.93, 0.9
@@ -82,9 +84,11 @@ class LayerCosts:
     copy: float
     cpu: CostCurve
     gpu: CostCurve
-    # What steps in service showed of `cpu` and `copy`: factors.
+    # What steps in service showed of `cpu` and `copy`: factors, and those of the last steps.
     cpu_scale: float = 1.0
     copy_scale: float = 1.0
+    cpu_seen: tuple[float, ...] = ()
+    copy_seen: tuple[float, ...] = ()
     # By streamed share, 0 to SHARES: the part of a step's (row, expert) pairs that is left to servers; empty:
     # as with even routing.
     left: tuple[float, ...] = ()
@@ -107,10 +111,8 @@ class LayerCosts:
     def best_share(self, rows: int, least: int = 0) -> int:
         """The share of SHARES that takes least, at least `least`; 0 or all unless a split is worth it."""
         best = min(range(least, SHARES + 1), key=lambda share: self.seconds(rows, share))
-        whole = [share for share in (0, SHARES) if share >= least]
-        simplest = min(whole, key=lambda share: self.seconds(rows, share))
-        limit = _WORTH * self.seconds(rows, simplest)
-        chosen = best if self.seconds(rows, best) < limit else simplest
+        is_worth_it = self.seconds(rows, best) < _WORTH_DIVIDING * self.seconds(rows, SHARES)
+        chosen = best if is_worth_it else SHARES
         if least == 0 and self.seconds(rows, chosen) > _WORTH * self.seconds(rows, 0):
             return 0
         return chosen
@@ -118,27 +120,49 @@ class LayerCosts:
     def refined(self, rows: int, share: int, seconds: float, copying: float) -> LayerCosts:
         """After a step that took `seconds` a layer, in `copying` of which the link was busy.
 
-        The link's time is what it was busy. Where that is less than the step's the servers took the step's:
-        with their answers a layer ends, and its other kernels count as theirs. Where the link was never idle
-        they may have waited for it, nobody knows how long: they are taken to be a little faster, so that
-        steps find out.
+        The link's time is what it was busy.
         """
-        link, servers, gpu = self.parts(rows, share)
         if seconds <= 0 or copying <= 0:
             return self
-        copy_scale = _nearer(self.copy_scale, copying / link) if link > 0 else self.copy_scale
-        cpu_scale = self.cpu_scale
+        link, _, _ = self.parts(rows, share)
+        copy_off = copying / link if link > 0 else None
+        copy_scale, copy_seen = _corrected(self.copy_scale, self.copy_seen, copy_off)
+        cpu_off = self._servers_off(rows, share, seconds, copying)
+        cpu_scale, cpu_seen = _corrected(self.cpu_scale, self.cpu_seen, cpu_off)
+        return replace(
+            self, copy_scale=copy_scale, cpu_scale=cpu_scale, copy_seen=copy_seen, cpu_seen=cpu_seen
+        )
+
+    def _servers_off(self, rows: int, share: int, seconds: float, copying: float) -> float | None:
+        """By what factor servers took longer than expected; None: the step does not show it.
+
+        Where the link was idle they took the step's time: with their answers a layer ends, and its other
+        kernels count as theirs. Where it never was they may have waited for it, nobody knows how long: they
+        are taken to be a little faster, so that steps find out. Where all was streamed because they seemed
+        slow, that is forgotten bit by bit.
+        """
+        _, servers, gpu = self.parts(rows, share)
+        if share == SHARES:
+            is_their_fault = self.cpu_scale > 1 and replace(self, cpu_scale=1.0).best_share(rows) < SHARES
+            return max(_TRIED, 1 / self.cpu_scale) if is_their_fault else None
         # Fewer rows than were measured, and steps that the GPU's products bound, say nothing of servers.
-        if rows >= self.cpu.points[0][0] and servers > gpu:
-            was_idle = copying < _NEVER_IDLE * seconds
-            cpu_scale = _nearer(cpu_scale, seconds / servers if was_idle else min(_TRIED, seconds / servers))
-        return replace(self, copy_scale=copy_scale, cpu_scale=cpu_scale)
+        if rows < self.cpu.points[0][0] or servers <= gpu:
+            return None
+        was_idle = copying < _NEVER_IDLE * seconds
+        return seconds / servers if was_idle else min(_TRIED, seconds / servers)
 
 
-def _nearer(scale: float, ratio: float) -> float:
-    """A scale that was off by `ratio` in one step, corrected by a part of that."""
-    believed = min(_LARGEST_STEP, max(1 / _LARGEST_STEP, ratio))
-    return min(_LARGEST_SCALE, max(1 / _LARGEST_SCALE, scale * math.pow(believed, _STEP_WEIGHT)))
+def _corrected(scale: float, seen: tuple[float, ...], off: float | None) -> tuple[float, tuple[float, ...]]:
+    """The scale and what showed it, after a step for which it was `off` by a factor.
+
+    What was taken for true before the first step counts as one. Of two medians it is the nearer.
+    """
+    if off is None:
+        return scale, seen
+    believed = min(_LARGEST_STEP, max(1 / _LARGEST_STEP, off))
+    shown = min(_LARGEST_SCALE, max(1 / _LARGEST_SCALE, scale * believed))
+    seen = (*(seen or (scale,)), shown)[-_STEPS_KEPT:]
+    return min(median_low(seen), median_high(seen), key=lambda median: abs(median - scale)), seen
 
 
 @dataclass
