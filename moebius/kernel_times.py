@@ -7,6 +7,7 @@ instruction set and build of the kernels; the planner reads it. Times of other b
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import hashlib
@@ -60,13 +61,22 @@ class PanelTimes:
 
 
 def cache_directory() -> Path:
-    """Of Moebius below the user's cache, by the XDG base directories; a relative one counts as none."""
+    """Of Moebius below the user's cache, by the XDG base directories; a relative one counts as none.
+
+    Raises FileNotFoundError where neither that nor a home directory is known.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "moebius"
+    if base.startswith("/"):
+        return Path(base) / "moebius"
+    try:
+        return Path.home() / ".cache" / "moebius"
+    except RuntimeError:
+        why = "this user has no home directory, and neither HOME nor XDG_CACHE_HOME is set"
+        raise FileNotFoundError(errno.ENOENT, why) from None
 
 
 def times_file() -> Path:
-    """Where this user's measurements are."""
+    """Where this user's measurements are. Raises FileNotFoundError as `cache_directory` does."""
     return cache_directory() / "kernel-times.json"
 
 

@@ -134,7 +134,8 @@ class ApiClient:
         """POSTs `body` with streaming and usage switched on; yields the events as they arrive."""
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
-            with self._http.stream("POST", path, json=request) as response:
+            headers = {"Content-Type": "application/json"}
+            with self._http.stream("POST", path, content=_encoded(request), headers=headers) as response:
                 if response.status_code != 200:
                     response.read()
                 self._check(response)
@@ -167,6 +168,20 @@ class ApiClient:
 
     def _unreachable(self, error: Exception) -> UserError:
         return Unreachable(f"cannot reach {self._base_url}: {error}; is `moebius serve` running there?")
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    """JSON in UTF-8. Raises UserError for text that is none.
+
+    Where the locale has another encoding, Python carries the bytes of arguments and of lines as surrogates:
+    they are sent as the bytes that they were.
+    """
+    try:
+        data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogateescape")
+        data.decode()
+    except UnicodeError:
+        raise UserError("the message is not valid UTF-8; allowed: text in UTF-8") from None
+    return data
 
 
 def _message_of(response: httpx.Response) -> str:

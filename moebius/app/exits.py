@@ -6,6 +6,7 @@ Loads nothing of the command line's own libraries, nor of any service: see `moeb
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import signal
@@ -100,6 +101,9 @@ class EndingSignals:
 def exit_with(run: Callable[[], object]) -> NoReturn:
     """Runs it and exits with the status that it returns, or that its error or a signal stands for."""
     signals, status = EndingSignals(), None
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="replace")  # a locale without an answer's letters: question marks
     try:
         with signals.handled():
             status = run()
@@ -170,6 +174,8 @@ def _user_message(error: Exception) -> str | None:
         return " ".join(str(format_message()).split())
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "torch":
         return "this needs torch, which is not installed for this Python: `make setup` or `pip install torch`"
+    if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home directory"):
+        return "a path begins with ~, but that home directory is not known: give the whole path, or set HOME"
     kinds: list[type[BaseException]] = [UserError]
     for module, name in USER_ERRORS:
         if module in sys.modules:

@@ -60,6 +60,8 @@ def fetch_model(
     """
     from huggingface_hub import constants
 
+    if constants.HF_HUB_CACHE.startswith("~"):
+        raise UserError("models have no place: this user has no home directory; set HOME or HF_HOME")
     if offline or constants.HF_HUB_OFFLINE:
         return _cached(model, revision, needs_weights, "--offline (or HF_HUB_OFFLINE) is set, and ")
     try:

@@ -204,3 +204,24 @@ def test_a_pipe_is_read_line_by_line(tmp_path: Path, ending: str) -> None:
         )
     assert ended.stdout == "Paris\nParis\n"
     assert len(server.requests) == 2
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize(("locale", "out"), [({"PYTHONUTF8": "1"}, "\n5 €\n"), (ASCII, "\n5 ?\n")])
+def test_no_encoding_ends_a_dialogue(locale: dict[str, str], out: str) -> None:
+    """A line that is no UTF-8 is refused, the next one answered; letters that a locale lacks become ?."""
+    with scripted_server([delta_event("5 €"), usage_event(1)]) as server:
+        command = [sys.executable, "-m", "moebius", "chat", "--base-url", server.base_url]
+        ended = subprocess.run(
+            command,
+            input=b"\xff\n\xc3\x9cber\n",
+            capture_output=True,
+            timeout=WAIT_S,
+            check=True,
+            env={**os.environ, **locale},
+        )
+    assert ended.stdout.decode() == out
+    assert b"not valid UTF-8" in ended.stderr
+    assert asked(server) == [[("user", "Über")]]

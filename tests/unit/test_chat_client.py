@@ -35,6 +35,19 @@ def test_servers_error_is_repeated() -> None:
             list(client.stream("/v1/completions", {"model": "x"}))
 
 
+def test_bytes_of_another_locale_are_sent_as_they_were() -> None:
+    """Arguments that Python could not decode are UTF-8 all the same; what is not is one error, not sent."""
+    with scripted_server([usage_event(0)]) as server:
+        client = ApiClient(server.base_url)
+        carried = "Über".encode().decode("ascii", "surrogateescape")
+        list(client.stream("/v1/completions", {"prompt": carried}))
+        assert server.requests[0]["prompt"] == "Über"
+        for broken in (b"\xff".decode("utf-8", "surrogateescape"), "\ud83d"):
+            with pytest.raises(UserError, match="not valid UTF-8"):
+                list(client.stream("/v1/completions", {"prompt": broken}))
+        assert len(server.requests) == 1
+
+
 def test_error_event_in_a_stream_is_an_error() -> None:
     """A stream that breaks off with an error event is not taken for a complete answer."""
     events = [delta_event("half"), {"error": {"message": "expert server lost"}}]

@@ -6,6 +6,7 @@ The conversion itself is replaced by one that writes small files; the true one r
 from __future__ import annotations
 
 import importlib.util
+import pwd
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from moebius.app.demo_model.download import (
     silent,
 )
 from moebius.app.demo_model.recipe import SOURCE_GGUF
+from moebius.app.exits import exit_with
+from moebius.app.hub import HubModel, fetch_model
+from moebius.errors import USER_ERROR_EXIT, UserError
+from moebius.kernel_times import times_file
 
 
 class CountingConversion:
@@ -117,7 +122,11 @@ def test_foreign_directory_is_not_touched(tmp_path: Path, conversion: CountingCo
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(OSError(28, "No space left on device"), "disk full"), (OSError(5, "I/O error"), "I/O error")],
+    [
+        (OSError(28, "No space left on device"), "disk full"),
+        (OSError(5, "I/O error"), "I/O error"),
+        (OSError(13, "Permission denied"), "set XDG_CACHE_HOME to a directory that can be written"),
+    ],
 )
 def test_failed_build_leaves_nothing(
     tmp_path: Path, conversion: CountingConversion, error: OSError, message: str
@@ -218,6 +227,23 @@ def test_default_directory_follows_xdg(
     monkeypatch.setenv("XDG_CACHE_HOME", value)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert default_directory() == tmp_path / expected / "moebius" / "smollm2-135m-moe"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run as users that no file knows: what needs a place of its own says which variable it is."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    with pytest.raises(DemoModelError, match="neither HOME nor XDG_CACHE_HOME is set"):
+        build_demo_model()
+    with pytest.raises(FileNotFoundError):
+        times_file()
+    with pytest.raises(SystemExit) as ended:
+        exit_with(lambda: Path("~/model").expanduser())
+    assert ended.value.code == USER_ERROR_EXIT
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    with pytest.raises(UserError, match="set HOME or HF_HOME"):
+        fetch_model(HubModel("a/b", ""), "", True, silent)
 
 
 def test_terminal_bar_accepts_every_stage(capsys: pytest.CaptureFixture[str]) -> None:

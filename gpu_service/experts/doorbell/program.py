@@ -12,6 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from moebius.errors import UserError
+from moebius.kernel_times import cache_directory
 from moebius.mailbox import ClientFailure, Mailbox, field_offsets
 
 SOURCE = Path(__file__).with_name("doorbell.cu")
@@ -95,7 +96,10 @@ def compiled(arch: str, directory: str) -> bytes:
     Raises UserError when NVRTC is not installed or the directory can not be written.
     """
     source = program()
-    place = cache_file(source, arch, directory)
+    try:
+        place = cache_file(source, arch, directory)
+    except FileNotFoundError as error:
+        raise UserError(f"jit_cache_dir: empty, and {error.strerror}") from error
     if place.exists():
         return place.read_bytes()
     code = compile_source(source, arch)
@@ -111,7 +115,7 @@ def compiled(arch: str, directory: str) -> bytes:
 
 def cache_file(source: str, arch: str, directory: str) -> Path:
     """The file that keeps the machine code of `source` for `arch`, named after a digest of the source."""
-    root = Path(directory).expanduser() if directory else Path.home() / ".cache" / "moebius"
+    root = Path(directory).expanduser() if directory else cache_directory()
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     return root / "doorbell" / f"{arch}-{digest}.cubin"
 

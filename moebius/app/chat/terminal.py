@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -74,6 +75,9 @@ def _note(text: str) -> None:
 def _reader(conversation: Conversation) -> Callable[[], str]:
     """What gives the next message. Raises EOFError at the end and KeyboardInterrupt on Ctrl-C."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # What is not UTF-8 is refused when it is sent, and the lines after it are read.
+            sys.stdin.reconfigure(errors="surrogateescape")
         return _read_line
     name = conversation.body["model"]
     _note(f"{name}  (/help lists the commands, Ctrl-D ends)")
@@ -119,7 +123,11 @@ def _session() -> PromptSession[str]:
 
 def _history_file() -> Path | None:
     """Where messages are remembered, for their author only; None where there is no such place."""
-    directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "moebius"
+    try:
+        directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "moebius"
+    except RuntimeError:
+        _note("messages are not remembered: this user has no home directory, and HOME is not set")
+        return None
     path = directory / "chat_history"
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)

