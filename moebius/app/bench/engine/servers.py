@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
+from moebius.app.exits import ENDING
 from moebius.app.supervisor.plan import plan_processes
 from moebius.app.supervisor.process import ManagedProcess
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.config import MoebiusConfig
-from moebius.errors import StartupError, UserError
+from moebius.errors import UserError
 from moebius.mailbox import Mailbox
 from moebius.tls import configure_tls
 
@@ -110,21 +110,18 @@ def running_servers(config: MoebiusConfig) -> Iterator[ExpertServers]:
         serve_plan = plan_processes(config)
         processes = tuple(spec for spec in serve_plan.plan.processes if spec.name not in _NOT_STARTED)
         plan = replace(serve_plan.plan, processes=processes)
+        # The supervisor only notes signals, for a loop that looks; a benchmark has to be left.
+        earlier = {number: signal.getsignal(number) for number in ENDING}
         with Supervisor(plan, serve_plan.timing) as supervisor:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
             # Other ranks are ready only together with the first one, which is built here afterwards.
             experts = [process for process in supervisor.processes if process.spec.name.startswith("expert")]
-            if len(experts) == len(processes) and not supervisor.wait_ready():
-                raise StartupError("stopped by a signal while expert servers were loading")
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, _interrupt)  # the supervisor gives the earlier ones back at the end
+            if len(experts) == len(processes):
+                supervisor.wait_ready()
             # A rank that ends is noticed by the others, and all end with the first one.
             with _watched(experts, [segment.name for segment in plan.segments]):
                 yield ExpertServers(serve_plan.config)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """The supervisor only notes signals, for a loop that looks; a benchmark has to be left."""
-    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
