@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from typing import Any
 
 
+class _Lazy:
+    """`importlib.util.LazyLoader` imports for any attribute, and pytest looks whether all that a file has is
+    wrapped, or a mock."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
+
+
 def lazy(name: str) -> Any:
-    """The module, imported when something of it is first looked at. Raises ImportError when there is none."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.loader is None:
+    """The module, imported when something of it is first used. Raises ImportError when there is none."""
+    if importlib.util.find_spec(name) is None:
         raise ImportError(f"no module named {name!r}", name=name)
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return _Lazy(name)
