@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import os
 import tempfile
 import threading
 import time
@@ -38,6 +39,7 @@ _MOST_CALLS = 400_000
 _LOOK_S = 0.02
 _CLOCK_QUESTIONS = 8
 _OPTIONS = [("grpc.max_receive_message_length", -1)]
+_KINETO_SILENT = "6"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -201,6 +203,9 @@ def _start_torch() -> Any:
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 
+    # Its library, Kineto, logs every start and stop above the level of errors. It reads the level once, when
+    # it is first used, which is here. A level that a user has set stays.
+    os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
     activities = [ProfilerActivity.CPU]
     if _has_gpu():
         activities.append(ProfilerActivity.CUDA)

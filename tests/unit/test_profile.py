@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,6 +24,7 @@ import gpu_service.profiler as profiler_module
 from expert_service.servicer import ExpertServicer
 from gpu_service.profiler import EngineProfiler, ProfileRunning, boot_id, clock_offset, profile_seconds
 from moebius.app.profile import chrome_trace, summary, write_trace
+from moebius.app.supervisor.lines import ForwardedLines
 from moebius.errors import UserError
 from moebius.kernels import ExpertEngine
 from protos import engine_pb2 as pb
@@ -270,3 +273,20 @@ def test_document(torch_trace: str, tmp_path: Path) -> None:
 def test_nothing_to_show_is_a_document() -> None:
     """An engine without expert servers, and without torch's profiler."""
     assert json.loads(chrome_trace(pb.ProfileResponse()))["traceEvents"] == []
+
+
+PROFILED = """
+import threading
+from gpu_service.profiler import _start_torch, _stop_torch
+threads = [threading.Thread(target=lambda: _stop_torch(_start_torch())) for _ in range(2)]
+for thread in threads:
+    thread.start()
+    thread.join()
+"""
+
+
+def test_torchs_profiler_is_silent() -> None:
+    """A profile on demand writes no lines of torch's own library into the log of `moebius serve`."""
+    ended = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, check=True)
+    lines = ForwardedLines("gpu", json_logs=False)
+    assert [line for line in ended.stderr.splitlines() if lines.forwarded(line) is not None] == []

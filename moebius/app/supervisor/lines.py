@@ -13,6 +13,8 @@ _NATIVE = re.compile(r"([IWEF])\d{4} [\d:.]+\s+\d+ ([\w.]+):\d+\] (.*)")
 _LEVELS = {"I": "info", "W": "warning", "E": "error", "F": "critical"}
 _HANDSHAKE = "Handshake failed"
 HANDSHAKE_EVERY_S = 60.0
+# Torch's profiler starts in a thread, which matters only to a daemon that we do not run.
+_NOISE = ("ERROR: External init callback must run in same thread as registerClient",)
 
 
 class ForwardedLines:
@@ -27,7 +29,9 @@ class ForwardedLines:
         self._said: dict[str, float] = {}
 
     def forwarded(self, text: str) -> str | None:
-        """The line to write; None: it was said a moment ago."""
+        """The line to write; None: it was said a moment ago, or is of no use to anybody."""
+        if text.startswith(_NOISE):
+            return None
         native = _NATIVE.fullmatch(text)
         if native is not None and _HANDSHAKE in text and self._is_repeated(native[3]):
             return None
