@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from itertools import count
 from typing import Any, cast
@@ -13,7 +13,7 @@ from typing import Any, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import propagate, trace
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from moebius.grpc_channels import open_aio_channel, report_failed_handshake
 from moebius.outbox import Outbox
@@ -231,17 +231,18 @@ class EngineClient:
             context: OpenTelemetry context that is the parent of the call's span; None: the current one.
             images: the files of `request.images`, which have no data then.
         """
-        # The span is not made current: an async generator may be closed from another context.
-        span = self._tracer.start_span(f"{SERVICE}/Generate", context=context, kind=SpanKind.CLIENT)
-        span.set_attributes({"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"})
+        span = self._span(context)
         carrier: dict[str, str] = {}
         propagate.inject(carrier, context=trace.set_span_in_context(span, context))
         request.trace_context.update(carrier)
         ended = False
         try:
-            async with aclosing(self._responses(request, carrier, images)) as responses:
-                async for response in responses:
-                    yield response
+            for way in self._ways(request, carrier, images):
+                with contextlib.suppress(_Unsupported):
+                    async with aclosing(way) as responses:
+                        async for response in responses:
+                            yield response
+                    break
             ended = True
             span.set_attribute("rpc.grpc.status_code", 0)
         except grpc.aio.AioRpcError as error:
@@ -254,18 +255,29 @@ class EngineClient:
                 span.add_event("cancelled by the gateway")
             span.end()
 
-    async def _responses(
+    def _span(self, context: Any) -> Span:
+        """The call's span, not made current: an async generator may be closed from another context.
+
+        Under a parent that is not sampled it would not be, either: then it is the parent.
+        """
+        parent = trace.get_current_span(context)
+        if parent.get_span_context().is_valid and not parent.get_span_context().trace_flags.sampled:
+            return parent
+        span = self._tracer.start_span(f"{SERVICE}/Generate", context=context, kind=SpanKind.CLIENT)
+        span.set_attributes({"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"})
+        return span
+
+    def _ways(
         self, request: engine_pb2.GenerateRequest, metadata: dict[str, str], images: Sequence[bytes]
-    ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
+    ) -> Iterator[AsyncGenerator[engine_pb2.GenerateResponse, None]]:
         """On the common stream when it is small and the engine has that, else by a call of its own."""
         if not images and self._many.is_supported and request.ByteSize() <= _SHARED_BYTES:
-            try:
-                async with aclosing(self._many.generate(request)) as responses:
-                    async for response in responses:
-                        yield response
-                return
-            except _Unsupported:
-                pass
+            yield self._many.generate(request)
+        yield self._own_call(request, metadata, images)
+
+    async def _own_call(
+        self, request: engine_pb2.GenerateRequest, metadata: dict[str, str], images: Sequence[bytes]
+    ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
         headers = tuple(metadata.items())
         if images:
             call = self._engine.GenerateWithImages(metadata=headers)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic_core import to_json
+
 from gateway.errors import ApiError
 from gateway.output import chat_logprobs, completion_logprobs
 from gateway.parsers.events import (
@@ -26,6 +28,8 @@ from gateway.schemas.common import StreamOptions
 from gateway.streaming import DONE, KEEP_ALIVE, event
 from gateway.text.tokenizer import Tokenizer
 from gateway.token_details import TokenDetails
+
+_NO_OPTIONS = StreamOptions.model_validate({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +155,12 @@ class ChoiceFormat(ResponseFormat):
         self._logprobs = prepared.logprobs
         self._names_by_id = bool(prepared.fields.return_tokens_as_token_ids)
         self._names_tokens = bool(prepared.fields.logprob_token_ids)
-        self._options = prepared.fields.stream_options or StreamOptions.model_validate({})
+        self._options = prepared.fields.stream_options or _NO_OPTIONS
         self._details = TokenDetails(prepared, tokenizer)
         self._opened: set[int] = set()
+        # A stream's chunks differ in their choice: what comes before it is written once.
+        head = event(self._envelope(self.chunk_object, []))
+        self._chunk_head = head.removesuffix(b"[]}\n\n")
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """One choice per output."""
@@ -204,10 +211,11 @@ class ChoiceFormat(ResponseFormat):
         return event(error.body()) + DONE
 
     def _chunk(self, choice: dict[str, Any], usage: Callable[[], Usage], more: Mapping[str, Any]) -> bytes:
-        payload = {**self._envelope(self.chunk_object, [choice]), **more}
         if self._options.include_usage:
-            payload["usage"] = usage_object(usage()) if self._options.continuous_usage_stats else None
-        return event(payload)
+            counted = usage_object(usage()) if self._options.continuous_usage_stats else None
+            more = {**more, "usage": counted}
+        rest = b"," + to_json(more)[1:] if more else b"}"
+        return b"%b[%b]%b\n\n" % (self._chunk_head, to_json(choice), rest)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

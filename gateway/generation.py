@@ -77,8 +77,8 @@ class PromptJob:
         async with aclosing(engine.generate(self.request, context, self.images)) as responses:
             every = responses if self.stream_interval == 1 else gathered(responses, self.stream_interval)
             async for response in every:
-                delta = self._take(states, response)
-                is_complete = response.WhichOneof("response") == "complete"
+                is_complete = response.HasField("complete")
+                delta = self._take(states, response, is_complete)
                 completed += is_complete
                 if delta is not None and delta.finish is None and response.chunk.complete_follows:
                     held[delta.index] = delta
@@ -92,13 +92,13 @@ class PromptJob:
             502, "the engine closed the stream before the output was complete", code="engine_error"
         )
 
-    def _take(self, states: list[OutputState], response: engine_pb2.GenerateResponse) -> ParsedDelta | None:
+    def _take(
+        self, states: list[OutputState], response: engine_pb2.GenerateResponse, is_complete: bool
+    ) -> ParsedDelta | None:
         """Gives one message to its output; None when that output had finished at a stop string."""
-        if response.WhichOneof("response") == "complete":
-            message: engine_pb2.GenerateComplete | engine_pb2.GenerateStreamChunk = response.complete
+        message = response.complete if is_complete else response.chunk
+        if is_complete:
             self._note_first_token(response.complete.first_token_seconds)
-        else:
-            message = response.chunk
         if message.HasField("input_logprobs"):
             self.input_logprobs = message.input_logprobs
         self.counted_prompt_tokens = message.prompt_tokens
@@ -106,10 +106,7 @@ class PromptJob:
         state = states[message.index]
         if state.finish is not None:
             return None
-        if isinstance(message, engine_pb2.GenerateComplete):
-            delta = state.complete(message)
-        else:
-            delta = state.feed(message)
+        delta = state.complete(response.complete) if is_complete else state.feed(response.chunk)
         self.completion_tokens += delta.new_tokens
         self.reasoning_tokens += delta.reasoning_tokens
         if delta.finish is not None:

@@ -148,7 +148,8 @@ class OutputState:
     def feed(self, chunk: engine_pb2.GenerateStreamChunk) -> ParsedDelta:
         """Takes the tokens of one message; tokens after a stop string are ignored."""
         logprobs = chunk.output_logprobs if chunk.HasField("output_logprobs") else None
-        return self._advance(self._echo(chunk.input_logprobs), chunk.token_ids, logprobs, 0)
+        echo = "" if self._echoed else self._echo(chunk.input_logprobs)
+        return self._advance(echo, chunk.token_ids[:], logprobs, 0)
 
     def complete(self, message: engine_pb2.GenerateComplete) -> ParsedDelta:
         """Takes the last message, with any tokens that no chunk carried; ends the output.
@@ -167,7 +168,7 @@ class OutputState:
     def _advance(
         self,
         text: str,
-        token_ids: Sequence[int],
+        token_ids: list[int],
         logprobs: engine_pb2.OutputLogProbs | None,
         first: int,
         last: engine_pb2.GenerateComplete | None = None,
@@ -238,8 +239,8 @@ class OutputState:
     def _settle(self, text: str) -> str:
         """The part of new text that may be shown; sets `finish` when a stop string is complete."""
         self._decoded_length += len(text)
-        if self.token_count < self._rules.min_tokens:
-            return text  # stop strings do not count yet
+        if not self._rules.stop_strings or self.token_count < self._rules.min_tokens:
+            return text  # stop strings do not count, or not yet
         result = self._stops.feed(text)
         if result.matched is not None:
             self.finish = Finish("stop", result.matched)

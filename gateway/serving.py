@@ -46,6 +46,7 @@ class RequestRun:
         self._jobs = prepared.jobs
         self._format = form
         self._stream = bool(body.stream)
+        self._engine_streams = self._jobs[0].request.stream
         self._log = logger if body.user is None else logger.bind(user=body.user)
         self._started = time.perf_counter()
         self._first_token_s = 0.0  # after `_started`; 0: there is none yet
@@ -211,13 +212,14 @@ class RequestRun:
 
     def _observe(self, delta: ParsedDelta) -> None:
         """Latencies of calls that stream from the engine: when each token came."""
-        if not delta.new_tokens or not self._jobs[0].request.stream:
+        if not delta.new_tokens or not self._engine_streams:
             return
         now = time.perf_counter()
         if not self._last_token:
             self._first_token(now - self._started)
-        if delta.index in self._last_token:
-            self._gateway.metrics.tokens(now - self._last_token[delta.index], delta.new_tokens)
+        last = self._last_token.get(delta.index)
+        if last is not None:
+            self._gateway.metrics.tokens(now - last, delta.new_tokens)
         self._last_token[delta.index] = now
 
     def _first_token(self, seconds: float) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,9 +26,10 @@ class ClientGone(Exception):
     """The client closed the connection; nobody is left to answer."""
 
 
-def event(payload: dict[str, Any]) -> bytes:
-    """One SSE event. JSON escapes line breaks, so a payload is always one `data:` line."""
-    return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def event(payload: dict[str, Any], name: str = "") -> bytes:
+    """One SSE event, named or not. JSON escapes line breaks, so a payload is always one `data:` line."""
+    named = f"event: {name}\n".encode() if name else b""
+    return b"%bdata: %b\n\n" % (named, to_json(payload))
 
 
 class LastEvent(bytes):
@@ -118,7 +119,8 @@ class EventStream(Response):
         """Runs until the iterator ends or the client is gone."""
         try:
             with contextlib.suppress(ClientGone), ClientWatch.of(scope, receive).guard():
-                await self._send(scope, send)
+                # In a task of its own: what wakes it for each token would else pass through all middleware.
+                await asyncio.create_task(self._send(scope, send))
         finally:
             await self._on_close()
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, cast
 
 import structlog
 from opentelemetry import metrics
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.samples import Sample
 
 from gateway.schemas.common import GenerationFields
 from moebius import __version__
@@ -19,6 +22,7 @@ from protos import engine_pb2
 logger = structlog.get_logger(__name__)
 MAX_IGNORED_NAMES = 256
 OTHER_NAMES = "(others)"
+OfModel = TypeVar("OfModel", bound=Histogram | Gauge)
 _NAME = re.compile(r"[\w.\[\]-]{1,100}", re.ASCII)
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _TOKEN_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -29,6 +33,47 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 # As the conventions have them.
 _GENAI_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _GENAI_TOKENS = tuple(4**power for power in range(14))
+
+
+class BatchedHistogram(Histogram):
+    """Puts values into buckets many at a time: for what is observed with every token of every stream.
+
+    One thread observes; any may collect.
+    """
+
+    _MOST_WAITING = 4096
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._waiting: list[float] = []
+        self._counting = threading.Lock()
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """Counted at the latest when somebody collects; exemplars are not kept."""
+        self._waiting.append(amount)
+        if len(self._waiting) >= self._MOST_WAITING:
+            self._count()
+
+    def observe_many(self, amount: float, count: int) -> None:
+        """As `count` calls of `observe` whose amounts add up to `amount`."""
+        self._sum.inc(amount)
+        self._buckets[bisect_left(self._upper_bounds, amount / count)].inc(count)
+
+    def _child_samples(self) -> Iterable[Sample]:
+        self._count()
+        return super()._child_samples()
+
+    def _count(self) -> None:
+        with self._counting:
+            amounts = sorted(self._waiting[: self._MOST_WAITING])
+            del self._waiting[: len(amounts)]  # what was added meanwhile is behind these
+            self._sum.inc(sum(amounts))
+            counted = 0
+            for bucket, bound in zip(self._buckets, self._upper_bounds, strict=True):
+                place = bisect_right(amounts, bound)
+                if place > counted:
+                    bucket.inc(place - counted)
+                    counted = place
 
 
 class ReplicaMetrics:
@@ -82,9 +127,14 @@ class GatewayMetrics:
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Arrival to the first token", (*_FIRST_TOKEN_S, 20, 40, 80, 160)
         )
-        self._token = self._histogram(
-            "inter_token_latency_seconds", "Time between tokens of a stream", (*_TOKEN_S, 20, 40, 80)
+        self._token = BatchedHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Time between tokens of a stream",
+            ["model_name"],
+            buckets=(*_TOKEN_S, 20, 40, 80),
+            registry=self.registry,
         )
+        self._of_model: dict[Histogram | Gauge, Histogram | Gauge] = {}  # filled by `_own`
         self._request = self._histogram(
             "e2e_request_latency_seconds", "Arrival to the last token", _REQUEST_S
         )
@@ -131,10 +181,18 @@ class GatewayMetrics:
     def set_model(self, name: str) -> None:
         """The value of the `model_name` label from now on."""
         self._model = name
+        self._of_model.clear()
         for histogram in (self._first_token, self._token):
             histogram.labels(name)
         for reason in ("gateway_queue_full", "engine_queue_full", "key_limit"):
             self._rejections.labels(name, reason)  # 0 is something to show, and to compare with
+
+    def _own(self, metric: OfModel) -> OfModel:
+        """The metric with the served model's label; looked up once, as that costs more than counting."""
+        own = self._of_model.get(metric)
+        if own is None:
+            own = self._of_model[metric] = metric.labels(self._model)
+        return cast(OfModel, own)
 
     def rejected(self, reason: str) -> None:
         """A request was answered with 429."""
@@ -161,21 +219,19 @@ class GatewayMetrics:
 
     def first_token(self, seconds: float) -> None:
         """The first token of a request came after `seconds`."""
-        self._first_token.labels(self._model).observe(seconds)
+        self._own(self._first_token).observe(seconds)
 
     def tokens(self, seconds: float, count: int) -> None:
         """`count` further tokens came `seconds` after the ones before, in even distances."""
+        histogram = self._own(self._token)
         if count == 1:
-            self._token.labels(self._model).observe(seconds)
+            histogram.observe(seconds)
         elif count > 1:
-            # As so many calls of `observe`: those of a whole answer would hold up streams for milliseconds.
-            child = self._token.labels(self._model)
-            child._sum.inc(seconds)
-            child._buckets[bisect_left(child._upper_bounds, seconds / count)].inc(count)
+            histogram.observe_many(seconds, count)
 
     def in_flight(self, change: int) -> None:
         """A request was admitted (+1) or ended (-1)."""
-        self._in_flight.labels(self._model).inc(change)
+        self._own(self._in_flight).inc(change)
 
     def connection_closed(self, reason: str) -> None:
         """A connection was closed because its client was too slow, or for want of places."""
@@ -187,8 +243,8 @@ class GatewayMetrics:
 
     def described(self, params: engine_pb2.SamplingParams) -> None:
         """What a request asked for."""
-        self._wanted.labels(self._model).observe(params.n or 1)
-        self._limit.labels(self._model).observe(params.max_tokens)
+        self._own(self._wanted).observe(params.n or 1)
+        self._own(self._limit).observe(params.max_tokens)
 
     def finished(
         self,
@@ -202,12 +258,12 @@ class GatewayMetrics:
         arrival (0: there was none)."""
         per_token = time_per_token(seconds, first_token_s, completion_tokens, len(reasons))
         if per_token is not None:
-            self._per_token.labels(self._model).observe(per_token)
+            self._own(self._per_token).observe(per_token)
         for reason in reasons:
             self._success.labels(self._model, reason).inc()
-        self._request.labels(self._model).observe(seconds)
-        self._prompt.labels(self._model).observe(prompt_tokens)
-        self._generation.labels(self._model).observe(completion_tokens)
+        self._own(self._request).observe(seconds)
+        self._own(self._prompt).observe(prompt_tokens)
+        self._own(self._generation).observe(completion_tokens)
 
     def render(self) -> bytes:
         """The exposition text."""

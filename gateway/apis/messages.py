@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from gateway.formats import Output, ResponseFormat, Usage
 from gateway.model import ServedModel
 from gateway.parsers.events import Finish, ParsedDelta
 from gateway.schemas.common import MAX_LABEL_CHARACTERS
+from gateway.streaming import event
 
 # The chat's parameters, by what they come from.
 NAMES = {
@@ -254,8 +254,7 @@ def _sampling(body: MessagesRequest) -> dict[str, Any]:
 
 def sse(name: str, payload: dict[str, Any]) -> bytes:
     """An event with a name, which its data repeats as `type`."""
-    data = json.dumps({"type": name, **payload}, ensure_ascii=False, separators=(",", ":"))
-    return b"event: " + name.encode() + b"\ndata: " + data.encode() + b"\n\n"
+    return event({"type": name, **payload}, name)
 
 
 # Signatures prove nothing here. Clients must have one, and give back what it holds.

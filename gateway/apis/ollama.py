@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import to_json
 
 from gateway.apis.ollama_schema import (
     OllamaChatRequest,
@@ -316,7 +317,7 @@ class OllamaFormat(ResponseFormat):
 
 
 def _ndjson(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return to_json(value) + b"\n"
 
 
 def card(model: ServedModel) -> dict[str, Any]:

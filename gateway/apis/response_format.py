@@ -17,6 +17,7 @@ from gateway.errors import ApiError
 from gateway.formats import Output, ResponseFormat, Usage
 from gateway.output import chat_logprobs
 from gateway.parsers.events import Finish, ParsedDelta, TokenLogprob
+from gateway.streaming import event
 from gateway.text.tokenizer import Tokenizer
 
 
@@ -137,8 +138,7 @@ class ResponsesFormat(ResponseFormat):
     def _event(self, kind: str, **fields: Any) -> bytes:
         payload = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        data = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
-        return b"event: " + kind.encode() + b"\ndata: " + data.encode() + b"\n\n"
+        return event(payload, kind)
 
     def _opening(self) -> bytes:
         if self._sequence:

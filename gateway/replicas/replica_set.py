@@ -71,17 +71,20 @@ class ReplicaSet:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await asyncio.gather(*(replica.client.close() for replica in self.replicas.values()))
 
-    async def generate(
+    def generate(
         self, request: engine_pb2.GenerateRequest, context: Any = None, images: Sequence[bytes] = ()
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
         """As `EngineClient.generate`, of the replica that is best for it; of another one when that fails
         before it has sent anything."""
         if self._is_one:  # as if there were no choice, which there is not
             (only,) = self.replicas.values()
-            async with aclosing(self._on(only, request, context, images)) as responses:
-                async for response in responses:
-                    yield response
-            return
+            return self._on(only, request, context, images)
+        return self._on_best(request, context, images)
+
+    async def _on_best(
+        self, request: engine_pb2.GenerateRequest, context: Any, images: Sequence[bytes]
+    ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
+        """The call to the best replica, or to the next best."""
         tokens = request.tokenized.input_ids
         digests = block_digests(tokens, request.cache_salt)
         tried: list[Replica] = []
