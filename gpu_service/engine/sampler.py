@@ -99,34 +99,40 @@ class Sampler:
         return Sampled(token_ids, finite, None)
 
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None = None) -> Sampled:
-        """Draws a token for each row of float32 `[R, V]` logits, which are not changed.
+        """Draws a token for each row of float32 `[R, V]` logits, which are used up: a copy would cost as
+        much as all masks.
 
         Order: logit bias, penalties, masks (min_tokens, bad words, allowed ids, constraints), temperature,
         min_p, top_k, top_p, draw; that is vLLM's order, so that equal parameters mean equal distributions.
         `tokens` is the token pool, int32 `[slots + 1, length]`; None where no plan has bad words.
         """
         assert not plan.awaits_masks, "sampled before the masks were known"
-        adjusted = self._adjust(logits, plan, tokens)
-        token_ids, finite = argmax_and_finite(adjusted)
-        if adjusted is not logits:
-            # Not finite by intention where tokens are banned.
+        changes = (plan.bias, plan.penalties, plan.banned, plan.allowed, plan.bad_words, plan.masks)
+        scored = logits[plan.logprob_index] if plan.logprob_rows else None  # a copy
+        finite: torch.Tensor | None = None
+        if any(change is not None for change in changes):
+            # Before they are adjusted: not finite by intention where tokens are banned.
             finite = _all_finite(logits)
-            finite &= adjusted.gather(1, token_ids.unsqueeze(1)).squeeze(1) > -torch.inf
-        if plan.random_rows.numel():
-            token_ids[plan.random_rows] = self._draw(adjusted, plan)
+            self._adjust(logits, plan, tokens)
+            finite &= logits.amax(dim=-1) > -torch.inf
+        if plan.random_rows.numel() == logits.shape[0]:  # nobody wants to know the likeliest tokens
+            finite = _all_finite(logits) if finite is None else finite
+            token_ids = self._draw(logits, plan)
+        else:
+            token_ids, are_finite = argmax_and_finite(logits)
+            finite = are_finite if finite is None else finite
+            if plan.random_rows.numel():
+                token_ids[plan.random_rows] = self._draw(logits, plan)
         if plan.penalties is not None:
             self.penalties.advance(plan.penalties, token_ids)
         logprobs = None
-        if plan.logprob_rows:
-            rows = plan.logprob_index
-            logprobs = token_logprobs(logits[rows], token_ids[rows], plan.num_top_logprobs, plan.scored_ids)
+        if scored is not None:
+            ids = token_ids[plan.logprob_index]
+            logprobs = token_logprobs(scored, ids, plan.num_top_logprobs, plan.scored_ids)
         return Sampled(token_ids, finite, logprobs)
 
-    def _adjust(self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None) -> torch.Tensor:
-        changes = (plan.bias, plan.penalties, plan.banned, plan.allowed, plan.bad_words, plan.masks)
-        if all(change is None for change in changes):
-            return logits
-        logits = logits.clone()
+    def _adjust(self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None) -> None:
+        """All that changes logits, in place."""
         if plan.bias is not None:
             logits[plan.bias.rows, plan.bias.token_ids] += plan.bias.values
         if plan.penalties is not None:
@@ -143,15 +149,16 @@ class Sampler:
             logits[entries] = kept
         if plan.masks is not None:
             mask_logits(logits, plan.masks.rows, plan.masks.words)
-        return logits
 
     def _draw(self, logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
         rows = plan.random_rows
-        logits = logits[rows] / plan.temperature[rows].unsqueeze(1)
+        # In place wherever that is possible: on a CPU the pages of fresh tensors of this size cost more than
+        # what is computed.
+        logits = logits[rows].div_(plan.temperature[rows].unsqueeze(1))
         # NaN would make every comparison below false; such rows fail anyway, by `finite`.
         probabilities = torch.softmax(logits, dim=-1).nan_to_num_(0.0)
         floor = probabilities.amax(dim=-1, keepdim=True) * plan.min_p.unsqueeze(1)
-        probabilities = torch.where(probabilities >= floor, probabilities, 0.0)
+        probabilities.masked_fill_(probabilities < floor, 0.0)
         cut = plan.truncated
         if cut.numel():
             kept = self._truncate(probabilities[cut], plan.top_k[cut], plan.top_p[cut])
@@ -177,7 +184,7 @@ def _ban_last_ids(logits: torch.Tensor, words: BadWords, tokens: torch.Tensor) -
 
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The first index whose cumulative weight exceeds `uniform` times the total: never one of weight 0."""
-    cumulative = weights.double().cumsum(dim=-1)
+    cumulative = weights.double().cumsum_(dim=-1)
     target = uniform.unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     return index.clamp_(max=weights.shape[-1] - 1)

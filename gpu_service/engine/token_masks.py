@@ -8,6 +8,7 @@ ambiguous grammars do, the row is left out of steps until a thread has computed 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -23,7 +24,7 @@ from gpu_service.engine.step import Batch, SamplingPlan, TokenMasks
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits, stop_token_ids
 
-# Threads that compute masks, and rows from which it is worth waking them.
+# Threads that compute masks where there are so many CPUs, and rows from which it is worth waking them.
 _THREADS, _ROWS = 4, 3
 # Processor time of one mask, seconds, from which others should not wait for it.
 _SLOW_S = 0.004
@@ -119,7 +120,7 @@ class MaskBuilder:
                 _fill(rows[index][2], words, index)
             return
         if self._executor is None:
-            self._executor = LLExecutor(_THREADS)
+            self._executor = LLExecutor(min(_THREADS, len(os.sched_getaffinity(0))))
         started = time.perf_counter()
         fill_next_token_bitmask_par(self._executor, matchers, words)
         self._looks_closer = time.perf_counter() - started > _SLOW_S

@@ -28,7 +28,7 @@ def request_with(slot: int = 0, **params: object) -> Request:
 
 def draw(requests: list[Request], positions: list[int], logits: torch.Tensor | None = None) -> Sampled:
     """Samples one row per request from LOGITS."""
-    rows = LOGITS.expand(len(requests), -1) if logits is None else logits
+    rows = (LOGITS.expand(len(requests), -1) if logits is None else logits).clone()
     plan = build_sampling_plan(requests, positions, LIMITS)
     return Sampler(VOCAB, torch.device("cpu")).sample(rows, plan, pool_of(requests))
 
@@ -127,7 +127,7 @@ def test_penalties_follow_their_formulas() -> None:
         seen[request.prompt_token_ids] = True
         logits[seen] = np.where(logits[seen] > 0, logits[seen] / 1.5, logits[seen] * 1.5)
         logits -= 0.3 * counts + 0.4 * (counts > 0)
-        token = sampler.sample(LOGITS.unsqueeze(0), plan).token_ids.item()
+        token = sampler.sample(LOGITS.unsqueeze(0).clone(), plan).token_ids.item()
         assert logits[int(token)] == pytest.approx(logits.max(), abs=1e-5), (token, logits.argmax(), output)
         output.append(int(token))
     assert len(set(output)) > 3, "the penalties must have changed the choice"
