@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.sse_server import ScriptedServer, delta_event, scripted_server, usage_event
+from tests.unit.test_top import answer as live_answer
 
 WAIT_S = 60.0
 # A terminal is asked to mark pasted text whenever the prompt appears.
@@ -56,6 +57,12 @@ class Terminal:
                 if "\x1b[6n" in data:
                     self.type("\x1b[1;1R")  # a terminal says where its cursor is
         return len(self.screen)
+
+    def attributes(self) -> list[Any]:
+        """How the terminal treats what is typed (tcgetattr(3))."""
+        import termios
+
+        return termios.tcgetattr(self._fd)
 
     def close(self) -> None:
         """Ends whatever still runs."""
@@ -225,3 +232,27 @@ def test_no_encoding_ends_a_dialogue(locale: dict[str, str], out: str) -> None:
     assert ended.stdout.decode() == out
     assert b"not valid UTF-8" in ended.stderr
     assert asked(server) == [[("user", "Über")]]
+
+
+def test_top_gives_the_terminal_back_while_it_is_suspended(tmp_path: Path) -> None:
+    """Ctrl-Z shows the shell's screen with its echo, `fg` the figures again; `q` still ends it."""
+    import termios
+
+    with scripted_server([]) as server:
+        server.documents["/v1/live?replica=0"] = live_answer(10)
+        command = [sys.executable, "-m", "moebius", "top", server.base_url, "--interval", "0.2"]
+        terminal = Terminal(command, {**os.environ, "TERM": "xterm", "HOME": str(tmp_path)})
+        try:
+            before = terminal.attributes()
+            seen = terminal.wait_for("tiny")
+            assert not terminal.attributes()[3] & termios.ECHO
+            terminal.type("\x1a")
+            # Nobody could continue the only process of a session, so the kernel does not stop it: it goes on.
+            leaves, enters = re.escape("\x1b[?1049l"), re.escape("\x1b[?1049h")
+            seen = terminal.wait_for(f"{leaves}(?s:.)*{enters}", seen)
+            terminal.wait_for("tiny", seen)
+            terminal.type("q")
+            assert terminal.process.wait(WAIT_S) == 0
+            assert terminal.attributes() == before
+        finally:
+            terminal.close()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
+import signal
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -84,6 +88,7 @@ def watch(source: Source, interval_s: float, console: Console | None = None) -> 
     with (
         _single_keys() as pressed,
         Live(shown, console=console, screen=True, auto_refresh=False) as live,
+        _suspended_by_keys(live),
     ):
         while True:
             pause_s = interval_s
@@ -100,6 +105,33 @@ def watch(source: Source, interval_s: float, console: Console | None = None) -> 
             live.update(shown, refresh=True)
             if pressed(pause_s) in ("q", "Q", "\x03"):
                 return
+
+
+@contextlib.contextmanager
+def _suspended_by_keys(live: Live) -> Iterator[None]:
+    """Ctrl-Z gives the terminal back to the shell as it was, `fg` takes it again."""
+    if not sys.stdin.isatty() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    import termios
+
+    def suspend(number: int, frame: FrameType | None) -> None:
+        own = termios.tcgetattr(sys.stdin)
+        live.stop()
+        echoing = [*own]
+        echoing[3] |= termios.ICANON | termios.ECHO
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, echoing)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)  # returns once somebody has continued this process
+        signal.signal(number, suspend)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, own)
+        live.start(refresh=True)
+
+    earlier = signal.signal(signal.SIGTSTP, suspend)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, earlier)
 
 
 @contextlib.contextmanager
