@@ -9,8 +9,8 @@
 #
 # The committed tree is tested, not what is uncommitted. The root is made once, under CACHE, and copied for each
 # run; what apt, pip and ccache keep of earlier runs lies there too, so that only the first run downloads gigabytes.
-# How the host reaches its package registries (pip's and apt's settings, certificates) is copied into it; curl and,
-# to spare time, ccache are installed besides what the README names. A server listens in a network of its own, so that
+# How the host reaches its package registries (pip's and apt's settings, certificates) is copied into it; to
+# spare time, ccache is installed besides what the README names. A server listens in a network of its own, so that
 # no other server's port is taken, and no other server answers. STEPS=readme leaves docs/install.md out, STEPS=wheel
 # takes only its wheel, which wheel.sh installs in all ways; TESTS="tests/unit -k radix" runs tests there at the end.
 set -euo pipefail
@@ -120,6 +120,7 @@ run() {
   case $1 in
     'make serve'*) serve "$1" ;;
     'sudo apt-get install'*) inside "${1#sudo } -y -qq --no-install-recommends >/dev/null 2>&1" ;;
+    'sudo '*) inside "${1#sudo }" >"$root/step.log" 2>&1 || { tail -n 40 "$root/step.log"; fail "$1"; } ;;
     *) inside "export PATH=$PATH_INSIDE; $1" >"$root/step.log" 2>&1 || { tail -n 40 "$root/step.log"; fail "$1"; } ;;
   esac
   case $1 in
@@ -140,8 +141,8 @@ while read -r command; do
   case $steps/$command in wheel/make*) continue ;; esac
   run "$command" </dev/null
   case $command in
-    'sudo apt-get'*)
-      inside 'apt-get install -y -qq --no-install-recommends curl ccache >/dev/null 2>&1'
+    'sudo apt-get install'*)
+      inside 'apt-get install -y -qq --no-install-recommends ccache >/dev/null 2>&1'
       # After the packages, which make certificates of their own.
       mkdir -p "$root/etc/ssl/certs" && mount --bind /etc/ssl/certs "$root/etc/ssl/certs"
       keep "ccache-$suite" /root/.cache/ccache ;;
