@@ -6,6 +6,7 @@ Loads nothing of the command line's own libraries, nor of any service: see `moeb
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import select
@@ -153,6 +154,8 @@ def _flushed() -> bool:
     dropped, since Python would complain of it at its end."""
     is_read = True
     for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # `>&-`: closed by whoever started this
+            continue
         try:
             stream.flush()
         except (OSError, ValueError):
@@ -176,10 +179,27 @@ def _user_message(error: Exception) -> str | None:
         return "this needs torch, which is not installed for this Python: `make setup` or `pip install torch`"
     if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home directory"):
         return "a path begins with ~, but that home directory is not known: give the whole path, or set HOME"
+    if isinstance(error, OSError) and (said := _lacking(error)) is not None:
+        return said
     kinds: list[type[BaseException]] = [UserError]
     for module, name in USER_ERRORS:
         if module in sys.modules:
             kinds.append(getattr(sys.modules[module], name))
     if isinstance(error, tuple(kinds)):
         return " ".join(str(error).split())
+    return None
+
+
+def _lacking(error: OSError) -> str | None:
+    """What the system has run out of, whichever line met it; None for all other errors."""
+    where = f": {error.filename}" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no room left to write{where or ' the output'} ({error.strerror})"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{error.strerror}{where}: raise `ulimit -n`"
+    if isinstance(error, FileNotFoundError) and not error.filename:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the working directory was deleted: change to another one"
     return None

@@ -67,6 +67,8 @@ done
 mkdir -p "$root/root/.config/pip"
 cp ~/.config/pip/pip.conf "$root/root/.config/pip/" 2>/dev/null || cp ~/.pip/pip.conf "$root/root/.config/pip/" 2>/dev/null || true
 git clone --quiet --depth 1 "file://$project" "$root/root/moebius"
+# `make wheel` compiles in a temporary directory: below ccache's base its files are those of the first compilation.
+mkdir -p "$root/root/tmp"
 # keep NAME DIRECTORY: what a program keeps in this directory of the root stays in the cache for the next run.
 keep() { mkdir -p "$cache/$1" "$root$2" && mount --bind "$cache/$1" "$root$2"; }
 keep pip /root/.cache/pip
@@ -80,7 +82,7 @@ inside() {
   local settings=()
   for name in $pass; do settings+=("$name=${!name}"); done
   ${ALONE:+alone} env -i ${settings[@]+"${settings[@]}"} HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
-    CCACHE_BASEDIR=/ CCACHE_NOHASHDIR=1 \
+    CCACHE_BASEDIR=/root CCACHE_NOHASHDIR=1 TMPDIR=/root/tmp \
     PATH=/usr/sbin:/usr/bin:/sbin:/bin chroot "$root" /bin/sh -ec "cd /root/moebius; $1"
 }
 say() { echo "newcomer $suite $((SECONDS / 60)):$(printf %02d $((SECONDS % 60))): $*"; }

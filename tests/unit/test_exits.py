@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moebius.app.exits import TOGETHER_S, EndingSignals, exit_with
+from moebius.errors import USER_ERROR_EXIT
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60
@@ -160,3 +161,32 @@ def test_a_reader_that_goes_away_ends_a_command_silently(arguments: list[str]) -
     ended = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("{python} -m moebius topology >/dev/full", "no room left to write the output"),
+        ("{python} -m moebius --help >/dev/full", "no room left to write the output"),
+        (
+            "mkdir {gone} && cd {gone} && rmdir {gone} && {python} -m moebius plan x",
+            "working directory was deleted",
+        ),
+        ("{python} -m moebius topology >&-", ""),
+        ("{python} -m moebius topology >/dev/null 2>&-", ""),
+    ],
+)
+def test_what_the_system_lacks_is_one_line(tmp_path: Path, script: str, said: str) -> None:
+    """A full disk, a directory that is gone and streams that are closed are no defects: no traceback."""
+    command = script.format(python=f"'{sys.executable}'", gone=f"'{tmp_path}/gone'")
+    ended = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == (1 if said else 0)
+    assert ended.returncode == (USER_ERROR_EXIT if said else 0)
