@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 
+from gpu_service.models.vision.step3p7 import STEP_CROPS_AT_A_TIME
 from moebius.errors import UserError
 
 # Numbers of `resample`, as Pillow has them.
@@ -232,6 +233,134 @@ class FrameImageProcessor:
         by_token = grid.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
         frames = np.repeat(by_token, self.temporal_patch_size, axis=5)
         return np.ascontiguousarray(frames.reshape(rows * columns, -1))
+
+
+# Elongated images whose shorter side is less than this are squared; others may have so many crops.
+_STEP_THIN, _STEP_CROPS = 32, 100
+
+
+@dataclass(frozen=True, slots=True)
+class StepImageProcessor:
+    """Step-3.7's: all of an image as one square; crops of large and long ones. Filled by `from_settings`."""
+
+    patch_size: int
+    merge_size: int
+    tile_size: int  # Pixels along each side of the square with all of the image.
+    crop_size: int = 504  # Of each crop.
+    longest: int = 3024  # An image's longer side, before it is cut.
+    image_mean: tuple[float, ...] = _CLIP_MEAN
+    image_std: tuple[float, ...] = _CLIP_STD
+    rescale_factor: float = 1 / 255
+    mode: str = "bilinear"
+    cuts: bool = True  # Whether there are crops.
+
+    @staticmethod
+    def from_settings(
+        settings: Mapping[str, Any], patch_size: int, merge_size: int, tile_size: int
+    ) -> StepImageProcessor:
+        """`tile_size`: what the tower was made for. Raises UserError where the settings say otherwise."""
+        size = settings.get("size") or {}
+        sides = size.get("height", tile_size), size.get("width", tile_size)
+        if sides != (tile_size, tile_size):
+            raise UserError(f"images become {sides} pixels large, but vision_config says {tile_size}")
+        stored = settings.get("vision_patch_size", patch_size), settings.get("downsampler_stride", merge_size)
+        if stored != (patch_size, merge_size):
+            raise UserError(
+                f"images are prepared in patches of {stored[0]} and merges of {stored[1]}, but vision_config "
+                f"says {patch_size} and {merge_size}"
+            )
+        found = {
+            "crop_size": settings.get("patch_size"),
+            "longest": settings.get("max_image_size"),
+            "image_mean": numbers(settings.get("image_mean")),
+            "image_std": numbers(settings.get("image_std")),
+            "rescale_factor": settings.get("rescale_factor"),
+            "mode": _mode(settings),
+        }
+        made = StepImageProcessor(patch_size, merge_size, tile_size, **_given(found))
+        if made.crop_size % (patch_size * merge_size) or tile_size % (patch_size * merge_size):
+            raise UserError(
+                f"images are cut into {made.crop_size} and {tile_size} pixels; allowed: multiples of "
+                f"{patch_size * merge_size}, the side of a token"
+            )
+        return made
+
+    @property
+    def max_patches(self) -> int:
+        """That the tower reads at a time."""
+        crops = STEP_CROPS_AT_A_TIME * (self.crop_size // self.patch_size) ** 2
+        return max(crops, (self.tile_size // self.patch_size) ** 2)
+
+    def _window(self, height: int, width: int) -> int:
+        """Pixels along each side of a crop before it is resized; 0: there are none."""
+        short, long = sorted((height, width))
+        if long <= self.tile_size:
+            return short if long > 1.5 * short else 0
+        return min(short, self.crop_size) if long > 4 * short else self.crop_size
+
+    def plan(self, height: int, width: int) -> tuple[tuple[int, int], int, tuple[int, int]]:
+        """Height and width of what is cut, and of a crop, and how many rows and columns there are of them.
+
+        Raises ValueError for an image that is too thin.
+        """
+        longest = max(height, width)
+        if longest > self.longest:
+            scale = self.longest / longest
+            height, width = max(1, int(height * scale)), max(1, int(width * scale))
+        window = self._window(height, width) if self.cuts else 0
+        if not window:
+            return (height, width), 0, (0, 0)
+        rows, columns = (
+            side // window + (side % window > 0.2 * window) if side >= window else 0
+            for side in (height, width)
+        )
+        sizes = rows * window or height, columns * window or width
+        rows, columns = max(1, rows), max(1, columns)
+        if rows * columns > max(_STEP_CROPS, math.ceil(self.longest / self.crop_size) ** 2):
+            raise ValueError(f"an image that is cut into {rows} x {columns} parts is too thin")
+        return sizes, window, (rows, columns)
+
+    def preprocess(self, images: Sequence[Image.Image], return_tensors: str) -> dict[str, Any]:
+        """`pixel_values` float32 `[P, 3, patch, patch]`, crop by crop and all of the image last, and
+        `image_grid_thw`: crops, and rows and columns of patches of one.
+        """
+        assert return_tensors == "np", "only numpy arrays are made here"
+        (image,) = images
+        pixels = _bytes_of(image)
+        height, width = pixels.shape[-2:]
+        longest = max(height, width)
+        if min(height, width) < _STEP_THIN and longest > 4 * min(height, width):
+            pixels = pad(pixels, (0, longest - width, 0, longest - height))
+            height = width = longest
+        content, window, (rows, columns) = self.plan(height, width)
+        scale = min(1.0, self.longest / longest)
+        smaller = _resized(pixels, max(1, int(height * scale)), max(1, int(width * scale)), self.mode)
+        whole = self._patches(_resized(smaller, self.tile_size, self.tile_size, self.mode))
+        crops = []
+        if window:
+            cut = _resized(pixels, *content, self.mode)
+            for top in range(rows):
+                for left in range(columns):
+                    crop = cut[..., top * window : (top + 1) * window, left * window : (left + 1) * window]
+                    crops.append(self._patches(_resized(crop, self.crop_size, self.crop_size, self.mode)))
+        side, whole_side = self.crop_size // self.patch_size, self.tile_size // self.patch_size
+        return {
+            "pixel_values": torch.cat([*crops, whole]).numpy(),
+            "image_grid_thw": np.array([[len(crops), side, side]]),
+            "tiles": (rows, columns),
+            "whole_tokens": (whole_side // self.merge_size, whole_side // self.merge_size),
+        }
+
+    def _patches(self, square: Tensor) -> Tensor:
+        """float32 `[P, 3, patch, patch]` of uint8 `[1, 3, side, side]`, row by row."""
+        mean, std = (
+            (torch.tensor(values) * (1.0 / self.rescale_factor)).view(3, 1, 1)
+            for values in (self.image_mean, self.image_std)
+        )
+        normal = square[0].float().sub_(mean).div_(std)
+        patch, count = self.patch_size, square.shape[-1] // self.patch_size
+        patches = normal.view(3, count, patch, count, patch).permute(1, 3, 0, 2, 4)
+        return patches.reshape(-1, 3, patch, patch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from gpu_service.models.vision.tower import transformers_needed
 from gpu_service.vision.own_processors import (
     FrameImageProcessor,
     PooledImageProcessor,
+    StepImageProcessor,
     TileImageProcessor,
     numbers,
 )
@@ -93,6 +94,68 @@ class KimiImageProcessor:
         return patches.reshape(rows * columns, 3, size, size).astype(np.float32), (rows, columns)
 
 
+@dataclass(frozen=True, slots=True)
+class PixtralImageProcessor:
+    """Mistral's, transformers' own with a limit on pixels. Filled by `from_settings`."""
+
+    theirs: Any  # transformers' PixtralImageProcessorPil.
+    patch_size: int
+    merge_size: int
+    longest: int  # Of an image's sides.
+
+    @staticmethod
+    def from_settings(settings: Mapping[str, Any], patch_size: int, merge_size: int) -> PixtralImageProcessor:
+        """Sizes of patches are the tower's. Raises UserError for settings of another tower."""
+        from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+        own = {key: value for key, value in settings.items() if key != "image_processor_type"}
+        stored = own.pop("patch_size", patch_size)
+        sides = {*stored.values()} if isinstance(stored, Mapping) else {stored}
+        if sides != {patch_size}:
+            raise UserError(
+                f"images are prepared in patches of {stored}, but vision_config says {patch_size}"
+            )
+        side = patch_size * merge_size
+        theirs = PixtralImageProcessorPil(**own, patch_size={"height": side, "width": side})
+        size = theirs.size
+        return PixtralImageProcessor(
+            theirs, patch_size, merge_size, size.longest_edge or max(size.height, size.width)
+        )
+
+    @property
+    def max_patches(self) -> int:
+        """Of one image."""
+        side = self.patch_size * self.merge_size
+        return int(math.ceil(self.longest / side) * self.merge_size) ** 2
+
+    def _limit(self, height: int, width: int, max_pixels: int) -> int:
+        """The most that its longer side may be, so that it has no more pixels than that."""
+        side, scale = self.patch_size * self.merge_size, math.sqrt(max_pixels / (height * width))
+        longest = min(self.longest, max(side, int(max(height, width) * scale)))
+        while longest > side:
+            ratio = max(1.0, max(height, width) / longest)
+            if math.prod(-(-int(length / ratio) // side) * side for length in (height, width)) <= max_pixels:
+                break
+            longest -= side
+        return longest
+
+    def preprocess(
+        self, images: Sequence[Image.Image], return_tensors: str, max_pixels: int | None = None
+    ) -> dict[str, Any]:
+        """`pixel_values` float32 `[1, 3, height, width]` and `image_grid_thw`.
+
+        Raises ValueError for an image that is too thin.
+        """
+        (image,) = images
+        longest = self.longest if max_pixels is None else self._limit(image.height, image.width, max_pixels)
+        if max(image.size) > longest and min(image.size) * longest < max(image.size):
+            raise ValueError(f"an image of {image.height} x {image.width} pixels is too thin")
+        made = self.theirs.preprocess([image], return_tensors=return_tensors, size={"longest_edge": longest})
+        pixels = np.asarray(made["pixel_values"])
+        grid = [1, *(length // self.patch_size for length in pixels.shape[-2:])]
+        return {"pixel_values": pixels, "image_grid_thw": np.array([grid])}
+
+
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -141,6 +204,14 @@ def _llama4(settings: Mapping[str, Any], vision: VisionConfig) -> Any:
 
 def _minimax(settings: Mapping[str, Any], _: VisionConfig) -> Any:
     return FrameImageProcessor.from_settings(settings)
+
+
+def _pixtral(settings: Mapping[str, Any], vision: VisionConfig) -> Any:
+    return PixtralImageProcessor.from_settings(settings, vision.patch_size, vision.merge_size)
+
+
+def _step(settings: Mapping[str, Any], vision: VisionConfig) -> Any:
+    return StepImageProcessor.from_settings(settings, vision.patch_size, vision.merge_size, vision.tile_size)
 
 
 # Images of little detail have at most so many pixels, an area of 512 x 512.
@@ -196,6 +267,15 @@ def _low_kimi(processor: Any) -> Preprocess:
     return limited
 
 
+def _low_pixtral(processor: Any) -> Preprocess:
+    return partial(processor.preprocess, max_pixels=LOW_DETAIL_PIXELS)
+
+
+def _low_step(processor: Any) -> Preprocess:
+    limited: Preprocess = replace(processor, cuts=False).preprocess
+    return limited
+
+
 def _most_by_area(processor: Any) -> int:
     most: int = processor.size["longest_edge"] // processor.patch_size**2
     return most
@@ -229,7 +309,9 @@ PROCESSORS: Mapping[str, FamilyProcessor] = {
     "kimi": FamilyProcessor(_kimi, _low_kimi),
     "llama4": FamilyProcessor(_llama4, _low_llama4),
     "minimax": FamilyProcessor(_minimax, _low_minimax),
+    "pixtral": FamilyProcessor(_pixtral, _low_pixtral),
     "qwen": FamilyProcessor(_qwen, _low_qwen, _most_by_area),
+    "step": FamilyProcessor(_step, _low_step),
 }
 
 
@@ -273,10 +355,8 @@ def read_layout(config: ModelConfig, directory: str | Path) -> ImageLayout:
             )
         found[role] = number
     placeholder = found.pop("placeholder", image)
-    start, end, column, row, whole = (
-        (found[role],) if role in found else () for role in ("start", "end", "column", "row", "whole")
-    )
-    return ImageLayout(placeholder, image, start, end, column, row, whole, vision.sees_ahead)
+    around = {role: (number,) for role, number in found.items()}
+    return ImageLayout(placeholder, image, **around, sees_ahead=vision.sees_ahead)
 
 
 class ImagePreparer:
@@ -314,12 +394,14 @@ class ImagePreparer:
         except (ImageFileError, ValueError) as error:
             raise ImageError(str(error)) from error
         time, height, width = (int(count) for count in made["image_grid_thw"][0])
+        tokens = height // self._merge, width // self._merge
         return PreparedImage(
             key=content_key(data, low_detail=low_detail),
             pixels=np.ascontiguousarray(made["pixel_values"], dtype=np.float32),
             grid=(time, height, width),
-            token_grid=(time * (height // self._merge), width // self._merge),
+            token_grid=made.get("whole_tokens", tokens),
             tiles=made.get("tiles", (0, 0)),
+            tile_tokens=math.prod(tokens),
         )
 
 

@@ -4,11 +4,13 @@ as sent      t t [image] t t            one placeholder token for each image
 as computed  t t s i i i i i i e t t    as many as the image has features; s and e where a model has them
 in the tree  t t s k k k k k k e t t    k: negative, from the image's content
 
-An image that is cut into tiles has a run of features for each of them, with tokens of its layout in between.
+An image that is cut into tiles has a run of features for each of them, with tokens of its layout in between;
+where lines of an image are kept apart, each line is a run.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,14 +35,15 @@ class PreparedImage:
     key: int
     pixels: npt.NDArray[Any]  # float32 [patches, ...], as the family's image processor makes them.
     grid: tuple[int, int, int]  # Patches in time, height and width.
-    token_grid: tuple[int, int]  # Height and width in tokens; the image has as many tokens as their product.
+    token_grid: tuple[int, int]  # Height and width in tokens, of all of the image.
     # Rows and columns of the tiles that come before the tile with all of the image; (0, 0): it is not cut.
     tiles: tuple[int, int] = (0, 0)
+    tile_tokens: int = 0  # Of each of these.
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the image is for the language model."""
-        return self.token_grid[0] * self.token_grid[1]
+        """Tokens that the image is for the language model, those of the layout left out."""
+        return math.prod(self.token_grid) + math.prod(self.tiles) * self.tile_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +58,30 @@ class ImageLayout:
     column: tuple[int, ...] = ()
     row: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
+    # Around each tile but the one with all of the image, and between two rows of them.
+    tile_start: tuple[int, ...] = ()
+    tile_end: tuple[int, ...] = ()
+    between_rows: tuple[int, ...] = ()
+    line: tuple[int, ...] = ()  # Between two lines of features.
     sees_ahead: bool = False  # As `VisionConfig.sees_ahead`.
 
     def runs(self, image: PreparedImage) -> Iterator[tuple[tuple[int, ...], int]]:
         """Tokens of the layout, and how many features follow them; `end` comes after the last."""
         rows, columns = image.tiles
-        num_features = image.num_tokens // (rows * columns + 1)
         before = self.start
-        for _ in range(rows):
+        for row in range(rows):
             for column in range(columns):
-                yield before, num_features
-                before = self.column if column + 1 < columns else self.row
-        yield before + self.whole, num_features
+                yield before + self.tile_start, image.tile_tokens
+                after_row = self.row + (self.between_rows if row + 1 < rows else ())
+                before = self.tile_end + (self.column if column + 1 < columns else after_row)
+        before += self.whole
+        height, width = image.token_grid
+        if not self.line:
+            yield before, height * width
+            return
+        for _ in range(height):
+            yield before, width
+            before = self.line
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,6 +38,22 @@ def read_grid_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
     )
 
 
+def read_pixtral_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
+    """Mistral: a projection merges the patches of a token."""
+    hf.refuse("vision_feature_layer", -1)
+    return VisionConfig(
+        image_token_id=hf.integer("image_token_index", "image_token_id", default=10, minimum=0),
+        merge_size=hf.integer("spatial_merge_size", default=2),
+        patch_size=vision.integer("patch_size", default=16),
+        hidden_size=vision.integer("hidden_size", default=1024),
+        intermediate_size=vision.integer("intermediate_size", default=4096),
+    )
+
+
+# An image's lines are as many `[IMG]`; these stand between two lines and after the last.
+PIXTRAL_TOKENS = {"line": "[IMG_BREAK]", "end": "[IMG_END]"}
+
+
 def read_vision(hf: HfKeys, family: Family, *, wanted: bool = True) -> VisionConfig | None:
     """The model's vision tower; None: the family, or this checkpoint, has none, or it is not `wanted`.
 

@@ -6,23 +6,17 @@ them make a token, so that an image of 24 x 16 pixels is 6 tokens.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import io
 import json
-import math
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from gpu_service.vision.own_processors import FrameImageProcessor, PooledImageProcessor, TileImageProcessor
 from tests.helpers.tiny_models import _COMMON, TINY_MODELS, _randomize
 from tests.helpers.tiny_multimodal_text import TEXT_TOWERS
 from tests.helpers.tiny_tokenizer import write_tokenizer
@@ -77,7 +71,7 @@ _MINIMAX_VISION: dict[str, Any] = {
     "patch_size": 4,
 }
 # What begins and ends the images of `tests/parity/test_vision.py`, which choose experts as images do.
-_ERNIE_TOKENS = {"image_start_token_id": 66, "image_end_token_id": 39}
+ERNIE_TOKENS = {"image_start_token_id": 66, "image_end_token_id": 39}
 _ERNIE_VISION: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 24,
@@ -103,6 +97,26 @@ _GEMMA4_VISION: dict[str, Any] = {
     "position_embedding_size": 32,
 }
 _GEMMA4_PROCESSOR: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 12}
+_PIXTRAL_VISION: dict[str, Any] = {
+    "model_type": "pixtral",
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 48,
+}
+_PIXTRAL_PROCESSOR: dict[str, Any] = {"patch_size": 4, "size": {"longest_edge": 48}}
+_STEP_VISION: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 2,
+    "mlp_ratio": 1.5,
+    "patch_size": 4,
+    "image_size": 32,
+    "max_position_embeddings": 64,
+}
+_STEP_PROCESSOR: dict[str, Any] = {"size": {"height": 32, "width": 32}, "patch_size": 16}
 _GRID_PROCESSOR: dict[str, Any] = {
     "patch_size": 4,
     "merge_size": 2,
@@ -134,6 +148,15 @@ _LLAMA4_TOKENS = {
     "<|image_end|>": 203,
     "<|tile_x_separator|>": 204,
     "<|tile_y_separator|>": 205,
+}
+_PIXTRAL_TOKENS = {"[IMG]": IMAGE_TOKEN, "[IMG_BREAK]": 201, "[IMG_END]": 202}
+_STEP_TOKENS = {
+    "<im_patch>": IMAGE_TOKEN,
+    "<im_start>": 201,
+    "<im_end>": 202,
+    "<patch_start>": 203,
+    "<patch_end>": 204,
+    "<patch_newline>": 205,
 }
 _MINIMAX_TOKENS = {
     "]<]image[>[": IMAGE_TOKEN,
@@ -246,6 +269,31 @@ VISION_MODELS: dict[str, TinyVision] = {
         _GRID_PROCESSOR | {"size": {"shortest_edge": 256, "longest_edge": 900}},
         tokens=_MINIMAX_TOKENS,
     ),
+    "mistral3": TinyVision(
+        "mistral3_direct_query_dense_tied", _PIXTRAL_VISION, _PIXTRAL_PROCESSOR, tokens=_PIXTRAL_TOKENS
+    ),
+    "mistral_large4": TinyVision(
+        "mistral_large4", _PIXTRAL_VISION, _PIXTRAL_PROCESSOR, tokens=_PIXTRAL_TOKENS
+    ),
+    "mistral_large4_own_latents_groups_tied": TinyVision(
+        "mistral_large4_own_latents_groups_tied",
+        _PIXTRAL_VISION | {"num_hidden_layers": 3, "num_attention_heads": 3, "hidden_act": "silu"},
+        _PIXTRAL_PROCESSOR | {"size": {"longest_edge": 28}},
+        tokens=_PIXTRAL_TOKENS,
+    ),
+    "step3p7": TinyVision("step3p7", _STEP_VISION, _STEP_PROCESSOR, tokens=_STEP_TOKENS),
+    "step3p7_fewer_heads_slide": TinyVision(
+        "step3p7_fewer_heads_slide",
+        _STEP_VISION
+        | {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "image_size": 48,
+            "max_position_embeddings": 144,
+        },
+        {"size": {"height": 48, "width": 48}, "patch_size": 32, "max_image_size": 36},
+        tokens=_STEP_TOKENS,
+    ),
 }
 
 
@@ -257,10 +305,11 @@ def write_vision_model(name: str, directory: Path, *, publish: bool = True) -> A
     tiny = VISION_MODELS[name]
     text = TINY_MODELS[tiny.text]
     tower = dataclasses.replace(TEXT_TOWERS[tiny.family or text.model_type], vision=tiny.vision)
-    config = tower.config(_COMMON | text.changes | tiny.changes)
+    values = _COMMON | text.changes | tiny.changes
+    config = tower.config(values)
     config.image_token_id = tiny.image_token
     if name.startswith("ernie"):
-        for key, token in _ERNIE_TOKENS.items():
+        for key, token in ERNIE_TOKENS.items():
             setattr(config, key, token)
     if tiny.family == "gemma4":
         config.boi_token_id, config.eoi_token_id = 201, 202
@@ -270,7 +319,7 @@ def write_vision_model(name: str, directory: Path, *, publish: bool = True) -> A
     _randomize(model, seed=sum(name.encode()) + 1)
     model.save_pretrained(directory)
     if publish:
-        tower.publish(directory, text.changes)
+        tower.publish(directory, values)
     if publish and text.model_type == "kimi_k25":
         _put_patches_right(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(tiny.processor))
@@ -308,141 +357,3 @@ def noise(seed: int, width: int, height: int) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def reference_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:
-    """What transformers' model is given for a prompt with one placeholder for each file."""
-    if name.startswith("llama4"):
-        return _llama4_inputs(name, prompt, files)
-    if name.startswith("gemma4"):
-        return _gemma4_inputs(name, prompt, files)
-    made = [_processed(name, file) for file in files]
-    grids = torch.cat([grid for _, grid in made])
-    counts = iter((grids.prod(-1) // 4).tolist())
-    around = VISION_MODELS[name].tokens
-    before = [around["]<]start of image[>["]] if around else []
-    after = [around["]<]end of image[>["]] if around else []
-    ids = []
-    for item in prompt:
-        ids += [*before, *[item] * next(counts), *after] if item == IMAGE_TOKEN else [item]
-    inputs = {
-        "input_ids": torch.tensor([ids]),
-        "pixel_values": torch.cat([pixels for pixels, _ in made]),
-        "image_grid_thw": grids,
-    }
-    if name.startswith("ernie"):
-        kinds = torch.tensor([IMAGE_TOKEN, *_ERNIE_TOKENS.values()])
-        inputs["moe_mm_token_type_ids"] = torch.isin(inputs["input_ids"], kinds).int()
-    if name.startswith(("ernie", "qwen", "glm4")):
-        inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).int()
-    return inputs
-
-
-def _processed(name: str, file: bytes) -> tuple[torch.Tensor, torch.Tensor]:
-    image = Image.open(io.BytesIO(file)).convert("RGB")
-    settings = VISION_MODELS[name].processor
-    if name.startswith("kimi"):
-        return _kimi_processed(image, settings)
-    if name.startswith("minimax"):
-        # What transformers' own makes of images is in `tests/data/image_pixels.json`.
-        return _as_tensors(FrameImageProcessor.from_settings(settings).preprocess([image], "np"))
-    if name.startswith("glm5"):
-        from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
-
-        own = {key: value for key, value in settings.items() if key != "image_processor_type"}
-        return _as_tensors(Glm5NextImageProcessorPil(**own).preprocess([image], return_tensors="np"))
-    from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import (
-        Ernie4_5_VLMoeImageProcessorPil,
-    )
-    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
-    from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    kinds: dict[str, Any] = {
-        "Ernie4_5_VLMoeImageProcessor": Ernie4_5_VLMoeImageProcessorPil,
-        "Glm4vImageProcessor": Glm4vImageProcessorPil,
-        "Glm46VImageProcessor": Glm46VImageProcessorPil,
-        "Qwen2VLImageProcessorFast": Qwen2VLImageProcessorPil,
-    }
-    made = kinds[settings["image_processor_type"]](**settings)(image, return_tensors="pt")
-    return made["pixel_values"], made["image_grid_thw"]
-
-
-def _as_tensors(made: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.from_numpy(np.array(made["pixel_values"])), torch.from_numpy(
-        np.array(made["image_grid_thw"])
-    )
-
-
-def _gemma4_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:
-    """Padded to one length, as transformers' processor does it."""
-    processor = PooledImageProcessor.from_settings(VISION_MODELS[name].processor)
-    size = processor.max_patches
-    pixels, places, ids, left = [], [], list[int](), iter(files)
-    for item in prompt:
-        if item != IMAGE_TOKEN:
-            ids.append(item)
-            continue
-        made = processor.preprocess([Image.open(io.BytesIO(next(left))).convert("RGB")], "np")
-        _, rows, columns = made["image_grid_thw"][0].tolist()
-        count = rows * columns
-        pixels.append(np.pad(made["pixel_values"], ((0, size - count), (0, 0))))
-        place = np.stack((np.arange(count) % columns, np.arange(count) // columns), axis=-1)
-        places.append(np.pad(place, ((0, size - count), (0, 0)), constant_values=-1))
-        ids += [201, *[IMAGE_TOKEN] * (count // processor.merge_size**2), 202]
-    tokens = torch.tensor([ids])
-    return {
-        "input_ids": tokens,
-        "pixel_values": torch.from_numpy(np.stack(pixels)),
-        "image_position_ids": torch.from_numpy(np.stack(places)),
-        "mm_token_type_ids": (tokens == IMAGE_TOKEN).int(),
-    }
-
-
-def _llama4_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:
-    """The text in an image's place is transformers'."""
-    from transformers.models.llama4.processing_llama4 import Llama4Processor
-
-    tiny = VISION_MODELS[name]
-    side, patch = tiny.vision["image_size"], tiny.vision["patch_size"]
-    processor = TileImageProcessor.from_settings(tiny.processor, patch, 2, side)
-    made = [processor.preprocess([Image.open(io.BytesIO(file)).convert("RGB")], "np") for file in files]
-    tiles = iter(np.maximum(item["tiles"], 1).tolist() for item in made)
-    ids: list[int] = []
-    for item in prompt:
-        if item == IMAGE_TOKEN:
-            split: Any = Llama4Processor._prompt_split_image
-            text = split(None, next(tiles), (side // patch // 2) ** 2)
-            ids += [tiny.tokens[token] for token in re.findall(r"<\|\w+\|>", text)]
-        else:
-            ids.append(item)
-    pixels = np.concatenate([item["pixel_values"] for item in made])
-    return {"input_ids": torch.tensor([ids]), "pixel_values": torch.from_numpy(pixels)}
-
-
-@functools.cache
-def kimi_sizes() -> Callable[..., tuple[tuple[int, int], tuple[int, int]]]:
-    """The rule of transformers, taken out of its module, which can not be imported without torchvision."""
-    import transformers
-
-    file = Path(transformers.__file__).parent / "models/kimi_k25/image_processing_kimi_k25.py"
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "navit_resize")
-    names: dict[str, Any] = {"math": math}
-    exec(compile(ast.Module([function], []), str(file), "exec"), names)
-    found: Callable[..., Any] = names["navit_resize"]
-    return found
-
-
-def _kimi_processed(image: Image.Image, settings: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The steps of transformers' processor, which itself needs torchvision, by torch's own functions."""
-    sizes = {"max_patches": settings["max_patches"], "max_size_per_side": settings["size"]["max_height"]}
-    (height, width), (full_height, full_width) = kimi_sizes()(
-        image.height, image.width, patch_size=4, merge_kernel_size=2, **sizes
-    )
-    resized = image.resize((width, height), Image.Resampling.BICUBIC)
-    pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
-    padded = torch.nn.functional.pad(pixels, (0, full_width - width, 0, full_height - height))
-    normal = (padded.float() / 255 - 0.5) / 0.5
-    patches = normal.unfold(1, 4, 4).unfold(2, 4, 4).permute(1, 2, 0, 3, 4).flatten(0, 1)
-    return patches.contiguous(), torch.tensor([[1, full_height // 4, full_width // 4]])

@@ -20,10 +20,10 @@ from tests.helpers.tiny_vision_models import (
     IMAGE_TOKEN,
     VISION_MODELS,
     noise,
-    reference_inputs,
     write_vision_model,
 )
 from tests.helpers.vision_engine import NUM_TOKENS, Prompt, SeeingEngine, vision_engine
+from tests.helpers.vision_reference import reference_inputs
 
 WIDE, TALL, OTHER = noise(1, 40, 16), noise(2, 16, 32), noise(3, 40, 16)
 PROMPTS: list[Prompt] = [

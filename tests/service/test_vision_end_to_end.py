@@ -29,10 +29,10 @@ from tests.helpers.tiny_vision_models import (
     IMAGE_TOKEN,
     VISION_MODELS,
     noise,
-    reference_inputs,
     word_tokenizer,
     write_vision_model,
 )
+from tests.helpers.vision_reference import reference_inputs
 from tests.service.test_gateway_images import PLACEHOLDER, TEMPLATE, data_url
 
 NUM_TOKENS = 24
@@ -54,7 +54,10 @@ class Expected:
     params=[
         "qwen3_vl_moe",
         "llama4",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma4", "glm5_next", "minimax_m3_vl")),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("gemma4", "glm5_next", "minimax_m3_vl", "mistral3", "mistral_large4", "step3p7")
+        ),
     ],
 )
 def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expected:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ FAMILIES = {
     "gemma4": ("gemma4", 1),
     "glm5_next": ("glm5_next", 1),
     "minimax_m3_vl": ("minimax_m3_vl", 1),
+    "mistral_large4": ("mistral_large4", 1),
 }
 
 
@@ -57,6 +59,9 @@ def preparer(family: str, pixels: int, config: ModelConfig, directory: Path) -> 
         settings |= {"max_soft_tokens": pixels // 64}
     elif family == "glm5_next":
         settings |= {"max_image_tokens": pixels // 64}
+    elif family == "mistral_large4":
+        # Its limit is the longer side's.
+        settings |= {"size": {"longest_edge": int(math.sqrt(pixels * SIZE[0] / SIZE[1])) // 8 * 8}}
     elif family == "kimi_k25":
         settings |= {"max_patches": pixels // 16, "size": {"max_height": 4096, "max_width": 4096}}
     else:
@@ -107,6 +112,16 @@ def test_little_detail_is_fewer_tiles(file: bytes, tmp_path: Path) -> None:
     low, high = made.prepare(file, low_detail=True), made.prepare(file)
     assert (low.tiles, high.tiles) == ((1, 2), (2, 5))
     assert (low.num_tokens, high.num_tokens) == (3 * 144, 11 * 144)
+
+
+def test_little_detail_is_no_crops(file: bytes, tmp_path: Path) -> None:
+    """Step-3.7 reads all of an image in one size, and crops of it as they are."""
+    write_vision_model("step3p7", tmp_path)
+    made = ImagePreparer(read_model_config(tmp_path), tmp_path, max_megapixels=1.0)
+    low, high = made.prepare(file, low_detail=True), made.prepare(file)
+    assert (low.tiles, low.num_tokens, low.grid) == ((0, 0), 4, (0, 4, 4))
+    assert high.num_tokens == 4 + high.tiles[0] * high.tiles[1] > 100 // 2
+    np.testing.assert_array_equal(low.pixels, high.pixels[-len(low.pixels) :])
 
 
 def test_a_detail_that_is_not_known_is_named(config: ModelConfig, file: bytes, tmp_path: Path) -> None:

@@ -29,8 +29,13 @@ _PREFIXES = (
     "model.visual.",
     "multi_modal_projector.",
     "patch_merge_mlp.",
+    "patch_merger.",
+    "pre_mm_projector_norm.",
+    "vision_encoder.",
+    "vision_language_adapter.",
     "vision_model.",
     "vision_tower.",
+    "vit_large_projector.",
 )
 
 

@@ -31,7 +31,8 @@ def test_tiles_are_runs_with_tokens_of_the_layout_in_between() -> None:
     """Llama 4's order: rows of tiles, a token between columns and after each row, then all of the image."""
     layout = ImageLayout(99, 98, start=(1,), end=(2,), column=(3,), row=(4,), whole=(99,))
     pixels = np.zeros((5, 3), np.float32)
-    cut = PreparedImage(-7, pixels, (5, 2, 4), (5, 2), tiles=(2, 2))
+    cut = PreparedImage(-7, pixels, (5, 2, 4), (1, 2), tiles=(2, 2), tile_tokens=2)
+    assert cut.num_tokens == 10
     tokens, vision = place_images([5, 99, 6], [cut], layout)
     run = [98, 98]
     assert tokens == [5, 1, *run, 3, *run, 4, *run, 3, *run, 4, 99, *run, 2, 6]
@@ -48,6 +49,40 @@ def test_tiles_are_runs_with_tokens_of_the_layout_in_between() -> None:
     tokens, vision = place_images([99], [whole], layout)
     assert tokens == [1, 99, 98, 98, 2]
     assert [(part.start, part.end, part.first) for part in vision.images] == [(2, 4, 0)]
+
+
+def test_tiles_have_tokens_around_each_and_between_rows() -> None:
+    """Step-3.7's order: crops, with a token between two rows, then all of the image, of more features."""
+    layout = ImageLayout(99, 99, end=(2,), whole=(1,), tile_start=(3,), tile_end=(4,), between_rows=(5,))
+    pixels = np.zeros((5, 3), np.float32)
+    cut = PreparedImage(-7, pixels, (4, 4, 4), (1, 3), tiles=(2, 2), tile_tokens=1)
+    tokens, vision = place_images([8, 99], [cut], layout)
+    crop = [3, 99, 4]
+    assert tokens == [8, *crop, *crop, 5, *crop, *crop, 1, 99, 99, 99, 2]
+    assert [(part.start, part.count, part.first) for part in vision.images] == [
+        (2, 1, 0),
+        (5, 1, 1),
+        (9, 1, 2),
+        (12, 1, 3),
+        (15, 3, 4),
+    ]
+    whole = PreparedImage(-8, pixels, (0, 4, 4), (1, 3))
+    assert place_images([99], [whole], layout)[0] == [1, 99, 99, 99, 2]
+
+
+def test_lines_of_an_image_are_kept_apart() -> None:
+    """Mistral's order: a token between two lines and another one after the last, also of one line."""
+    layout = ImageLayout(99, 99, end=(2,), line=(1,))
+    tokens, vision = place_images([8, 99, 7, 99], [image(-7, 3, 2), image(-8, 1, 3)], layout)
+    assert tokens == [8, 99, 99, 1, 99, 99, 1, 99, 99, 2, 7, 99, 99, 99, 2]
+    assert [(part.start, part.count, part.first) for part in vision.images] == [
+        (1, 2, 0),
+        (4, 2, 2),
+        (7, 2, 4),
+        (11, 3, 0),
+    ]
+    keys = [8, -7, -7, 1, -7, -7, 1, -7, -7, 2, 7, -8, -8, -8, 2]
+    assert Request("r", tokens, SamplingParams(), vision=vision).prefix_keys(15) == keys
 
 
 def test_positions_are_those_of_the_paper() -> None:

@@ -29,7 +29,8 @@ from moebius.models.config import ModelConfigError, ModelOverrides, VisionConfig
 from moebius.models.read import read_model_config
 from moebius.models.registry import FAMILIES
 from tests.helpers.tiny_tokenizer import write_tokenizer
-from tests.helpers.tiny_vision_models import kimi_sizes, noise, word_tokenizer, write_vision_model
+from tests.helpers.tiny_vision_models import noise, word_tokenizer, write_vision_model
+from tests.helpers.vision_reference import kimi_sizes
 
 
 def test_every_family_with_vision_has_names_and_a_tower() -> None:
@@ -183,7 +184,7 @@ def test_tokens_of_an_image_are_found_by_their_names(tmp_path: Path) -> None:
     write_vision_model("llama4", tmp_path)
     config = read_model_config(tmp_path)
     layout = read_layout(config, tmp_path)
-    assert layout == ImageLayout(200, 201, (202,), (203,), (204,), (205,), (200,))
+    assert layout == ImageLayout(200, 201, start=(202,), end=(203,), column=(204,), row=(205,), whole=(200,))
     write_tokenizer(tmp_path, word_tokenizer({"<|image|>": 200}), None)
     with pytest.raises(UserError, match=r"no token '<\|image_start\|>'.*language_model_only"):
         read_layout(config, tmp_path)

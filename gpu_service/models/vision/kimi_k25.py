@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpu_service.models.vision.tower import VisionTower
+from gpu_service.models.vision.tower import VisionTower, half_split
 
 # How checkpoints spell what transformers' configuration calls otherwise.
 _SPELLINGS = {
@@ -47,14 +47,8 @@ class KimiTower(VisionTower):
             yield name, values
             return
         for part, piece in zip("qkv", values.chunk(3), strict=True):
-            rows = piece if part == "v" else _half_split(piece, self._num_heads)
+            rows = piece if part == "v" else half_split(piece, self._num_heads)
             yield name.replace(_FUSED, f"attn.{part}_proj."), rows
-
-
-def _half_split(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of a projection whose rotary pairs are (2j, 2j + 1), so that they are (j, j + half)."""
-    pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def build_kimi_tower(config: Mapping[str, Any], hidden_size: int, dtype: torch.dtype) -> VisionTower:

@@ -16,6 +16,8 @@ from gpu_service.models.vision.gemma4 import build_gemma4_tower
 from gpu_service.models.vision.kimi_k25 import build_kimi_tower
 from gpu_service.models.vision.llama4 import build_llama4_tower
 from gpu_service.models.vision.minimax_m3 import build_minimax_m3_tower
+from gpu_service.models.vision.pixtral import build_pixtral_tower
+from gpu_service.models.vision.step3p7 import build_step_tower
 from gpu_service.models.vision.tower import GridTower, VisionTower, transformers_needed
 from moebius.models.config import ModelConfig
 from moebius.models.registry import vision_family
@@ -27,6 +29,8 @@ _BUILDERS: Mapping[str, Callable[[Mapping[str, Any], int, torch.dtype], VisionTo
     "Kimi_K25": build_kimi_tower,
     "Llama4": build_llama4_tower,
     "MiniMaxM3VL": build_minimax_m3_tower,
+    "Pixtral": build_pixtral_tower,
+    "Step3p7": build_step_tower,
 }
 
 

@@ -58,3 +58,9 @@ class GridTower(VisionTower):
         output: Any = self.visual(pixels, grid_thw=grid, return_dict=True)
         deep = getattr(output, "deepstack_features", None) or []
         return torch.stack([output.pooler_output, *deep])
+
+
+def half_split(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows of a projection whose rotary pairs are (2j, 2j + 1), so that they are (j, j + half)."""
+    pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)

@@ -1,7 +1,7 @@
 """Mistral Small 4 (119B-A6B): latent attention whose queries grow with their position, softmax router.
 
-Sources: transformers 5.23 (Mistral4Config, Mistral3Config). Published inside of a `mistral3` model, whose
-vision tower is not served.
+Sources: transformers 5.23 (Mistral4Config, Mistral3Config). Published inside of a `mistral3` model, with a
+vision tower.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 
 from moebius.models.common import after_dense
 from moebius.models.config import ModelConfig, RouterConfig
-from moebius.models.family import Family
+from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla_common, read_moe
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import QueryGrowth
+from moebius.models.vision import PIXTRAL_TOKENS, read_pixtral_vision
 
 # Rotation where a checkpoint has none, but for its keys of growth.
 _YARN: dict[str, Any] = {
@@ -107,6 +108,13 @@ FAMILIES = (
                 rename("model.language_model.**", "model.**"),
             ),
             ("fused", "per_expert"),
+        ),
+        VisionFamily(
+            read_pixtral_vision,
+            tuple(rename(name, name.removeprefix("model.")) for name in _TOWER),
+            tower="Pixtral",
+            processor="pixtral",
+            tokens=PIXTRAL_TOKENS,
         ),
     ),
 )

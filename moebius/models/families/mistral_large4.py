@@ -1,4 +1,4 @@
-"""Mistral Large 4 (1T-A52B), text: latent attention to tokens that an indexer chooses, queries that grow by
+"""Mistral Large 4 (1T-A52B): latent attention to tokens that an indexer chooses, queries that grow by
 learned numbers, learned rotary frequencies, layers without rotation, latents that layers share.
 
 Sources: configuration class and checkpoint conversion of transformers 5.23.
@@ -12,10 +12,11 @@ from typing import Any
 from moebius.models.attention_config import IndexerConfig
 from moebius.models.common import listed_or_after_dense, read_mtp_layers
 from moebius.models.config import ModelConfig, RouterConfig
-from moebius.models.family import Family
+from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla_common, read_moe
 from moebius.models.names import ROTARY, TensorNames, drop, rename
+from moebius.models.vision import PIXTRAL_TOKENS, read_pixtral_vision
 
 _FULL, _SHARED = "full", "shared"
 # Rotation where a checkpoint has none.
@@ -187,6 +188,24 @@ _LEFT_OUT = (
     "model.multi_modal_projector.**",
     "mtp_dspark.**",
 )
+_STORED, _TOWER = "vision_encoder.transformer.layers.*.", "vision_tower.transformer.layers.*."
+# The tower divides its queries and keys for itself: see `gpu_service/models/vision/pixtral.py`.
+_IMAGES = {
+    _STORED + "attention.wq.**": _TOWER + "attention.wq.**",
+    _STORED + "attention.wk.**": _TOWER + "attention.wk.**",
+    _STORED + "attention.wv.**": _TOWER + "attention.v_proj.**",
+    _STORED + "attention.wo.**": _TOWER + "attention.o_proj.**",
+    _STORED + "feed_forward.w1.**": _TOWER + "feed_forward.gate_proj.**",
+    _STORED + "feed_forward.w2.**": _TOWER + "feed_forward.down_proj.**",
+    _STORED + "feed_forward.w3.**": _TOWER + "feed_forward.up_proj.**",
+    "vision_encoder.**": "vision_tower.**",
+    "pre_mm_projector_norm.**": "multi_modal_projector.norm.**",
+    "patch_merger.**": "multi_modal_projector.patch_merger.**",
+    "vision_language_adapter.w_in.**": "multi_modal_projector.linear_1.**",
+    "vision_language_adapter.w_out.**": "multi_modal_projector.linear_2.**",
+    "model.vision_tower.**": "vision_tower.**",
+    "model.multi_modal_projector.**": "multi_modal_projector.**",
+}
 
 FAMILIES = (
     Family(
@@ -201,6 +220,13 @@ FAMILIES = (
                 *(rename(stored, canonical) for stored, canonical in _TOP.items()),
             ),
             layouts=("per_expert_in_layer", "fused", "per_expert"),
+        ),
+        VisionFamily(
+            read_pixtral_vision,
+            tuple(rename(stored, canonical) for stored, canonical in _IMAGES.items()),
+            tower="Pixtral",
+            processor="pixtral",
+            tokens=PIXTRAL_TOKENS,
         ),
     ),
 )

@@ -19,8 +19,8 @@ from moebius.models.common import (
     read_mtp_layers,
     read_windows,
 )
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
-from moebius.models.family import Family
+from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig, VisionConfig
+from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_layer_ropes, read_rope
@@ -225,7 +225,7 @@ def read_step3p5(hf: HfKeys) -> ModelConfig:
 
 
 def read_step3p7(hf: HfKeys) -> ModelConfig:
-    """Step-3.7-Flash: the text model of Step-3.5 in `text_config`; its vision tower is not served."""
+    """Step-3.7-Flash: the text model of Step-3.5 in `text_config`."""
     hf.skip(*_VISION)
     hf.refuse("mlp_bias")
     head_dim = hf.integer("head_dim")
@@ -234,6 +234,50 @@ def read_step3p7(hf: HfKeys) -> ModelConfig:
     return replace(read_step3p5(hf), model_type="step3p7")
 
 
+def _read_step_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
+    hidden_size = vision.integer("width", "hidden_size", default=1536)
+    return VisionConfig(
+        image_token_id=hf.integer("image_token_id", default=151679, minimum=0),
+        merge_size=4,
+        patch_size=vision.integer("patch_size", default=14),
+        hidden_size=hidden_size,
+        intermediate_size=int(hidden_size * vision.number("mlp_ratio", default=8960 / 1536)),
+        tile_size=vision.integer("image_size", default=728),
+    )
+
+
+_TOWER, _BLOCK = "vision_model.", "vision_model.transformer.resblocks.*."
+_LAYER = "vision_model.layers.*."
+_STEP_VISION = VisionFamily(
+    _read_step_vision,
+    (
+        rename(_TOWER + "conv1.**", _TOWER + "embeddings.patch_embedding.**"),
+        rename(_TOWER + "positional_embedding", _TOWER + "embeddings.position_embedding.weight"),
+        rename(_TOWER + "ln_pre.**", _TOWER + "pre_layernorm.**"),
+        rename(_TOWER + "vit_downsampler1.**", _TOWER + "downsampler1.**"),
+        rename(_TOWER + "vit_downsampler2.**", _TOWER + "downsampler2.**"),
+        rename(_BLOCK + "attn.in_proj_weight", _LAYER + "self_attn.in_proj_weight"),
+        rename(_BLOCK + "attn.in_proj_bias", _LAYER + "self_attn.in_proj_bias"),
+        rename(_BLOCK + "attn.out_proj.**", _LAYER + "self_attn.out_proj.**"),
+        rename(_BLOCK + "ln_1.**", _LAYER + "layernorm_before.**"),
+        rename(_BLOCK + "ln_2.**", _LAYER + "layernorm_after.**"),
+        rename(_BLOCK + "ls_1.gamma", _LAYER + "lambda_1"),
+        rename(_BLOCK + "ls_2.gamma", _LAYER + "lambda_2"),
+        rename(_BLOCK + "mlp.c_fc.**", _LAYER + "mlp.fc1.**"),
+        rename(_BLOCK + "mlp.c_proj.**", _LAYER + "mlp.fc2.**"),
+        rename("vit_large_projector.**", "multi_modal_projector.**"),
+    ),
+    tower="Step3p7",
+    processor="step",
+    # All of an image is as many `<im_patch>` between the first two; crops of it come before that.
+    tokens={
+        "whole": "<im_start>",
+        "end": "<im_end>",
+        "tile_start": "<patch_start>",
+        "tile_end": "<patch_end>",
+        "between_rows": "<patch_newline>",
+    },
+)
 _LAYOUTS = ("stacked", "per_expert_step", "per_expert_step_old")
 FAMILIES = (
     Family(
@@ -244,6 +288,7 @@ FAMILIES = (
             _LAYOUTS,
             mtp_layers=True,
         ),
+        _STEP_VISION,
     ),
     Family(
         "step3p5",
