@@ -40,6 +40,7 @@ class ToolFraming:
     # How values of parameters are written: strings without quotes, all else as JSON; all as JSON; or as
     # Python's literals.
     values: Literal["raw", "json", "python"] = "raw"
+    quote: str = ""  # around raw strings
     # How calls and other text are told apart where the model chooses. `marked`: calls begin with `begin`, or
     # with `call_begin`, wherever they are. `bare`: the whole output is calls if it begins as they do; after
     # a `marker` they may also come later. `channels`: harmony's messages.
@@ -128,7 +129,7 @@ class _Calls:
         self._holds_all = holds_all
         # What ends a value or its call for the parser, however it is spelled.
         ends = [grammar.added_pieces(text) for text in (framing.call_end, framing.end)]
-        close = framing.parameter_end.partition("{name}")[0].strip()
+        close = framing.quote or framing.parameter_end.partition("{name}")[0].strip()
         self._not_in_text = [*dict.fromkeys([*([close] if close else []), *ends[0], *ends[1]])]
 
     def holds_to_schema(self, tool: ToolSpec) -> bool:
@@ -255,7 +256,7 @@ class _Calls:
         if framing.arguments == "json":
             begin, end = f'{{{quoted(_INPUT)}: "', '"}'
         else:
-            begin, end = self._begin_of(_INPUT, True), self._end_of(_INPUT)
+            begin, end = self._begin_of(_INPUT, True), self._end_of(_INPUT, True)
             begin, end = (begin, end) if framing.values == "raw" else (f'{begin}"', f'"{end}')
         if framing.arguments == "json" or framing.values != "raw":
             return lark.rule(
@@ -270,7 +271,13 @@ class _Calls:
         """Any parameters, with any values."""
         framing, lark = self._framing, self._lark
         before, _, after = framing.parameter_begin.partition("{name}")
-        if framing.values == "raw":
+        if framing.quote:
+            end = framing.quote
+            text = f"{lark.literal(end)} {self._up_to(None, end, self._other_ends(end))}"
+            others = lark.json({"type": ["array", "boolean", "null", "number", "object"]})
+            value = f"{lark.any_of([text, others])} {lark.literal(framing.parameter_end)}"
+            name = f"{_ANY_NAME} {lark.literal(after)}"
+        elif framing.values == "raw":
             # An end that has the name is read by its beginning alone, and may have any.
             end, named, rest = framing.parameter_end.partition("{name}")
             value = self._up_to(None, end, self._other_ends(end))
@@ -312,14 +319,16 @@ class _Calls:
 
     def _begin_of(self, name: str, is_string: bool) -> str:
         begin = self._framing.parameter_begin.replace("{name}", name)
-        return begin.replace("{string}", "true" if is_string else "false")
+        begin = begin.replace("{string}", "true" if is_string else "false")
+        return begin + (self._framing.quote if is_string else "")
 
-    def _end_of(self, name: str) -> str:
-        return self._framing.parameter_end.replace("{name}", name)
+    def _end_of(self, name: str, is_string: bool) -> str:
+        end = self._framing.parameter_end.replace("{name}", name)
+        return (self._framing.quote if is_string else "") + end
 
     def _parameter(self, name: str, schema: Any, root: Mapping[str, Any]) -> str:
         framing, lark = self._framing, self._lark
-        end = self._end_of(name)
+        end = self._end_of(name, False)
         definitions: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
         described = {**definitions, **schema} if isinstance(schema, dict) else schema
         begin = lark.literal(self._begin_of(name, False))
@@ -341,12 +350,13 @@ class _Calls:
     def _raw(self, name: str, schema: Any, root: Mapping[str, Any]) -> str:
         """A parameter that may be a string without quotes, in all the ways in which it may be written."""
         framing, lark = self._framing, self._lark
-        has_kind, end = "{string}" in framing.parameter_begin, self._end_of(name)
+        has_kind = bool(framing.quote) or "{string}" in framing.parameter_begin
+        end, plain_end = self._end_of(name, True), self._end_of(name, False)
         others = self._other_ends(end)
         value = raw_value(schema, root, has_kind, others)
         as_text, as_json = (lark.literal(self._begin_of(name, is_string)) for is_string in (True, False))
         ways = [f"{as_text} {self._up_to(value.strings, end, others if value.strings is None else ())}"]
-        prefix, token = lark.split_at(end, self._special)
+        prefix, token = lark.split_at(plain_end, self._special)
         for word in value.words:
             text = f"{quoted(word)} {quoted(prefix)}" if prefix else quoted(word)
             ways.append(f"{as_json} {lark.terminal(text)} {lark.literal(token)}")
@@ -356,7 +366,7 @@ class _Calls:
                 if isinstance(schema, dict)
                 else {"type": [*value.others]}
             )
-            ways.append(f"{as_json} {lark.json(kinds)} {lark.literal(end)}")
+            ways.append(f"{as_json} {lark.json(kinds)} {lark.literal(plain_end)}")
         return lark.any_of(ways)
 
 

@@ -13,6 +13,13 @@ _TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (
     ("<｜DSML｜tool_calls>", "deepseek_v4"),
     ("｜DSML｜", "deepseek_v32"),
     ("<|channel|>", "gpt_oss"),
+    ("<|tool_call>call:", "gemma4"),
+    ("<|tool_call:begin|>", "solar_open"),
+    ("<longcat_arg_key>", "longcat_keys"),
+    ("<longcat_tool_call>", "longcat"),
+    ("<tool_sep:opensource>", "hy_v3_opensource"),
+    ("<arg_key:opensource>", "hy_v4"),
+    ("<tool_sep>", "hy_v3"),
     ("</arg_key><arg_value>", "glm47"),
     ("<arg_key>", "glm45"),
     ("<parameter=", "qwen3_coder"),
@@ -22,6 +29,7 @@ _TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (
     ("[func_name1(", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": dictionary of argument name', "llama3_json"),
+    ("<tool_calls>", "jamba"),
 )
 _REASONING_OF_TOOLS = {
     "glm45": "glm45",
@@ -34,6 +42,18 @@ _REASONING_OF_TOOLS = {
     "deepseek_v4": "deepseek_v31",
 }
 _REASONING_OF_FAMILIES = {"step3p5": "step3p5", "step3p7": "step3p5", "minimax_m2": "minimax_m2"}
+# What a template writes around thoughts, where no other parser has it.
+_REASONING_SIGNS = (
+    ("<|channel|>", "gpt_oss"),
+    ("<|channel>", "gemma4"),
+    ("[THINK]", "mistral"),
+    ("<mm:think>", "minimax_m3"),
+    ("<think:opensource>", "hy_v4"),
+    ("<longcat_think>", "longcat"),
+)
+# Families whose lists of calls are called as another one's, or whose answers stand in tags.
+_LISTS_OF_FAMILIES = {"hunyuan_v1_moe": "hunyuan_a13b", "jamba": "jamba"}
+_ANSWERS = (("<response>", "ernie45"), ("<answer>", "hunyuan_a13b"))
 
 
 def detected_tool_parser(model_type: str, template: str) -> str | None:
@@ -45,6 +65,8 @@ def detected_tool_parser(model_type: str, template: str) -> str | None:
     """
     if "<｜tool▁sep｜>" in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    if "<tool_calls>" in template and model_type in _LISTS_OF_FAMILIES:
+        return _LISTS_OF_FAMILIES[model_type]
     found = next((name for sign, name in _TOOL_SIGNS if sign in template), None)
     if found == "qwen3_coder" and model_type in ("step3p5", "step3p7"):
         return "step3p5"
@@ -53,17 +75,24 @@ def detected_tool_parser(model_type: str, template: str) -> str | None:
 
 def detected_reasoning_parser(model_type: str, template: str) -> str | None:
     """The reasoning parser for a model; None: its template shows no thoughts. Arguments as above."""
-    if "<|channel|>" in template:
-        return "gpt_oss"
-    if "[THINK]" in template:
-        return "mistral"
-    if "<mm:think>" in template:
-        return "minimax_m3"
+    found = next((name for sign, name in _REASONING_SIGNS if sign in template), None)
+    if found is not None:
+        return found
+    if "<|think|>" in template and "<|content|>" in template:
+        return "solar_open"
     if "<think>" not in template and "</think>" not in template:
         return None
     if model_type in _REASONING_OF_FAMILIES:
         return _REASONING_OF_FAMILIES[model_type]
+    in_tags = next((name for sign, name in _ANSWERS if sign in template and _has_such(model_type)), None)
+    if in_tags is not None:
+        return in_tags
     return _REASONING_OF_TOOLS.get(detected_tool_parser(model_type, template) or "", "qwen3")
+
+
+def _has_such(model_type: str) -> bool:
+    """Whether the tags are the family's; elsewhere they are examples of something else."""
+    return model_type.startswith(("ernie4_5", "hunyuan"))
 
 
 def chosen_parsers(

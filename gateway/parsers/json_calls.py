@@ -164,6 +164,31 @@ class JsonList(NamedObject):
         return self.sink.calls > calls
 
 
+class Jamba(JsonList):
+    """A list of objects in tags: Jamba 1.5 and later."""
+
+    framing = ToolFraming(
+        '{"name": "{name}", "arguments": ', "}", begin="<tool_calls>[", separator=", ", end="]</tool_calls>"
+    )
+    openers = ("<tool_calls>",)
+    closers = ("</tool_calls>",)
+    bare = ""
+
+
+class HunyuanA13b(Jamba):
+    """Hunyuan-A13B: as Jamba."""
+
+
+class Longcat(Hermes):
+    """LongCat-Flash: as Hermes, with tags of its own."""
+
+    framing = ToolFraming(
+        '<longcat_tool_call>\n{"name": "{name}", "arguments": ', "}\n</longcat_tool_call>", separator="\n"
+    )
+    openers = ("<longcat_tool_call>",)
+    closers = ("</longcat_tool_call>",)
+
+
 _UP_TO_BRACKET = run_of(re.compile(r"[^\[{]*"))
 
 
@@ -226,6 +251,38 @@ class KimiK2(ToolFormat):
         base, colon, number = name.rpartition(":")
         name = base if colon and number.strip().isdigit() else name
         return bool(name) and (yield from self.call_with_json(name, call_id, self.closers))
+
+
+class SolarOpen(ToolFormat):
+    """Solar Open: a call is an id of ten letters and digits, a name and JSON, with a token before each."""
+
+    framing = ToolFraming(
+        "<|tool_call:begin|>{index}<|tool_call:name|>{name}<|tool_call:args|>",
+        "<|tool_call:end|>",
+        begin="<|tool_calls|>",
+    )
+    openers = ("<|tool_call:begin|>",)
+    sections = ("<|tool_calls|>",)
+    closers = ("<|tool_call:end|>", "<|calls|>")
+    inner = ("<|tool_call:name|>", "<|tool_call:args|>")
+
+    def new_id(self) -> str:
+        """Ten letters and digits."""
+        return hashlib.sha256(new_call_id().encode()).hexdigest()[:10]
+
+    def read(self, opener: str) -> Steps[bool]:
+        """After the call's beginning."""
+        before_name, before_arguments = self.inner
+        ends = (*self.inner, *self.closers)
+        call_id, marker = yield from self.scan.collect(self.markers(*ends), MOST_LABEL)
+        if marker != before_name:
+            return False
+        name, marker = yield from self.scan.collect(self.markers(*ends), MOST_LABEL)
+        name, call_id = name.strip(), call_id.strip()
+        if marker != before_arguments or not name:
+            return False
+        # Grammars number the calls, which is no id.
+        return (yield from self.call_with_json(name, call_id if len(call_id) > 3 else "", self.closers))
 
 
 class DeepseekV31(ToolFormat):

@@ -27,11 +27,19 @@ class ThinkFormat:
     ends_at_calls: bool = False
     # The output begins with the thought unless the prompt closed it, whether or not `begin` was written.
     always: bool = False
+    label: str = ""  # After `begin`, and no part of the thought.
+    # Around an answer, left out. What is no token counts before any content, and after one that began so.
+    before_answer: tuple[str, ...] = ()
+    after_answer: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()  # Further texts that may be tokens.
+    # What models write between a thought's end and an answer, or a call.
+    to_answer: str = ""
+    to_calls: str = ""
 
     @property
     def tokens(self) -> frozenset[str]:
         """What may be a special token, kept for the parser."""
-        return frozenset((self.begin, self.end))
+        return frozenset((self.begin, self.end, *self.before_answer, *self.after_answer, *self.inner))
 
 
 @dataclass
@@ -138,6 +146,7 @@ class StreamParser(OutputParser):
             None if tools is None else tools(Reading(self.scan, self.sink, named, strict, plan.forced))
         )
         self._strict = strict
+        self._in_frame = False  # what begins an answer was left out
         self._starts_in_reasoning = plan.starts_in_reasoning and think is not None
         if self._starts_in_reasoning:
             self.sink.begin_reasoning()  # before the first token, which counts as reasoning
@@ -147,7 +156,8 @@ class StreamParser(OutputParser):
         pending: str | None = None  # a marker that ended the thought
         if think is not None and self._starts_in_reasoning:
             pending = yield from self._thought(think)
-        always = (think.begin, think.end) if think is not None else ()
+        frame = (*think.before_answer, *think.after_answer) if think is not None else ()
+        always = (think.begin, think.end, *frame) if think is not None else ()
         of_tools = (*tools.openers, *tools.sections, *tools.closers) if tools is not None else ()
         markers = Markers((*always, *of_tools), self._strict)
         is_start = True
@@ -164,7 +174,10 @@ class StreamParser(OutputParser):
                 return
             if marker is None:
                 continue
-            if think is not None and marker in (think.begin, think.end):
+            if think is not None and marker in frame:
+                if not self._frames(think, marker):
+                    self._text(marker)
+            elif think is not None and marker in (think.begin, think.end):
                 if marker == think.begin and (marker in self._strict or not self.sink.has_content):
                     pending = yield from self._thought(think)
                     is_start = pending is None
@@ -172,6 +185,13 @@ class StreamParser(OutputParser):
                     self._text(marker)
             elif tools is not None:
                 yield from self._marked(tools, marker)
+
+    def _frames(self, think: ThinkFormat, marker: str) -> bool:
+        """Whether a marker stands around the answer, and is no part of it."""
+        if marker in think.before_answer and (marker in self._strict or not self.sink.has_content):
+            self._in_frame = True
+            return True
+        return marker in think.after_answer and (marker in self._strict or self._in_frame)
 
     def _text(self, marker: str) -> None:
         """A marker that is content: its characters were just taken."""
@@ -181,6 +201,7 @@ class StreamParser(OutputParser):
         """The thought, up to its end; the opener that ended it instead, if one did."""
         sink, scan = self.sink, self.scan
         sink.begin_reasoning()
+        yield from scan.accept(think.label)
         openers: tuple[str, ...] = ()
         if think.ends_at_calls and self._tools is not None:
             all_openers = (*self._tools.openers, *self._tools.sections)
@@ -192,7 +213,9 @@ class StreamParser(OutputParser):
             sink.reasoning(piece, scan.piece_start)
             is_start = is_start and not piece.strip()
             if marker == think.begin:
-                if not is_start:
+                if is_start:
+                    yield from scan.accept(think.label)
+                else:
                     sink.reasoning(marker, scan.offset - len(marker))
             elif marker is not None:
                 if marker != END:

@@ -6,21 +6,38 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from gateway.parsers.events import OutputPlan
+from gateway.parsers.gemma_calls import Gemma4
 from gateway.parsers.harmony import Harmony, HarmonyParser
 from gateway.parsers.json_calls import (
     DeepseekV3,
     DeepseekV31,
     Hermes,
+    HunyuanA13b,
+    Jamba,
     JsonList,
     KimiK2,
     LlamaJson,
+    Longcat,
     Mistral,
+    SolarOpen,
 )
 from gateway.parsers.machine import StreamParser, ThinkFormat, ToolFormat
 from gateway.parsers.nested_calls import MinimaxM3
 from gateway.parsers.python_calls import Pythonic
 from gateway.parsers.sink import OutputParser
-from gateway.parsers.xml_calls import DeepseekV4, DeepseekV32, Glm45, Glm47, MinimaxM2, Qwen3Coder, Step3p5
+from gateway.parsers.xml_calls import (
+    DeepseekV4,
+    DeepseekV32,
+    Glm45,
+    Glm47,
+    HyV3,
+    HyV3Opensource,
+    HyV4,
+    LongcatKeys,
+    MinimaxM2,
+    Qwen3Coder,
+    Step3p5,
+)
 from gateway.text.tokenizer import Tokenizer
 
 _THINK = ThinkFormat("<think>", "</think>")
@@ -32,6 +49,24 @@ REASONING: dict[str, ThinkFormat] = {
     "kimi_k2": ThinkFormat("<think>", "</think>", ends_at_calls=True),
     "minimax_m2": ThinkFormat("<think>", "</think>", always=True),
     "minimax_m3": ThinkFormat("<mm:think>", "</mm:think>"),
+    "gemma4": ThinkFormat("<|channel>", "<channel|>", ends_at_calls=True, label="thought\n"),
+    "hunyuan_a13b": ThinkFormat(
+        "<think>", "</think>", before_answer=("<answer>",), after_answer=("</answer>",)
+    ),
+    "hy_v4": ThinkFormat("<think:opensource>", "</think:opensource>", ends_at_calls=True),
+    "ernie45": ThinkFormat(
+        "<think>", "</think>", before_answer=("<response>",), after_answer=("</response>",)
+    ),
+    "longcat": ThinkFormat("<longcat_think>", "</longcat_think>", ends_at_calls=True),
+    "solar_open": ThinkFormat(
+        "<|think|>",
+        "<|end|>",
+        before_answer=("<|content|>", "<|begin|>assistant"),
+        after_answer=("<|end|>", "<|flush|>", "<|begin|>assistant"),
+        inner=("<|begin|>",),
+        to_answer="<|begin|>assistant<|content|>",
+        to_calls="<|begin|>assistant",
+    ),
     "step3p5": ThinkFormat("<think>", "</think>", always=True),
     "mistral": ThinkFormat("[THINK]", "[/THINK]"),
 }
@@ -43,6 +78,15 @@ TOOLS: dict[str, type[ToolFormat]] = {
     "kimi_k2": KimiK2,
     "minimax_m2": MinimaxM2,
     "minimax_m3": MinimaxM3,
+    "gemma4": Gemma4,
+    "hunyuan_a13b": HunyuanA13b,
+    "hy_v3": HyV3,
+    "hy_v3_opensource": HyV3Opensource,
+    "hy_v4": HyV4,
+    "jamba": Jamba,
+    "longcat": Longcat,
+    "longcat_keys": LongcatKeys,
+    "solar_open": SolarOpen,
     "deepseek_v3": DeepseekV3,
     "deepseek_v31": DeepseekV31,
     "deepseek_v32": DeepseekV32,
@@ -116,4 +160,5 @@ def thought_bounds(parser: str, is_open: bool, calls_only: bool, tokenizer: Toke
         answer = "<|channel|>final<|message|>"
         return ThoughtBounds((), ids(answer), ids(next_message + answer))
     think = REASONING[parser]
-    return ThoughtBounds(ids("" if is_open else think.begin), ids(think.end))
+    end = think.end + (think.to_calls if calls_only else think.to_answer)
+    return ThoughtBounds(ids("" if is_open else think.begin + think.label), ids(end))

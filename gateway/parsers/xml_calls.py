@@ -195,8 +195,54 @@ class DeepseekV4(DeepseekV32):
     closers = ("</｜DSML｜tool_calls>",)
 
 
-class Glm45(TaggedCalls):
-    """GLM 4.5 and 4.6: the name, then elements for keys and values."""
+class KeyedCalls(TaggedCalls):
+    """The name, then elements for keys and values."""
+
+    key_close = "</arg_key>"
+    value_open = "<arg_value>"
+    parameter_open = "<arg_key>"
+    parameter_close = "</arg_value>"
+    call_close = "</tool_call>"
+    separator = ""  # after the name
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__(reading)
+        self._key_end = self.markers(self.key_close, self.call_close)
+        self._value_begin = self.markers(self.value_open, self.call_close)
+
+    @classmethod
+    def texts(cls) -> frozenset[str]:
+        """With the tags of keys and values."""
+        tags = cls.key_close, cls.value_open, cls.parameter_open, cls.parameter_close, cls.separator
+        return super().texts() | frozenset(filter(None, tags))
+
+    def read_name(self) -> Steps[str]:
+        """The name stands before a line break, a tag or the end; of those the separator is taken."""
+        name = (yield from self.scan.collect_while(_up_to_tag, MOST_LABEL, self.tokens)).strip()
+        first = yield from self.scan.peek()
+        if self.separator:
+            yield from self.scan.accept(self.separator)
+        return name if first in ("\n", "<", END) and " " not in name else ""
+
+    def read_parameter(self) -> Steps[dict[str, str]]:
+        """The key, up to where its value begins."""
+        key, marker = yield from self.scan.collect(self._key_end, MOST_LABEL)
+        if marker != self.key_close:
+            return {}
+        gap, marker = yield from self.scan.collect(self._value_begin, MOST_LABEL)
+        return {} if marker != self.value_open or gap.strip() else {"name": key.strip()}
+
+
+def _up_to_tag(text: str, start: int, limit: int) -> tuple[int, bool]:
+    match = _TAG_OR_LINE.search(text, start, limit)
+    return (limit, False) if match is None else (match.start(), True)
+
+
+_TAG_OR_LINE = re.compile(r"[<\n]")
+
+
+class Glm45(KeyedCalls):
+    """GLM 4.5 and 4.6."""
 
     framing = ToolFraming(
         "<tool_call>{name}\n",
@@ -208,37 +254,6 @@ class Glm45(TaggedCalls):
     )
     openers = ("<tool_call>",)
     closers = ("</tool_call>",)
-    inner = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    parameter_open = "<arg_key>"
-    parameter_close = "</arg_value>"
-    call_close = "</tool_call>"
-
-    def __init__(self, reading: Reading) -> None:
-        super().__init__(reading)
-        self._key_end = self.markers("</arg_key>", "</tool_call>")
-        self._value_begin = self.markers("<arg_value>", "</tool_call>")
-
-    def read_name(self) -> Steps[str]:
-        """The name stands before a line break, the first key or the end; those are not taken."""
-        name = (yield from self.scan.collect_while(_up_to_tag, MOST_LABEL, self.tokens)).strip()
-        first = yield from self.scan.peek()
-        return name if first in ("\n", "<", END) and " " not in name else ""
-
-    def read_parameter(self) -> Steps[dict[str, str]]:
-        """The key, up to where its value begins."""
-        key, marker = yield from self.scan.collect(self._key_end, MOST_LABEL)
-        if marker != "</arg_key>":
-            return {}
-        gap, marker = yield from self.scan.collect(self._value_begin, MOST_LABEL)
-        return {} if marker != "<arg_value>" or gap.strip() else {"name": key.strip()}
-
-
-def _up_to_tag(text: str, start: int, limit: int) -> tuple[int, bool]:
-    match = _TAG_OR_LINE.search(text, start, limit)
-    return (limit, False) if match is None else (match.start(), True)
-
-
-_TAG_OR_LINE = re.compile(r"[<\n]")
 
 
 class Glm47(Glm45):
@@ -251,3 +266,77 @@ class Glm47(Glm45):
         parameter_begin="<arg_key>{name}</arg_key><arg_value>",
         parameter_end="</arg_value>",
     )
+
+
+class LongcatKeys(KeyedCalls):
+    """LongCat's later releases: as GLM 4.5, with tags of their own."""
+
+    framing = ToolFraming(
+        "<longcat_tool_call>{name}\n",
+        "</longcat_tool_call>",
+        separator="\n",
+        arguments="parameters",
+        parameter_begin="<longcat_arg_key>{name}</longcat_arg_key>\n<longcat_arg_value>",
+        parameter_end="</longcat_arg_value>\n",
+    )
+    openers = ("<longcat_tool_call>",)
+    closers = ("</longcat_tool_call>",)
+    key_close = "</longcat_arg_key>"
+    value_open = "<longcat_arg_value>"
+    parameter_open = "<longcat_arg_key>"
+    parameter_close = "</longcat_arg_value>"
+    call_close = "</longcat_tool_call>"
+
+
+class HyV3(KeyedCalls):
+    """Hunyuan 3: several calls in one element, with a token after each name."""
+
+    framing = ToolFraming(
+        "<tool_call>{name}<tool_sep>\n",
+        "</tool_call>\n",
+        begin="<tool_calls>\n",
+        end="</tool_calls>",
+        arguments="parameters",
+        parameter_begin="<arg_key>{name}</arg_key>\n<arg_value>",
+        parameter_end="</arg_value>\n",
+    )
+    openers = ("<tool_call>",)
+    sections = ("<tool_calls>",)
+    closers = ("</tool_call>", "</tool_calls>")
+    separator = "<tool_sep>"
+
+
+class HyV4(KeyedCalls):
+    """Hy4: the names of all tags have a suffix, nothing stands between them."""
+
+    framing = ToolFraming(
+        "<tool_call:opensource>{name}",
+        "</tool_call:opensource>",
+        begin="<tool_calls:opensource>",
+        end="</tool_calls:opensource>",
+        arguments="parameters",
+        parameter_begin="<arg_key:opensource>{name}</arg_key:opensource><arg_value:opensource>",
+        parameter_end="</arg_value:opensource>",
+    )
+    openers = ("<tool_call:opensource>",)
+    sections = ("<tool_calls:opensource>",)
+    closers = ("</tool_call:opensource>", "</tool_calls:opensource>")
+    key_close = "</arg_key:opensource>"
+    value_open = "<arg_value:opensource>"
+    parameter_open = "<arg_key:opensource>"
+    parameter_close = "</arg_value:opensource>"
+    call_close = "</tool_call:opensource>"
+
+
+class HyV3Opensource(HyV4):
+    """Hunyuan 3 where its tags have Hy4's suffix."""
+
+    framing = replace(
+        HyV4.framing,
+        begin="<tool_calls:opensource>\n",
+        call_begin="<tool_call:opensource>{name}<tool_sep:opensource>\n",
+        call_end="</tool_call:opensource>\n",
+        parameter_begin="<arg_key:opensource>{name}</arg_key:opensource>\n<arg_value:opensource>",
+        parameter_end="</arg_value:opensource>\n",
+    )
+    separator = "<tool_sep:opensource>"

@@ -148,7 +148,8 @@ def _thought(body: ChatCompletionRequest, parser: str, prompt: str) -> Literal["
         return "open" if prompt.rfind(think.begin) > prompt.rfind(think.end) else "closed"
     if end.endswith(think.end):
         return "closed"
-    return "open" if think.always or end.endswith(think.begin) else "unknown"
+    opened = end.endswith((think.begin, think.begin + think.label.rstrip()))
+    return "open" if think.always or opened else "unknown"
 
 
 def constraint_of(

@@ -174,6 +174,18 @@ def _minimax_m3() -> str:
     return f"NS<tool_call>\n{calls}NS</tool_call>".replace("NS", "]<]minimax[>[")
 
 
+def _gemma(value: object) -> str:
+    """As Gemma 4's chat template writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_gemma(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_gemma, value)) + "]"
+    return json.dumps(value)
+
+
+_HY = ":opensource"  # after the names of its tags
 _HARMONY_CALL = (
     "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
 )
@@ -220,6 +232,31 @@ RECORDED: dict[str, str] = {
     "pythonic": f"[get_weather({_KEYWORDS}), get_time()]",
     "gpt_oss": "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant<|channel|>commentary"
     "<|message|>Let me see.<|end|>" + _HARMONY_CALL.format("get_weather", _JSON),
+    "gemma4": "Let me see.<|tool_call>call:get_weather{"
+    + ",".join(f"{key}:{_gemma(value)}" for key, value in ARGUMENTS.items())
+    + "}<tool_call|><|tool_call>call:get_time{}<tool_call|>",
+    "hunyuan_a13b": f'Let me see.\n<tool_calls>[{{"name": "get_weather", "arguments": {_JSON}}}, '
+    '{"name": "get_time", "arguments": {}}]</tool_calls>',
+    "jamba": f'Let me see.\n<tool_calls>[\n{{"name": "get_weather", "arguments": {_JSON}}},\n'
+    '{"name": "get_time", "arguments": {}}\n]</tool_calls>',
+    "longcat": "Let me see.\n<longcat_tool_call>\n" + f'{{"name": "get_weather", "arguments": {_JSON}}}'
+    "\n</longcat_tool_call>\n<longcat_tool_call>\n"
+    '{"name": "get_time", "arguments": {}}\n</longcat_tool_call>',
+    "longcat_keys": "Let me see.\n<longcat_tool_call>get_weather\n"
+    + _tagged("<longcat_arg_key>KEY</longcat_arg_key>\n<longcat_arg_value>VALUE</longcat_arg_value>")
+    + "\n</longcat_tool_call>\n<longcat_tool_call>get_time\n</longcat_tool_call>",
+    "hy_v3": "Let me see.\n<tool_calls>\n<tool_call>get_weather<tool_sep>\n"
+    + _tagged("<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>")
+    + "\n</tool_call>\n<tool_call>get_time<tool_sep>\n</tool_call>\n</tool_calls>",
+    "hy_v3_opensource": "Let me see.\n<tool_callsX>\n<tool_callX>get_weather<tool_sepX>\n".replace("X", _HY)
+    + _tagged("<arg_keyX>KEY</arg_keyX>\n<arg_valueX>VALUE</arg_valueX>".replace("X", _HY))
+    + "\n</tool_callX>\n<tool_callX>get_time<tool_sepX>\n</tool_callX>\n</tool_callsX>".replace("X", _HY),
+    "hy_v4": "Let me see.<tool_callsX><tool_callX>get_weather".replace("X", _HY)
+    + _tagged("<arg_keyX>KEY</arg_keyX><arg_valueX>VALUE</arg_valueX>".replace("X", _HY), "")
+    + "</tool_callX><tool_callX>get_time</tool_callX></tool_callsX>".replace("X", _HY),
+    "solar_open": "Let me see.<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather"
+    f"<|tool_call:args|>{_JSON}<|tool_call:end|><|tool_call:begin|>f6g7h8i9j0<|tool_call:name|>get_time"
+    "<|tool_call:args|>{}<|tool_call:end|>",
     "json": f'[{{"name": "get_weather", "parameters": {_JSON}}}, {{"name": "get_time", "parameters": {{}}}}]',
 }
 _BARE = ("llama3_json", "pythonic", "json")  # outputs are calls alone

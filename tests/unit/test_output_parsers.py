@@ -151,6 +151,15 @@ MALFORMED = {
     ],
     "deepseek_v32": ["<｜DSML｜function_calls>fox", "<｜DSML｜invoke>"],
     "deepseek_v4": ["<｜DSML｜tool_calls>fox", "<｜DSML｜invoke>"],
+    "gemma4": ["<|tool_call>fox<tool_call|>", "<|tool_call>call:<tool_call|>", "<|tool_call>call:fox"],
+    "hunyuan_a13b": ["<tool_calls>fox", "<tool_calls>[1]"],
+    "jamba": ["<tool_calls>fox", "<tool_calls>[1]"],
+    "longcat": ["<longcat_tool_call>fox", '<longcat_tool_call>{"name": 1}'],
+    "longcat_keys": ["<longcat_tool_call>the fox runs</longcat_tool_call>", "<longcat_tool_call>"],
+    "hy_v3": ["<tool_call>the fox runs</tool_call>", "<tool_calls>fox"],
+    "hy_v3_opensource": ["<tool_calls:opensource>fox", "<tool_call:opensource>"],
+    "hy_v4": ["<tool_calls:opensource>fox", "<tool_call:opensource>"],
+    "solar_open": ["<|tool_calls|>fox", "<|tool_call:begin|>a<|tool_call:end|>"],
     "mistral": ["[TOOL_CALLS]fox", "[TOOL_CALLS][1, 2]", '[TOOL_CALLS]{"a": 1}'],
     "llama3_json": ['{"a": 1}', '{"name": "fox"', "{}"],
     "pythonic": ["[1, 2]", "[link](https://fox)", "[other(a=1)]"],
@@ -225,11 +234,12 @@ def framed(framing: ToolFraming, calls: Sequence[tuple[str, dict[str, Any]]]) ->
             parts = []
             for key, value in arguments.items():
                 is_raw = framing.values == "raw" and isinstance(value, str)
+                quote = framing.quote if is_raw else ""
                 begin = framing.parameter_begin.replace("{name}", key)
                 text = value if is_raw else json.dumps(value, ensure_ascii=False)
                 text = repr(value) if framing.values == "python" and isinstance(value, bool) else text
                 end = framing.parameter_end.replace("{name}", key)
-                parts.append(begin.replace("{string}", str(is_raw).lower()) + text + end)
+                parts.append(begin.replace("{string}", str(is_raw).lower()) + quote + text + quote + end)
             written = framing.parameter_separator.join(parts)
         begin = framing.call_begin.replace("{name}", name).replace("{index}", str(number))
         texts.append(begin + written + framing.call_end)
@@ -341,6 +351,25 @@ def test_every_name_has_a_parser_and_users_spellings_find_it() -> None:
         ("deepseek_v4", "<｜DSML｜ calls> <｜DSML｜ invoke </think>", None, "qwen3"),  # V4.1's
         ("gpt_oss", "<|channel|> analysis", "gpt_oss", "gpt_oss"),
         ("mixtral", "[TOOL_CALLS]", "mistral", None),
+        ("gemma4", "'<|tool_call>call:' <|channel>thought", "gemma4", "gemma4"),
+        ("hunyuan_v1_moe", "<think> <answer> <tool_call> <tool_calls>", "hunyuan_a13b", "hunyuan_a13b"),
+        ("hy_v3", "<think> <tool_calls> <tool_call>a<tool_sep> <arg_key>", "hy_v3", "qwen3"),
+        ("hy_v3", "<think:opensource> <tool_sep:opensource>", "hy_v3_opensource", "hy_v4"),
+        ("hy_v4", "<think:opensource> <arg_key:opensource>", "hy_v4", "hy_v4"),
+        ("jamba", "<tool_calls>[", "jamba", None),
+        ("longcat_flash", "<longcat_tool_call>", "longcat", None),
+        ("longcat_flash", "<longcat_think> <longcat_arg_key>", "longcat_keys", "longcat"),
+        ("solar_open", "<|think|> <|content|> <|tool_call:begin|>", "solar_open", "solar_open"),
+        ("ernie4_5_moe", "<think> <response> <tool_call>", "hermes", "ernie45"),
+        ("kimi_linear", "<|tool_calls_section_begin|>", "kimi_k2", None),
+        ("mimo_v2_flash", "<think> <tool_call> <function=a> <parameter=b>", "qwen3_coder", "qwen3"),
+        ("exaone_moe", "<think> <tool_call>", "hermes", "qwen3"),
+        ("nemotron_h", "<think> <tool_call> <function=a> <parameter=b>", "qwen3_coder", "qwen3"),
+        ("laguna", "<think> <tool_call>a\n<arg_key>b</arg_key>\n<arg_value>", "glm45", "glm45"),
+        ("granitemoehybrid", "<tool_call>", "hermes", None),
+        ("bailing_hybrid", "<think> <tool_call>", "hermes", "qwen3"),
+        ("llama4", "[func_name1(params", "pythonic", None),
+        ("step3p7", "<think> <tool_call> <function=x> <parameter=y>", "step3p5", "step3p5"),
         ("qwen2_moe", "<|im_start|>", None, None),
     ],
 )
@@ -351,78 +380,3 @@ def test_a_model_gets_the_parsers_that_its_template_calls_for(
     assert chosen_parsers("auto", "auto", model_type, template) == (tools, reasoning)
     assert chosen_parsers("pythonic", "none", model_type, template) == ("pythonic", None)
     assert chosen_parsers("none", "qwen3", model_type, template) == (None, "qwen3")
-
-
-NS = "]<]minimax[>["
-NESTED = {
-    "type": "object",
-    "properties": {
-        "people": {"type": "array", "items": {"$ref": "#/$defs/person"}},
-        "none": {"type": "array", "items": {"type": "string"}},
-        "free": {},
-        "note": {"type": "string"},
-    },
-    "$defs": {
-        "person": {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
-    },
-}
-
-
-@pytest.mark.parametrize("cut", [in_characters, in_bytes, whole])
-def test_elements_become_arrays_and_objects_by_their_schema(cut: Any) -> None:
-    """MiniMax-M3: leaves are of the types that the schema gives them; without one, what they look like."""
-    text = (
-        'NS<tool_call>\nNS<invoke name="f">'
-        "NS<people>\nNS<item>NS<name>12NS</name>NS<age>12NS</age>NS</item>\n"
-        "NS<item>NS<name>ÜNS</name>NS</item>NS</people>"
-        "NS<none>NS</none>NS<free>NS<a>1NS</a>NS<b>NS<item>xNS</item>NS</b>NS</free>"
-        "NS<note> <b>bold</b> NS</note>NS</invoke>\nNS</tool_call>"
-    ).replace("NS", NS)
-    plan = OutputPlan(tool_parser="minimax_m3", tools=(ToolSpec("f", NESTED),))
-    (call,) = parsed(read(plan, cut(text))).calls
-    assert call[1] == {
-        "people": [{"name": "12", "age": 12}, {"name": "Ü"}],
-        "none": [],
-        "free": {"a": 1, "b": ["x"]},
-        "note": " <b>bold</b> ",
-    }
-    # As the tokenizer has it, the mark before a tag is a token, and the tags are text.
-    tokens = [NS, "<tool_call>", "</tool_call>"]
-    assert parsed(read(plan, in_tokens(text, tokens), tokens)).calls == (call,)
-
-
-def test_elements_that_are_not_closed_end_with_the_call() -> None:
-    """What a model leaves out costs no other argument and no other call."""
-    text = (
-        'NS<tool_call>NS<invoke name="f">NS<note>oneNS<invoke name="f">NS<free>NS<a>1'
-        "NS</invoke>NS</tool_call>"
-    ).replace("NS", NS)
-    plan = OutputPlan(tool_parser="minimax_m3", tools=(ToolSpec("f", NESTED),))
-    result = parsed(read(plan, in_characters(text)))
-    assert result.calls == (("f", {"note": "one"}), ("f", {"free": {"a": 1}}))
-    cut_off = parsed(read(plan, in_characters(text[: text.index("one") + 2])))
-    assert cut_off.calls == (("f", '{"note": "on'),)
-
-
-def test_ids_are_what_the_formats_templates_take_back() -> None:
-    """Kimi's as the model wrote them, Mistral's of nine letters and digits."""
-    kimi = parsed(read(recorded_plan("kimi_k2"), whole(RECORDED["kimi_k2"])))
-    assert kimi.ids == ("functions.get_weather:0", "functions.get_time:1")
-    for text in (RECORDED["mistral"], '[TOOL_CALLS][{"name": "get_time", "arguments": {}}]'):
-        ids = parsed(read(recorded_plan("mistral"), whole(text))).ids
-        assert all(len(one) == 9 and one.isalnum() for one in ids)
-
-
-@pytest.mark.parametrize("space", [" ", ""])
-def test_a_call_of_gpt_oss_may_begin_with_its_recipient(space: str) -> None:
-    """The prompt ends within a message's header, of which the recipient may come before the channel; text
-    that only looks like it stays text."""
-    output = (
-        f'{space}to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{{"a": 1}}<|call|>'
-    )
-    plan = plan_for("gpt_oss", "gpt_oss")
-    for size in (1, 5, len(output)):
-        pieces = [(output[start : start + size], False) for start in range(0, len(output), size)]
-        assert parsed(read(plan, pieces)) == Parsed(calls=(("get_weather", {"a": 1}),))
-    for text in (f"{space}to=functions.get_weather", f"{space}to be or not", f"{space}t"):
-        assert parsed(read(plan, [(text, False)])).content == text
