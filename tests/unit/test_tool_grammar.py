@@ -21,7 +21,9 @@ from tests.helpers.parser_streams import Parsed, in_characters, parsed, read
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer
 
 BYTES = LLTokenizer("byte")
-RAW = ("qwen3_coder", "step3p5", "minimax_m2", "minimax_m3", "glm45", "glm47", "deepseek_v32", "deepseek_v4")
+RAW = tuple(
+    name for name, form in TOOLS.items() if form.framing.arguments != "json" and form.framing.values == "raw"
+)
 PATCH = """start: begin hunk+ end
 begin: "*** Begin Patch" LF
 hunk: "*** Add File: " filename LF added+
@@ -63,7 +65,7 @@ def call(name: str, tool: str, arguments: dict[str, str]) -> str:
     else:
         written = framing.parameter_separator.join(
             framing.parameter_begin.replace("{name}", key).replace("{string}", "true")
-            + value
+            + (value if value.isdigit() else framing.quote + value + framing.quote)
             + framing.parameter_end.replace("{name}", key)
             for key, value in arguments.items()
         )
@@ -109,7 +111,8 @@ def test_strings_without_quotes_satisfy_their_schema(
 @pytest.mark.parametrize("name", RAW)
 def test_a_value_ends_where_the_parser_ends_it(name: str) -> None:
     """A text that contains the end of its parameter would be cut off there."""
-    close = tool_format(name).framing.parameter_end.replace("{name}", "v").strip()
+    framing = tool_format(name).framing
+    close = framing.quote or framing.parameter_end.replace("{name}", "v").strip()
     for schema in ({"type": "string"}, {"type": "string", "minLength": 1}):
         constraint = constraint_of(name, (one_parameter(schema),))
         assert not takes(constraint, call(name, "f", {"v": f"a{close}b"}))
@@ -160,7 +163,7 @@ def test_whatever_a_grammar_allows_is_valid_once_parsed(name: str, number: int) 
     matcher = LLMatcher(BYTES, grammar_of(constraint_of(name, (tool,))), log_level=0)
     framing = tool_format(name).framing
     end = framing.parameter_end.replace("{name}", "v")
-    ends = [end + framing.call_end + framing.end, '"', "}", "]"]
+    ends = [framing.quote + end + framing.call_end + framing.end, end + framing.call_end, '"', "}", "]"]
     validator = jsonschema.Draft202012Validator({"type": "object", **tool.parameters})
     plan = OutputPlan(tool_parser=name, tools=(tool,), forced=True)
     finished = 0
@@ -312,6 +315,24 @@ def with_special(texts: tuple[str, ...]) -> Tokenizer:
 
 
 SPECIAL = {
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "hy_v4": (
+        "<tool_calls:opensource>",
+        "</tool_calls:opensource>",
+        "<tool_call:opensource>",
+        "</tool_call:opensource>",
+        "<arg_key:opensource>",
+        "</arg_key:opensource>",
+        "<arg_value:opensource>",
+        "</arg_value:opensource>",
+    ),
+    "solar_open": (
+        "<|tool_calls|>",
+        "<|tool_call:begin|>",
+        "<|tool_call:name|>",
+        "<|tool_call:args|>",
+        "<|tool_call:end|>",
+    ),
     "deepseek_v32": ("｜DSML｜",),
     "deepseek_v4": ("｜DSML｜",),
     "gpt_oss": ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|end|>", "<|call|>"),
