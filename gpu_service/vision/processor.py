@@ -116,7 +116,7 @@ class PixtralImageProcessor:
                 f"images are prepared in patches of {stored}, but vision_config says {patch_size}"
             )
         side = patch_size * merge_size
-        theirs = PixtralImageProcessorPil(**own, patch_size={"height": side, "width": side})
+        theirs: Any = PixtralImageProcessorPil(**own, patch_size={"height": side, "width": side})
         size = theirs.size
         return PixtralImageProcessor(
             theirs, patch_size, merge_size, size.longest_edge or max(size.height, size.width)

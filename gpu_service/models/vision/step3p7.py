@@ -29,7 +29,8 @@ class StepTower(VisionTower):
         """Crop by crop, all of the image last."""
         crops, rows, columns = grid[0].tolist()
         split, most = crops * rows * columns, STEP_CROPS_AT_A_TIME * rows * columns
-        parts = [self._features(part, rows, columns) for part in pixels[:split].split(most) if len(part)]
+        starts = range(0, split, max(1, most))
+        parts = [self._features(pixels[at : min(at + most, split)], rows, columns) for at in starts]
         parts.append(self._features(pixels[split:], self._whole, self._whole))
         return torch.cat(parts)[None]
 
