@@ -37,6 +37,7 @@ _SPANS_PER_MESSAGE = 16_384
 HIDDEN_DTYPES: dict[int, type[np.generic]] = {
     expert_pb2.DTYPE_FLOAT32: np.float32,
     expert_pb2.DTYPE_BFLOAT16: np.uint16,
+    expert_pb2.DTYPE_FLOAT16: np.float16,
 }
 
 
@@ -49,7 +50,7 @@ def decode_request(
     """
     dtype = HIDDEN_DTYPES.get(request.dtype)
     if dtype is None:
-        raise ValueError(f"dtype is {request.dtype}; allowed: DTYPE_FLOAT32, DTYPE_BFLOAT16")
+        raise ValueError(f"dtype is {request.dtype}; allowed: DTYPE_FLOAT32, DTYPE_BFLOAT16, DTYPE_FLOAT16")
     if request.rows < 1:
         raise ValueError("rows is 0; at least 1 is allowed")
     rows = request.rows

@@ -64,6 +64,7 @@ from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
 from moebius.models.config import ModelConfig, ModelOverrides
 from moebius.models.read import read_model_config
+from moebius.models.registry import family_of
 
 _log = structlog.get_logger(__name__)
 __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
@@ -85,6 +86,12 @@ def build_engine(
         chosen.experts_per_token, chosen.max_model_len, chosen.dtype, chosen.language_model_only
     )
     model_config = read_model_config(chosen.model, overrides)
+    if model_config.dtype == "float16" and family_of(model_config.model_type).overflows_float16:
+        _log.warning(
+            "dtype float16: models of this family are known to exceed 65504, the largest number it holds; "
+            "requests in which that happens end with an error, and bfloat16 has no such limit",
+            model_type=model_config.model_type,
+        )
     group = join_group(config, device)
     sizes = sizes_of(shard_config(model_config, group.parallel), STORAGE_DTYPES[config.gpu.kv_cache_dtype])
     shape = cache_shape(config.gpu, shard_config(model_config, group.parallel), device)
@@ -139,6 +146,7 @@ def _assemble(
         encoder=None if vision is None else vision.encoder,
         has_mrope=model_config.has_mrope,
         states=states,
+        notes_overflow=dtype == torch.float16,
     )
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo)

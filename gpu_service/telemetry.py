@@ -12,7 +12,7 @@ from opentelemetry.context import Context
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from gpu_service.engine.interface import EngineLoad, OutputDelta
-from gpu_service.engine.results import NON_FINITE_LOGITS, StepResult
+from gpu_service.engine.results import FLOAT16_OVERFLOW, NON_FINITE_LOGITS, StepResult
 from gpu_service.engine.step import Batch
 from gpu_service.request import Request
 
@@ -60,6 +60,9 @@ class EngineMetrics:
         )
         self.non_finite = self._counter(
             "nonfinite_logits", "Outputs ended because of NaN or Inf logits", "moebius"
+        )
+        self.float16_overflows = self._counter(
+            "float16_overflows", "Outputs ended because hidden states exceeded what float16 holds", "moebius"
         )
         self.integrity_failures = self._counter(
             "integrity_failures", "Integrity checks at idle that failed", "moebius"
@@ -248,8 +251,10 @@ class EngineTelemetry:
             self.metrics.prompt_tokens_cached.inc(delta.cached_tokens)
 
     def _record(self, delta: OutputDelta, times: Times) -> None:
-        if delta.error_message == NON_FINITE_LOGITS:
+        if delta.error_message.startswith(NON_FINITE_LOGITS):
             self.metrics.non_finite.inc()
+        elif delta.error_message.startswith(FLOAT16_OVERFLOW):
+            self.metrics.float16_overflows.inc()
         self.metrics.request_preemptions.observe(delta.request.num_preemptions)
         end = time.time_ns()
         borders = (times.submitted, times.admitted, times.first_token, end)

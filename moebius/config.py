@@ -46,7 +46,7 @@ class ModelConfigSection(Section):
         default=("claude-*",),
         description="Further names clients may send; * stands for anything. Claude Code sends claude-...",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="Type of dense weights, activations and KV; auto: the checkpoint's, bfloat16 for float16",
     )

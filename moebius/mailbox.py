@@ -45,9 +45,10 @@ __all__ = [
 MAGIC = _kernels.MAILBOX_MAGIC  # the first 8 bytes of every segment
 MAX_SERVERS = _kernels.MAILBOX_MAX_SERVERS
 
-PayloadDtype = Literal["float32", "bfloat16"]
+PayloadDtype = Literal["float32", "bfloat16", "float16"]
 ServerPhase = Literal["absent", "loading", "ready", "draining", "dead", "rejected"]
-_DTYPE_CODES: dict[PayloadDtype, int] = {"float32": 1, "bfloat16": 2}
+_DTYPE_CODES: dict[PayloadDtype, int] = {"float32": 1, "bfloat16": 2, "float16": 3}
+_DTYPE_OF_CODE = {code: dtype for dtype, code in _DTYPE_CODES.items()}
 
 
 class MailboxError(RuntimeError):
@@ -193,7 +194,7 @@ class MailboxGeometry:
             num_slots=kernel.num_slots,
             max_rows=kernel.max_rows,
             num_servers=kernel.num_servers,
-            dtype="bfloat16" if kernel.dtype == _DTYPE_CODES["bfloat16"] else "float32",
+            dtype=_DTYPE_OF_CODE[kernel.dtype],
             num_clients=kernel.num_clients,
         )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from moebius.config import MoebiusConfig
-from moebius.mailbox import MailboxGeometry
+from moebius.mailbox import MailboxGeometry, PayloadDtype
 from moebius.models.geometry import MoeGeometry
 
 # From here on a request's rows, and not its experts, are what takes time; shared memory is what it takes.
@@ -18,7 +16,7 @@ _WIDEST_HIDDEN, _LARGEST_TOP_K = 16384, 64
 _SMALL_MESSAGES = 4 * 2**20
 
 
-def activation_dtype(config: MoebiusConfig, model: MoeGeometry) -> Literal["float32", "bfloat16"]:
+def activation_dtype(config: MoebiusConfig, model: MoeGeometry) -> PayloadDtype:
     """What hidden states travel as: the engine's activation type."""
     if config.model.dtype != "auto":
         return config.model.dtype

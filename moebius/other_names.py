@@ -17,7 +17,13 @@ OTHER_NAMES = {name: other for names, other in TABLE.items() for name in names.s
 # Values that other servers have for our settings, by leaf.
 OTHER_VALUES: dict[str, dict[str, str]] = {
     "max_model_len": {"auto": "none", "-1": "none"},
-    "dtype": {"bf16": "bfloat16", "fp32": "float32", "float": "float32"},
+    "dtype": {
+        "bf16": "bfloat16",
+        "fp32": "float32",
+        "float": "float32",
+        "fp16": "float16",
+        "half": "float16",
+    },
     "kv_cache_dtype": {"fp8": "fp8_e4m3", "bf16": "auto", "bfloat16": "auto"},
     "device": {"gpu": "cuda"},
     "expert_dtype": {"bf16": "bfloat16", "fp32": "float32"},

@@ -103,6 +103,7 @@ def make_lane(
         streamer=streamer,
         has_mrope=runner.has_mrope,
         states=runner.states,
+        notes_overflow=runner.notes_overflow,
     )
     recorder = runner.recorder
     lane = DeviceLane(

@@ -12,8 +12,12 @@ STORAGE_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "fp8_e4m3": E4M3}
 
 
 def quantise_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """`values / scale` rounded to nearest even; beyond the largest value it saturates, NaN stays NaN."""
-    return values.float().mul(1.0 / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    """`values / scale` rounded to nearest even; beyond the largest value it saturates.
+
+    NaN stays NaN, and infinity becomes it, so that what overflowed before is still seen.
+    """
+    scaled = values.float().mul(1.0 / scale)
+    return scaled.masked_fill_(scaled.isinf(), torch.nan).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def dequantise_into(target: torch.Tensor, stored: torch.Tensor, key_scale: float, value_scale: float) -> None:

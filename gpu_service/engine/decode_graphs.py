@@ -16,7 +16,7 @@ import torch
 
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import Uploader, packed_offsets
-from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.model_runner import ComputedStep, ModelRunner
 from gpu_service.engine.results import Sampled
 from gpu_service.engine.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
 from moebius.progress import counted
@@ -49,6 +49,7 @@ class GraphOutputs:
     token_ids: torch.Tensor  # int64 [N]
     finite: torch.Tensor  # bool [N]
     logits: torch.Tensor  # float32 [N, V]; V = 0 on a pipeline stage without the head
+    first_overflow: torch.Tensor | None  # int32 [N]; None: the runner notes no overflow
 
 
 class DecodeGraphs:
@@ -84,6 +85,9 @@ class DecodeGraphs:
             token_ids=torch.zeros(largest, dtype=torch.int64, device=device),
             finite=torch.zeros(largest, dtype=torch.bool, device=device),
             logits=torch.zeros((largest, vocab_size), dtype=torch.float32, device=device),
+            first_overflow=(
+                torch.zeros(largest, dtype=torch.int32, device=device) if runner.notes_overflow else None
+            ),
         )
         self._graphs: dict[int, DecodeGraph] = {}
 
@@ -118,7 +122,7 @@ class DecodeGraphs:
             return None
         return self._graphs[self._sizes[bisect.bisect_left(self._sizes, plan.num_requests)]]
 
-    def replay(self, graph: DecodeGraph, plan: StepPlan) -> tuple[torch.Tensor, Sampled]:
+    def replay(self, graph: DecodeGraph, plan: StepPlan) -> tuple[ComputedStep, Sampled]:
         """Launches a step. Returns its logits float32 `[R, V]` and greedy tokens, valid until the next."""
         count, padding = plan.num_requests, graph.size - plan.num_requests
         self._upload(graph_rows(self._fields, graph.size, self._dummies, plan), graph.size)
@@ -126,7 +130,9 @@ class DecodeGraphs:
         assert graph.captured is not None
         graph.captured.replay()
         out = self._outputs
-        return out.logits[:count], Sampled(out.token_ids[:count], out.finite[:count], None)
+        overflow = None if out.first_overflow is None else out.first_overflow[:count]
+        computed = ComputedStep(out.logits[:count], first_overflow=overflow)
+        return computed, Sampled(out.token_ids[:count], out.finite[:count], None)
 
     def close(self) -> None:
         """Gives up all graphs."""
@@ -169,12 +175,16 @@ class DecodeGraphs:
         """The recorded work; reads and writes memory that stays."""
         runner, out, size = self._runner, self._outputs, plan.num_requests
         plan.input_ids.copy_(runner.token_pool.gather(plan.token_slots, plan.positions))
-        logits = runner.model.compute_logits(runner.model.forward(runner.context(plan)))
+        context = runner.context(plan)
+        logits = runner.model.compute_logits(runner.model.forward(context))
+        first_overflow = runner.first_overflow(context)
         sampled = runner.sampler.greedy(logits)
         runner.token_pool.scatter(plan.sample_slots, plan.sample_positions, sampled.token_ids)
         out.logits[:size].copy_(logits)
         out.token_ids[:size].copy_(sampled.token_ids)
         out.finite[:size].copy_(sampled.finite)
+        if out.first_overflow is not None and first_overflow is not None:
+            out.first_overflow[:size].copy_(first_overflow)
 
     def _is_ever_padded(self, size: int) -> bool:
         """Whether smaller batches use this graph; where none does, masking would waste a kernel a layer."""

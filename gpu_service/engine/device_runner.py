@@ -200,8 +200,10 @@ class DeviceRunner(StepRunner):
         self._runner.begin_step()
         staged = plan if is_greedy and not plan.uploads else self._stage(plan)
         self._runner.upload(staged.uploads)
-        logits, sampled = graphs.replay(graph, plan)
-        return staged, StepOutputs(sampled) if is_greedy else ComputedStep(logits)
+        computed, sampled = graphs.replay(graph, plan)
+        if is_greedy:
+            return staged, StepOutputs(sampled, first_overflow=computed.first_overflow)
+        return staged, computed
 
     def _stage(self, plan: StepPlan) -> StepPlan:
         return with_tensors(plan, self._uploader.upload(tensors_of(plan)))

@@ -32,6 +32,7 @@ from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.ops.overflow import NO_OVERFLOW
 from gpu_service.vision.features import ImageEncoder
 
 # Rows of prompt logits alive at once: 64 rows of a 150 k vocabulary are 38 MB.
@@ -83,6 +84,7 @@ class ComputedStep:
     logits: torch.Tensor | None  # float32 [S, V]; None: no row is sampled from
     prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
     streamed: StreamedExperts | None = None
+    first_overflow: torch.Tensor | None = None  # As in `StepOutputs`.
 
 
 class ModelRunner:
@@ -106,8 +108,12 @@ class ModelRunner:
         encoder: ImageEncoder | None = None,
         has_mrope: bool = False,
         states: StateSlots | None = None,
+        notes_overflow: bool = False,
     ) -> None:
-        """`encoder`: of a model with vision; `has_mrope`: its plans bring positions by axis."""
+        """`encoder`: of a model with vision; `has_mrope`: its plans bring positions by axis.
+
+        `notes_overflow`: whether steps say which rows left the numbers that activations can be.
+        """
         self.model = model
         self.kv_cache = kv_cache
         self.attention = attention
@@ -122,6 +128,7 @@ class ModelRunner:
         self.has_mrope = has_mrope
         # None: the model has no linear attention.
         self.states = states
+        self.notes_overflow = notes_overflow
         # As `ForwardContext` says; set by who launches the steps.
         self.between_layers: Callable[[], None] | None = None
 
@@ -143,18 +150,21 @@ class ModelRunner:
         """The step as far as its logits."""
         self.begin_step()
         self.upload(plan.uploads)
-        inputs, streamed = self._on_device(plan), self._stream(plan)
-        hidden_states = self.forward(inputs, streamed)
+        context = self.context(self._on_device(plan), self._stream(plan))
+        hidden_states = self.forward(context)
+        first_overflow = self.first_overflow(context)
         prompt_logprobs = [self._score_prompt(wanted, hidden_states) for wanted in plan.prompt_logprobs]
         logits = None
         if plan.sampling is not None:
             logits = self.model.compute_logits(hidden_states[plan.logits_indices])
-        return ComputedStep(logits, prompt_logprobs, streamed)
+        return ComputedStep(logits, prompt_logprobs, context.streamed, first_overflow)
 
     def draw(self, plan: StepPlan, computed: ComputedStep) -> StepOutputs:
         """The rest of it."""
         sampled = None if computed.logits is None else self.sample(plan, computed.logits)
-        return StepOutputs(sampled, computed.prompt_logprobs, computed.streamed)
+        return StepOutputs(
+            sampled, computed.prompt_logprobs, computed.streamed, first_overflow=computed.first_overflow
+        )
 
     def begin_step(self) -> None:
         """Before every step, replayed or not: experts move between the device and expert servers."""
@@ -168,14 +178,18 @@ class ModelRunner:
             if upload.has_penalties:
                 self.sampler.penalties.assign(upload.slot, upload.token_ids, upload.prompt_len)
 
-    def forward(self, inputs: ForwardInputs, streamed: StreamedExperts | None = None) -> torch.Tensor:
-        """Hidden states `[T, H]` of all rows. `streamed`: what the step's layers stream."""
-        self.attention.plan(inputs)
-        hidden_states = self.model.forward(self.context(inputs, streamed))
-        if streamed is not None:
+    def forward(self, context: ForwardContext) -> torch.Tensor:
+        """Hidden states `[T, H]` of all rows."""
+        self.attention.plan(context.inputs)
+        hidden_states = self.model.forward(context)
+        if context.streamed is not None:
             # Before anything is sampled, which could not be run again just so.
-            streamed.launched()
+            context.streamed.launched()
         return hidden_states
+
+    def first_overflow(self, context: ForwardContext) -> torch.Tensor | None:
+        """Once the model has run: what `StepOutputs` says, the same on all ranks."""
+        return context.first_overflow
 
     def _stream(self, plan: StepPlan) -> StreamedExperts | None:
         """Copies of the step's first layers begin here."""
@@ -194,8 +208,13 @@ class ModelRunner:
             streamed=streamed,
             recorder=self.recorder,
             states=self.states,
+            first_overflow=self._no_overflow(inputs) if self.notes_overflow else None,
             between_layers=self.between_layers,
         )
+
+    def _no_overflow(self, inputs: ForwardInputs) -> torch.Tensor:
+        rows = inputs.positions.shape[0]
+        return torch.full((rows,), NO_OVERFLOW, dtype=torch.int32, device=self.token_pool.tokens.device)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         """Draws from float32 `[S, V]` logits, and puts the tokens where the next step reads them."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from torch import Tensor, int64
+from torch import Tensor, int32, int64
 from torch import bool as boolean
 
 from gpu_service.engine.step import StepPlan, TensorField
 from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, NO_OVERFLOW
 from gpu_service.request import TokenLogprobs
 from gpu_service.scheduler.scheduler import RowResult
 
 NON_FINITE_LOGITS = (
     "the model produced NaN or Inf logits for this request, or what it asked for left no token to choose"
 )
+# Where float16 is what overflowed, but after all layers, or was asked for too much.
+NON_FINITE_IN_FLOAT16 = f"{NON_FINITE_LOGITS} (float16 holds at most 65504; --dtype bfloat16 holds more)"
+FLOAT16_OVERFLOW = "float16 overflow:"
 # Of N rows: the chosen tokens' log-probabilities [N], the best ids [N, top] and their values [N, top].
 Logprobs = tuple[Tensor, Tensor, Tensor]
 
@@ -39,6 +43,8 @@ class StepOutputs:
     prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
     # To be asked, once the step has ended, whether its experts were whole; None: it streamed none.
     streamed: StreamedExperts | None = None
+    # The first layer after which a row was not finite; None: the activations' type has room enough.
+    first_overflow: Annotated[Tensor, TensorField("T", int32)] | None = None
 
 
 @dataclass(slots=True)
@@ -65,19 +71,41 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
             records += _to_records(targets, scored, tops, [0] * len(targets))
         row = rows[wanted.batch_index]
         row.prompt_logprobs_start, row.prompt_logprobs = wanted.start, records
+    is_float16 = outputs.first_overflow is not None
     if outputs.sampled is not None:
-        _add_sampled(plan, outputs.sampled, rows)
+        _add_sampled(plan, outputs.sampled, rows, NON_FINITE_IN_FLOAT16 if is_float16 else NON_FINITE_LOGITS)
+    if outputs.first_overflow is not None:
+        _add_overflows(plan, outputs.first_overflow, rows)
     return StepResult(rows)
 
 
-def _add_sampled(plan: StepPlan, sampled: Sampled, rows: list[RowResult]) -> None:
+def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]) -> None:
+    """Errors of the requests one of whose rows overflowed, whether or not it is sampled from."""
+    bounds = plan.query_start_loc
+    for row, begin, end in zip(rows, bounds, bounds[1:], strict=False):
+        layer = int(first_overflow[begin:end].min())
+        if layer != NO_OVERFLOW:
+            row.error = overflow_error(layer)
+
+
+def overflow_error(layer: int) -> str:
+    """What a request is told whose hidden states first overflowed there."""
+    places = {EMBEDDING: "in the embedding", FINAL_NORM: "in the norm after the last layer"}
+    place = places.get(layer, f"in layer {layer}")
+    return (
+        f"{FLOAT16_OVERFLOW} hidden states exceeded 65504 {place}; --dtype bfloat16 has room for what this "
+        "model computes"
+    )
+
+
+def _add_sampled(plan: StepPlan, sampled: Sampled, rows: list[RowResult], error: str) -> None:
     token_ids, finite = sampled.token_ids.tolist(), sampled.finite.tolist()
     sampling = [rows[index] for index in plan.sample_batch_indices]
     for row, token_id, is_finite in zip(sampling, token_ids, finite, strict=True):
         if is_finite:
             row.token_id = token_id
         else:
-            row.error = NON_FINITE_LOGITS
+            row.error = error
     if plan.sampling is not None and sampled.logprobs is not None:
         scored = plan.sampling.logprob_rows
         records = _to_records(

@@ -466,5 +466,7 @@ class ForwardContext:
     recorder: ExpertRecorder | None = None
     # None: the model has no linear attention.
     states: StateSlots | None = None
+    # Of each row the first layer after which it was not finite, int32 [T], by the model. None: nobody asks.
+    first_overflow: Tensor | None = None
     # Called between layers, and wherever a layer's launch takes long: who launches the step has other work.
     between_layers: Callable[[], None] | None = None

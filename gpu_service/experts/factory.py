@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.grpc_client import GrpcExpertClient
 from gpu_service.experts.local_client import LocalExpertClient
@@ -35,7 +36,7 @@ def make_expert_client(
 
 
 def _dtype(config: MoebiusConfig, geometry: MoeGeometry) -> torch.dtype:
-    return torch.float32 if activation_dtype(config, geometry) == "float32" else torch.bfloat16
+    return TORCH_DTYPES[activation_dtype(config, geometry)]
 
 
 def _fingerprint(config: MoebiusConfig) -> str:

@@ -39,7 +39,11 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
-_PROTO_DTYPES = {torch.float32: expert_pb2.DTYPE_FLOAT32, torch.bfloat16: expert_pb2.DTYPE_BFLOAT16}
+_PROTO_DTYPES = {
+    torch.float32: expert_pb2.DTYPE_FLOAT32,
+    torch.bfloat16: expert_pb2.DTYPE_BFLOAT16,
+    torch.float16: expert_pb2.DTYPE_FLOAT16,
+}
 _POLL_S = 0.05
 _PROBE_S = 1.0
 _INFO_TIMEOUT_S = 5.0

@@ -164,6 +164,10 @@ class ResidualStream:
             self._pending = None
         return self._total
 
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the sum is of: a tensor `[T, N]`, and what is to be added to it. To be read at once only."""
+        return self._total, self._pending
+
     def scale(self, factor: torch.Tensor) -> None:
         """The sum is multiplied by a factor `[1]`, in place."""
         self.sum().mul_(factor)

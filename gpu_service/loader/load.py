@@ -27,6 +27,7 @@ from gpu_service.loader.sources import (
     QuantisedSource,
     WeightSource,
     as_torch,
+    dtype_name,
     keep_stored_fp8,
 )
 from gpu_service.models.common import CausalLM
@@ -175,7 +176,7 @@ def load_tower(tower: VisionTower, directory: str | Path, model_type: str) -> No
         for name, info in located:
             array = reader.read(info)
             for parameter, values in tower.parts(name, as_torch(array, info.dtype)):
-                rounded = tensors[parameter].dtype == torch.bfloat16
+                rounded = dtype_name(tensors[parameter].dtype)
                 check_values(array, info.dtype, info.name, rounded)
                 tensors[parameter].data.copy_(values)
 

@@ -72,6 +72,11 @@ def as_torch(array: Array, dtype: str) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As configurations spell it."""
+    return str(dtype).removeprefix("torch.")
+
+
 # Several targets fill one parameter.
 _making = threading.Lock()
 
@@ -103,7 +108,7 @@ class PlainSource:
             end = min(begin + step, last)
             array = context.reader.read_slice(self.info, slice(begin, end), picked)
             if self.info.dtype not in INTEGERS:
-                check_values(array, self.info.dtype, self.info.name, output.dtype == torch.bfloat16)
+                check_values(array, self.info.dtype, self.info.name, dtype_name(output.dtype))
             output[begin - first : end - first].copy_(as_torch(array, self.info.dtype))
 
     def _step(self, num_rows: int) -> int:
@@ -138,7 +143,7 @@ class QuantisedSource:
         wanted = slice(first_col, first_col + output.shape[1])
         for begin, values in _dequantised(source, context):
             # Finite codes and scales may multiply to values that are not.
-            check_values(values, "F32", self.matrix.name, output.dtype == torch.bfloat16)
+            check_values(values, "F32", self.matrix.name, dtype_name(output.dtype))
             # Rows of this block that the rank wants, counted from its first one.
             first, last = max(begin, first_row), min(begin + len(values), first_row + len(output))
             block = torch.from_numpy(values[max(0, first - begin) : max(0, last - begin), wanted])

@@ -26,6 +26,7 @@ from gpu_service.layers.linear import Packed
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import RMSNorm, make_norm
 from gpu_service.ops.linear import can_pack, linear, pack_weight
+from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, note_overflow
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import shard_config, stage_layers
 from moebius.models.config import ModelConfig
@@ -83,23 +84,35 @@ class Backbone(nn.Module):
         positions = inputs.positions if by_axis is None else by_axis
         ropes = [rotary.table(positions) for rotary in self._rotaries]
         stream = self._begin(inputs)
+        overflow = context.first_overflow
+        if overflow is not None and self._parallel.is_first_stage:
+            note_overflow(overflow, *stream.parts(), EMBEDDING)
         for index, layer in enumerate(self.layers, self._first_layer):
             rotary = self._rotary_of[index]
             stream = layer(stream, None if rotary is None else ropes[rotary], context)
             if images is not None and images.reaches(index):
                 images.add_after(index, stream.sum())
+            if overflow is not None:
+                note_overflow(overflow, *stream.parts(), index)
             if context.between_layers is not None:
                 context.between_layers()
         if self.norm is None:
             hidden_states = stream.sum()
             self._parallel.send_to_next_stage(hidden_states)
             return hidden_states
+        hidden_states = self._ended(stream, self.norm)
+        if overflow is not None:
+            note_overflow(overflow, hidden_states, None, FINAL_NORM)
+        return hidden_states
+
+    def _ended(self, stream: ResidualStream, norm: RMSNorm | StreamMixer) -> torch.Tensor:
+        """What the stream ends as, `[T, H]`, normed."""
         if isinstance(stream, HyperStreams):
             stream.head = self.hc_head
-        if isinstance(self.norm, StreamMixer):
+        if isinstance(norm, StreamMixer):
             assert isinstance(stream, GatedStreams)
-            return stream.mixed(self.norm)
-        return stream.normed(self.norm)
+            return stream.mixed(norm)
+        return stream.normed(norm)
 
     def _begin(self, inputs: ForwardInputs) -> ResidualStream:
         """Of embedded tokens and images, or of what the previous stage sent."""

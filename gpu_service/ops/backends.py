@@ -42,6 +42,7 @@ from gpu_service.ops.norm import (
     rms_norm,
     sigmoid_gated_rms_norm,
 )
+from gpu_service.ops.overflow import note_overflow
 from gpu_service.ops.registry import Implementation, Op
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.router import choose_by_kind, route, zero_experts
@@ -96,6 +97,7 @@ OPS: tuple[Op[..., Any], ...] = (
     argmax_and_finite,
     mask_logits,
     truncate_probabilities,
+    note_overflow,
 )
 # The setting `attention_backend` -> libraries to look in, best first; torch is what is left.
 BACKENDS: dict[str, tuple[str, ...]] = {

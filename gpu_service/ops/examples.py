@@ -342,6 +342,15 @@ class _Maker:
         words = self._random(2, -(-self._sizes.vocabulary // 32), dtype=torch.float32) * 2**30
         return logits, torch.tensor([2, 0], device=self._device), words.to(torch.int32)
 
+    def overflow(self) -> tuple[Any, ...]:
+        total = self._random(4, self._sizes.hidden)
+        total[1, 7], total[2, 0] = torch.inf, torch.nan
+        first = torch.tensor([2**31 - 1, 2**31 - 1, 3, 2**31 - 1], dtype=torch.int32, device=self._device)
+        update = self._random(4, self._sizes.hidden, dtype=torch.float32)
+        update[3, -1] = torch.finfo(total.dtype).max
+        total[3, -1] = torch.finfo(total.dtype).max
+        return first, total, update, 5
+
     def truncate(self) -> tuple[Any, ...]:
         probabilities = self._random(3, self._sizes.vocabulary, dtype=torch.float32).softmax(dim=-1)
         top_k = torch.tensor([0, 50, 7], device=self._device)
@@ -460,6 +469,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "argmax_and_finite": _Maker.logits,
     "mask_logits": _Maker.masks,
     "truncate_probabilities": _Maker.truncate,
+    "note_overflow": _Maker.overflow,
 }
 
 

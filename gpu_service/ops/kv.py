@@ -26,14 +26,15 @@ def append_kv(
     page, which may be hit more than once; all other slots are distinct.
 
     Slots of another dtype (float8_e4m3fn) hold `key / key_scale` and `value / value_scale`, clipped to
-    what the dtype can hold; slots of the rows' own dtype take them as they are.
+    what the dtype can hold, infinite ones as NaN: an overflow stays to be seen. Slots of the rows' own dtype
+    take them as they are.
     """
     # Joining the two first is cheaper than two writes into a strided half of each slot.
     if kv_slots.dtype == key.dtype:
         kv_slots.index_copy_(0, slot_mapping, torch.cat((key, value), dim=1))
         return
     rows = torch.cat((key.float() / key_scale, value.float() / value_scale), dim=1)
-    rows = rows.clamp_(-FP8_MAX, FP8_MAX).to(kv_slots.dtype)
+    rows = rows.masked_fill_(rows.isinf(), torch.nan).clamp_(-FP8_MAX, FP8_MAX).to(kv_slots.dtype)
     # Torch moves bytes of these types, but has no indexed copy of them.
     kv_slots.view(torch.uint8).index_copy_(0, slot_mapping, rows.view(torch.uint8))
 

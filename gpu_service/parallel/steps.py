@@ -10,7 +10,7 @@ import torch
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs, StepResult
 from gpu_service.engine.sampler import Sampler
-from gpu_service.engine.step import PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
+from gpu_service.engine.step import ForwardContext, PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
 from gpu_service.engine.step_runner import Pending, StepInFlight, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.parallel.context import ParallelContext
@@ -97,6 +97,14 @@ class RankModelRunner(ModelRunner):
                 self.retract(resolved[0], outputs)
                 raise failure
         return outputs
+
+    def first_overflow(self, context: ForwardContext) -> torch.Tensor | None:
+        """Each stage knows of its own layers; all ranks end the same requests."""
+        own = context.first_overflow
+        if own is None:
+            return None
+        world = cast(RankSampler, self.sampler).parallel.world_group
+        return world.all_gather(own).view(-1, own.shape[0]).amin(0)
 
     def _score_prompt(self, wanted: PromptLogprobRows, hidden_states: torch.Tensor) -> list[Logprobs]:
         """The sampling rank's scores, in one piece."""

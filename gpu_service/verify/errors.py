@@ -75,10 +75,10 @@ def perplexity(loss: torch.Tensor) -> float:
     return math.exp(mean) if mean < 700 else math.inf
 
 
-RowsDtype = Literal["float32", "bfloat16"]
+RowsDtype = Literal["float32", "bfloat16", "float16"]
 
-# Exact weights, rows of that type: sums in another order; intermediates rounded to bfloat16 once or twice.
-ROWS: Mapping[RowsDtype, float] = {"float32": 1e-4, "bfloat16": 1e-2}
+# Exact weights, rows of that type: sums in another order; intermediates rounded to 16 bits once or twice.
+ROWS: Mapping[RowsDtype, float] = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 2e-3}
 # Formats whose kernels bring rows and intermediate activations to 8 bits.
 QUANTISED_ROWS = 6e-2
 # Weights rounded to so many bits; three matrices are, and their errors add up as squares.
@@ -88,6 +88,12 @@ WEIGHTS: Mapping[int, float] = {32: 0.0, 16: 8e-3, 8: 0.1, 4: 0.4}
 MEAN_KL: Mapping[int, float] = {32: 1e-3, 16: 3e-2, 8: 5e-2, 4: 1.5e-1}
 # What is accepted of a matrix (`max_requantise_error`) makes up to so many times the error in the output.
 _OUTPUT_PER_WEIGHT = 2.0
+
+
+def rows_dtype(dtype: torch.dtype) -> RowsDtype:
+    """By its name."""
+    found: Mapping[torch.dtype, RowsDtype] = {torch.float32: "float32", torch.float16: "float16"}
+    return found.get(dtype, "bfloat16")
 
 
 def coarsest_bits(formats: Sequence[str]) -> int:

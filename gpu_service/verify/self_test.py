@@ -20,7 +20,7 @@ from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.layers.moe import start_experts
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.verify.errors import RowsDtype, allowed_error, rounded_to
+from gpu_service.verify.errors import allowed_error, rounded_to, rows_dtype
 from gpu_service.verify.probe import Probe, make_probe, place_of, shares_experts, spread, wrong_servers
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -237,7 +237,7 @@ def _compare(
         keeps=False,
         expert_checkpoint=config.model.expert_checkpoint,
     )
-    rows: RowsDtype = "float32" if tested.dtype == torch.float32 else "bfloat16"
+    rows = rows_dtype(tested.dtype)
     layers = []
     for probe, answer in zip(probes, found, strict=True):
         wanted = reference.collect(

@@ -100,7 +100,7 @@ struct Geometry {
   uint32_t num_slots;    // requests in flight at once
   uint32_t max_rows;     // token rows a slot holds
   uint32_t num_servers;  // answers summed by one collect
-  uint32_t dtype;        // of hidden_states: 1 float32, 2 bfloat16 (numbers of DType)
+  uint32_t dtype;        // of hidden_states: 1 float32, 2 bfloat16, 3 float16 (numbers of DType)
   uint32_t num_clients;  // ready lines of a slot: engine ranks that each bring a part of the rows
 };
 
@@ -263,8 +263,11 @@ struct Regions {
   size_t request_stride, response_stride;
 };
 
+// Of a hidden state in a mailbox of such a Geometry::dtype.
+constexpr uint32_t element_bytes(uint32_t dtype) { return dtype == 1 ? 4 : 2; }
+
 constexpr Regions regions_of(const Geometry& g) {
-  const size_t element = g.dtype == 2 ? 2 : 4;
+  const size_t element = element_bytes(g.dtype);
   const size_t rows = g.max_rows;
   Regions r{};
   r.hidden_states = sizeof(RequestHeader);

@@ -96,7 +96,7 @@ uint64_t Mailbox::submit(uint32_t slot, uint32_t layer, const void* hidden_state
   const uint32_t begin = row_begin(rows, id_.client, g.num_clients);
   const uint32_t count = row_begin(rows, id_.client + 1, g.num_clients) - begin;
   const Regions& r = segment_.regions();
-  copy_rows(request, r.hidden_states, hidden_states, begin, count, g.hidden_size * (g.dtype == 2 ? 2u : 4u));
+  copy_rows(request, r.hidden_states, hidden_states, begin, count, g.hidden_size * element_bytes(g.dtype));
   copy_rows(request, r.topk_ids, topk_ids, begin, count, g.top_k * 4);
   copy_rows(request, r.topk_weights, topk_weights, begin, count, g.top_k * 4);
   if (id_.client == 0) shared(request.epoch).store(epoch, std::memory_order_release);

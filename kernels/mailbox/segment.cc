@@ -45,7 +45,7 @@ void check_geometry(const Geometry& g) {
   check_range("num_slots", g.num_slots, 1, kMaxSlots);
   check_range("max_rows", g.max_rows, 1, 1u << 16);
   check_range("num_servers", g.num_servers, 1, kMaxServers);
-  check_range("dtype", g.dtype, 1, 2);
+  check_range("dtype", g.dtype, 1, 3);
   check_range("num_clients", g.num_clients, 1, kMaxClients);
 }
 
@@ -63,11 +63,12 @@ std::string identity_difference(const std::string& expected, const std::string& 
 }
 
 std::string describe(const Geometry& g) {
+  constexpr const char* kDtypes[] = {"float32", "bfloat16", "float16"};
+  const std::string dtype = g.dtype >= 1 && g.dtype <= 3 ? kDtypes[g.dtype - 1] : std::to_string(g.dtype);
   return "layers=" + std::to_string(g.num_layers) + " hidden_size=" + std::to_string(g.hidden_size) +
          " top_k=" + std::to_string(g.top_k) + " slots=" + std::to_string(g.num_slots) +
          " rows=" + std::to_string(g.max_rows) + " servers=" + std::to_string(g.num_servers) +
-         " clients=" + std::to_string(g.num_clients) +
-         " dtype=" + (g.dtype == 2 ? "bfloat16" : g.dtype == 1 ? "float32" : std::to_string(g.dtype));
+         " clients=" + std::to_string(g.num_clients) + " dtype=" + dtype;
 }
 
 namespace {

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/format/numbers.h"
+
 namespace moebius::mailbox {
 
 float bfloat16_value(uint16_t bits) {
@@ -35,6 +37,9 @@ void EchoBackend::forward(const ExpertRequest& request, float* output) {
     if (request.dtype == DType::kBFloat16) {
       const uint16_t* x = static_cast<const uint16_t*>(request.hidden_states) + begin;
       for (size_t i = 0; i < width; ++i) output[begin + i] = options_.scale * bfloat16_value(x[i]) + routed;
+    } else if (request.dtype == DType::kFloat16) {
+      const uint16_t* x = static_cast<const uint16_t*>(request.hidden_states) + begin;
+      for (size_t i = 0; i < width; ++i) output[begin + i] = options_.scale * decode_float16(x[i]) + routed;
     } else {
       const float* x = static_cast<const float*>(request.hidden_states) + begin;
       for (size_t i = 0; i < width; ++i) output[begin + i] = options_.scale * x[i] + routed;

@@ -55,23 +55,35 @@ _FIRST_NOT_FINITE: Mapping[str, int] = {
     "BF16": 0x7F80,
     "F8_E4M3": 0x7F,
 }
-# What rounds to infinity in bfloat16.
-_FIRST_NOT_BFLOAT16 = 0x7F7F8000
+# By the type that values are rounded to and their own: the first bits that become infinite.
+_FIRST_ROUNDED: Mapping[tuple[str, str], int] = {
+    ("bfloat16", "F32"): 0x7F7F8000,
+    ("float16", "F32"): 0x477FF000,
+    ("float16", "BF16"): 0x4780,
+}
 
 
-def check_values(array: Array, dtype: str, name: str, rounded: bool = False) -> None:
-    """Raises CheckpointError when weights are NaN or infinite, as stored or (`rounded`) as bfloat16.
+def check_values(array: Array, dtype: str, name: str, rounded: str = "") -> None:
+    """Raises CheckpointError when weights are NaN or infinite, as stored or once `rounded`.
+
+    `rounded`: "bfloat16" or "float16"; with any other name they stay as they are.
 
     At about the speed of memory: bits of floats are ordered as integers are, so that the two largest, with
     and without sign, tell; other types have no such values.
     """
-    first = _FIRST_NOT_BFLOAT16 if rounded and dtype == "F32" else _FIRST_NOT_FINITE.get(dtype)
-    if first is None or not array.size:
+    stored = _FIRST_NOT_FINITE.get(dtype)
+    if stored is None or not array.size:
         return
     size = array.dtype.itemsize
-    positive, any_sign = array.view(f"i{size}").max(), array.view(f"u{size}").max()
-    if positive >= first or any_sign >= first | (1 << (8 * size - 1)):
+    sign = 1 << (8 * size - 1)
+    # Bits of the largest magnitude.
+    positive, negative = int(array.view(f"i{size}").max()), int(array.view(f"u{size}").max())
+    largest = max(positive, negative - sign)
+    if largest >= stored:
         raise CheckpointError(f"tensor {name!r} holds NaN or infinite values; finite ones are allowed")
+    if largest >= _FIRST_ROUNDED.get((rounded, dtype), stored):
+        most = " (at most 65504; --dtype bfloat16 holds more)" if rounded == "float16" else ""
+        raise CheckpointError(f"tensor {name!r} holds values that {rounded} has no finite number for{most}")
 
 
 def check_finite(array: Array, dtype: str, name: str) -> None:

@@ -28,11 +28,11 @@ ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "none"]
 GroupScore = Literal["max", "top2_sum"]
 RouterPost = Literal["none", "renormalize", "softmax"]
 GateActivation = Literal["sigmoid", "softplus"]
-DTypeName = Literal["float32", "bfloat16"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
 LayerHalf = Literal["attention", "mlp"]
 
 # Bytes of an element.
-DTYPE_BYTES: Mapping[DTypeName, int] = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES: Mapping[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Positions of a token with mRoPE: time, height, width.
 NUM_AXES = 3
 
@@ -219,7 +219,7 @@ class ModelOverrides:
 
     top_k: int | None = None
     max_model_len: int | None = None
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     language_model_only: bool = False  # Whether a vision tower is left out.
 
 

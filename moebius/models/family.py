@@ -48,3 +48,5 @@ class Family:
     names: TensorNames
     vision: VisionFamily | None = None  # None: text only.
     gguf: tuple[GgufFamily, ...] = ()  # GGUF architectures whose files are read as this family.
+    # Whether published models of it are known to exceed, on ordinary prompts, what float16 holds.
+    overflows_float16: bool = False

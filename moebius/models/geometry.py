@@ -25,7 +25,7 @@ class MoeGeometry:
     moe_intermediate_size: int
     # "silu": down(silu(gate(x)) * up(x)); "relu2": down(relu(up(x))^2); others as in kernels/gemm/gemm.h.
     activation: str
-    dtype: str  # "float32" or "bfloat16": what the config says weights and activations are.
+    dtype: str  # "float32", "bfloat16" or "float16": what the config says weights and activations are.
     # Of the activations that have them: the sigmoid's slope, and where gate and up are clamped.
     alpha: float = 1.702
     limit: float = 7.0

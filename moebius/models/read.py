@@ -28,7 +28,8 @@ from moebius.models.vision import read_vision
 
 log = structlog.get_logger(__name__)
 
-# AWQ and GPTQ checkpoints say float16, which their authors' kernels compute in.
+# AWQ and GPTQ checkpoints say float16, which their authors' kernels compute in. Unless it is asked for by
+# name they are computed in bfloat16, in which no activation can overflow.
 _COMPUTED_IN: Mapping[str, str] = {"float16": "bfloat16"}
 
 

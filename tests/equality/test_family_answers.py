@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from moebius.config import MoebiusConfig
-from tests.helpers.family_answers import check_bfloat16, check_float32, family_config
+from tests.helpers.family_answers import check_float32, check_half, family_config
 from tests.helpers.tiny_models import make_tiny_model
 
-CHECKS = {"float32": check_float32, "bfloat16": check_bfloat16}
+CHECKS = {"float32": check_float32, "bfloat16": check_half}
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from moebius.models.geometry import MoeGeometry
 
 HERE = Path(__file__).parent
 _devices = 0
-DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
+DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 @cache

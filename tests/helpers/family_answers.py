@@ -46,10 +46,15 @@ def family_config(
             # Of families that see, the text model: prompts here are text.
             "model": {"model": str(directory), "dtype": dtype, "language_model_only": True},
             "gpu": {"device": device} | small | steps | gpu,
-            "experts": {"expert_dtype": dtype} | (experts or IN_PROCESS),
+            "experts": {"expert_dtype": expert_dtype_of(dtype)} | (experts or IN_PROCESS),
             "placement": {"gpu_experts_ratio": 1.0} if experts is None else {},
         }
     )
+
+
+def expert_dtype_of(dtype: str) -> str:
+    """What experts are kept as next to activations of a type: experts in float16 are kept as stored."""
+    return "keep" if dtype == "float16" else dtype
 
 
 def reference_config(directory: Path, dtype: str = "float32", **gpu: Any) -> MoebiusConfig:
@@ -174,21 +179,22 @@ def first_difference(reference: Answers, tokens: list[list[int]]) -> str:
     return ""
 
 
-def check_bfloat16(directory: Path, config: MoebiusConfig) -> None:
-    """Asserts that the reference's log-probabilities are missed by no more than the CPU's bfloat16 path does.
+def check_half(directory: Path, config: MoebiusConfig) -> None:
+    """Asserts that the reference's log-probabilities are missed by no more than the CPU's own path does.
 
     That path scores the same tokens, with the same kind of KV cache.
     """
     found = answers(config)
     exact = scores(reference_config(directory), found)
-    half = scores(reference_config(directory, "bfloat16", kv_cache_dtype=config.gpu.kv_cache_dtype), found)
+    kv_cache_dtype = config.gpu.kv_cache_dtype
+    half = scores(reference_config(directory, config.model.dtype, kv_cache_dtype=kv_cache_dtype), found)
     ours, theirs = errors(found.logprobs, exact), errors(half, exact)
     print(f"{directory.name}, {config.gpu.device}:")
     assert_as_close(ours, theirs)
 
 
 def assert_as_close(ours: Errors, theirs: Errors) -> None:
-    """Bfloat16 on a device against bfloat16 on the CPU, both against float32; prints both."""
+    """16 bits on a device against the same on the CPU, both against float32; prints both."""
     report = f"{ours}; the CPU's own path: {theirs}"
     print(report)
     assert ours.median <= FAMILY_BFLOAT16_MEDIAN_RATIO * theirs.median, report

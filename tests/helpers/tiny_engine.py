@@ -119,6 +119,7 @@ def tiny_engine(
         encoder=encoder,
         has_mrope=model.config.has_mrope,
         states=states,
+        notes_overflow=model.dtype == torch.float16,
     )
     uploader = Uploader(stream)
     graphs = None

@@ -31,7 +31,9 @@ def test_box_has_the_size_the_kernels_expect() -> None:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(("grid", "block"), [(1, 1), (3, 1), (1, 64), (2, 40)])
-@pytest.mark.parametrize(("source", "carried"), [("float32", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("source", "carried"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")]
+)
 @pytest.mark.parametrize("num_servers", [1, 3])
 def test_answers_are_added_for_any_rows(
     num_servers: int, source: str, carried: str, grid: int, block: int
@@ -49,13 +51,19 @@ def test_answers_are_added_for_any_rows(
         assert client.stats().calls == 1 + 1 + 1 + 2 + 6
 
 
-@pytest.mark.parametrize(("source", "carried"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    ("source", "carried"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32")],
+)
 def test_hidden_states_are_converted_to_what_the_mailbox_carries(source: str, carried: str) -> None:
-    """Rounded to nearest even like torch's, widened exactly."""
+    """Rounded to nearest even like torch's, widened exactly, float16's smallest and largest numbers too."""
     with served_mailbox(geometry(2, dtype=carried)) as box, doorbell_client(box, MODEL) as (client, _):
         client.wait_ready(5)
         layer = Layer(5, dtype=getattr(torch, source))
-        layer.hidden_states = torch.randn(layer.hidden_states.shape).to(layer.hidden_states.dtype)
+        values = torch.randn(layer.hidden_states.shape)
+        values[1] *= torch.logspace(-9, -3, values.shape[1])
+        values[2, :4] = torch.tensor([65504.0, -65519.9, 2**-24, 1.5 * 2**-25])
+        layer.hidden_states = values.to(layer.hidden_states.dtype)
         rounded = layer.hidden_states.to(getattr(torch, carried)).float()
         got, routed = layer.run(client), layer.routed(2)
         assert torch.equal(got, layer.partial + ((rounded + routed / 2) + (2 * rounded + routed / 2)))

@@ -22,7 +22,7 @@ from tests.helpers.idle import idle_share
 from tests.helpers.mailbox import Call, geometry, new_mailbox, served_mailbox
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("num_servers", [1, 3])
 @pytest.mark.parametrize("rows", [0, 1, 7])
 def test_answer_is_the_sum_over_servers(rows: int, num_servers: int, dtype: str) -> None:

@@ -34,7 +34,7 @@ def test_conversion_is_within_half_a_step_and_saturates(scale: float) -> None:
     assert (back[~inside].abs() == largest).all()
     assert quantise_e4m3(torch.tensor([float("nan")]), scale).float().isnan().all(), "NaN must stay visible"
     infinite = quantise_e4m3(torch.tensor([float("inf"), float("-inf")]), scale).float()
-    assert infinite.tolist() == [E4M3_MAX, -E4M3_MAX]
+    assert infinite.isnan().all()
 
 
 def test_the_cache_stores_what_the_conversion_gives() -> None:

@@ -45,10 +45,30 @@ def test_what_bfloat16_rounds_to_infinity_is_found(sign: int) -> None:
     below, first = bits[:1], bits[1:]
     assert torch.from_numpy(below).bfloat16().isfinite().all()
     assert not torch.from_numpy(first).bfloat16().isfinite().any()
-    check_values(below, "F32", "x", rounded=True)
+    check_values(below, "F32", "x", "bfloat16")
     check_values(first, "F32", "x")
-    with pytest.raises(CheckpointError, match="'x'"):
-        check_values(first, "F32", "x", rounded=True)
+    with pytest.raises(CheckpointError, match=r"'x' holds values that bfloat16 has no finite number for$"):
+        check_values(first, "F32", "x", "bfloat16")
+
+
+@pytest.mark.parametrize("stored", ["F32", "BF16", "F16"])
+def test_what_float16_has_no_number_for_is_refused(stored: str) -> None:
+    """All bit patterns of 16-bit types, and both sides of the border in float32; float16's own always fit."""
+    if stored == "F32":
+        border = np.array([65519.996, 65520.0, 1e38], np.float32)
+        values = np.concatenate((border, -border))
+        floats = torch.from_numpy(values)
+    else:
+        values = np.arange(1 << 16, dtype=np.uint16)
+        floats = torch.from_numpy(values.view(np.int16)).view(DTYPES[stored]).float()
+        kept = floats.isfinite().numpy()
+        values, floats = values[kept], floats[kept]
+    fits = floats.half().isfinite().numpy()
+    check_values(values[fits], stored, "x", "float16")
+    for value in values[~fits][:: 1 + len(values) // 500]:
+        with pytest.raises(CheckpointError, match=r"'x' holds values that float16 .* --dtype bfloat16"):
+            check_values(np.array([0, value], values.dtype), stored, "x", "float16")
+    assert fits.all() == (stored == "F16")
 
 
 def test_other_types_hold_no_such_values() -> None:

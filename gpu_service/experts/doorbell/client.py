@@ -47,7 +47,7 @@ class DoorbellLauncher(ABC):
     ) -> None:
         """Writes own rows `[begin, begin + n)` of a request of `rows` rows into `slot`, and rings.
 
-        Contiguous `[n, H]` float32 or bfloat16, int32 `[n, K]`, float32 `[n, K]`; n may be 0.
+        Contiguous `[n, H]` float32, bfloat16 or float16, int32 `[n, K]`, float32 `[n, K]`; n may be 0.
         """
 
     @abstractmethod
@@ -67,7 +67,7 @@ class DoorbellLauncher(ABC):
         """Ends the work and gives up the device's hold on the mailbox. Graphs must be gone."""
 
 
-SOURCE_DTYPES = (torch.float32, torch.bfloat16)
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)

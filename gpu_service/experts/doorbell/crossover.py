@@ -50,8 +50,7 @@ def measured_crossover(launcher: CudaLauncher, most_rows: int) -> Crossover:
     """Times both ways in slot 0's memory, which nobody uses yet. The GPU should be idle."""
     box = launcher.box
     scratch = launcher.scratch
-    dtype = torch.float32 if box.dtype == 1 else torch.bfloat16
-    hidden_states = torch.zeros((most_rows, box.hidden_size), dtype=dtype, device=scratch.device)
+    hidden_states = torch.zeros((most_rows, box.hidden_size), dtype=launcher.dtype, device=scratch.device)
     routing = torch.zeros((most_rows, box.top_k), dtype=torch.int32, device=scratch.device)
     partial = torch.zeros((most_rows, box.hidden_size), device=scratch.device)
     times: list[tuple[float, float, float, float]] = []

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.doorbell import driver
 from gpu_service.experts.doorbell.client import DoorbellLauncher
 from gpu_service.experts.doorbell.crossover import Crossover, measured_crossover
@@ -25,7 +26,7 @@ from gpu_service.experts.doorbell.program import (
 from moebius.mailbox import Mailbox, field_offsets, row_begin
 
 U32, POINTER = ctypes.c_uint32, ctypes.c_uint64
-DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
+DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 BLOCK = 512
 # Bytes that one block moves well: fewer blocks leave PCIe's latency uncovered, more only queue up.
 BLOCK_BYTES = 8192
@@ -70,7 +71,8 @@ class CudaLauncher(DoorbellLauncher):
         )
         self.box = make_box(mailbox, self._memory.device_address, self.state.data_ptr(), deadline_ms)
         geometry = mailbox.geometry
-        self._width = 2 if geometry.dtype == "bfloat16" else 4
+        self.dtype = TORCH_DTYPES[geometry.dtype]
+        self._width = self.dtype.itemsize
         most = row_begin(geometry.max_rows + geometry.num_clients - 1, 1, geometry.num_clients)
         self._staged = torch.zeros(
             (geometry.num_servers, most, geometry.hidden_size), dtype=torch.float32, device=device
@@ -94,7 +96,7 @@ class CudaLauncher(DoorbellLauncher):
     ) -> None:
         parts = PACK_RING | (PACK_CLEAR if self._is_memops else 0)
         nbytes = hidden_states.numel() * self._width
-        if self.crossover.copies_request(nbytes) and hidden_states.element_size() == self._width:
+        if self.crossover.copies_request(nbytes) and hidden_states.dtype == self.dtype:
             self.copy_request(slot, begin, hidden_states)
             nbytes = 0
         else:

@@ -34,7 +34,7 @@ struct Box {
   u64 num_servers;
   u64 num_clients;
   u64 client;
-  u64 dtype;        // of hidden states in the mailbox: 1 float32, 2 bfloat16
+  u64 dtype;        // of hidden states in the mailbox: 1 float32, 2 bfloat16, 3 float16
   u64 deadline_ns;  // of one wait
 };
 
@@ -91,6 +91,24 @@ static __device__ __forceinline__ u16 to_bfloat16(float value) {
 
 static __device__ __forceinline__ float from_bfloat16(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 
+// To nearest, ties to even; infinite from 65520 on, as everywhere: the engine finds rows that are not finite.
+static __device__ __forceinline__ u16 to_float16(float value) {
+  const u32 bits = float_bits(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return u16(sign | 0x7E00u);   // NaN stays one
+  if (magnitude >= 0x477FF000u) return u16(sign | 0x7C00u);  // 65520
+  // Below 2^-14 codes are multiples of 2^-24, which is the last bit of a float32 from 1/2 on.
+  if (magnitude < 0x38800000u) return u16(sign | (float_bits(__uint_as_float(magnitude) + 0.5f) - 0x3F000000u));
+  return u16(sign | ((magnitude + 0xFFFu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13));
+}
+
+static __device__ __forceinline__ float from_float16(u16 bits) {
+  const u32 sign = u32(bits & 0x8000u) << 16, magnitude = bits & 0x7FFFu;
+  if (magnitude >= 0x7C00u) return __uint_as_float(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
+  // The exponent's bias of 15 becomes 127 by a factor of 2^112; exact for the smallest numbers, too.
+  const float value = __uint_as_float(magnitude << 13) * 5192296858534827628530496329220096.0f;
+  return __uint_as_float(sign | float_bits(value));
+}
+
 // Spreads `bytes` over all threads of the grid, 16 at a time where both sides allow it.
 static __device__ void copy_bytes(u8* target, const u8* source, u64 bytes, u64 thread, u64 threads) {
   u64 done = 0;
@@ -102,12 +120,17 @@ static __device__ void copy_bytes(u8* target, const u8* source, u64 bytes, u64 t
   for (u64 i = done / 2 + thread; i < bytes / 2; i += threads) ((u16*)target)[i] = ((const u16*)source)[i];
 }
 
-static __device__ void copy_converted(u8* target, const u8* source, u64 count, bool widen, u64 thread, u64 threads) {
+// Types as Box::dtype.
+static __device__ void copy_converted(u8* target, u64 to, const u8* source, u64 from, u64 count, u64 thread,
+                                      u64 threads) {
   for (u64 i = thread; i < count; i += threads) {
-    if (widen) {
-      ((float*)target)[i] = from_bfloat16(((const u16*)source)[i]);
+    const float value = from == 1   ? ((const float*)source)[i]
+                        : from == 2 ? from_bfloat16(((const u16*)source)[i])
+                                    : from_float16(((const u16*)source)[i]);
+    if (to == 1) {
+      ((float*)target)[i] = value;
     } else {
-      ((u16*)target)[i] = to_bfloat16(((const float*)source)[i]);
+      ((u16*)target)[i] = to == 2 ? to_bfloat16(value) : to_float16(value);
     }
   }
 }
@@ -143,12 +166,12 @@ extern "C" __global__ void pack_and_ring(Box box, const u8* hidden_states, const
   const u64 threads = (u64)gridDim.x * blockDim.x;
   u8* request = box.base + box.requests + slot * box.request_stride;
   if (parts & PACK_HIDDEN) {
-    const u64 width = box.dtype == 2 ? 2 : 4;
+    const u64 width = box.dtype == 1 ? 4 : 2;
     u8* target = request + MBX_RequestHeader + begin * box.hidden_size * width;
     if (source_dtype == box.dtype) {
       copy_bytes(target, hidden_states, count * box.hidden_size * width, thread, threads);
     } else {
-      copy_converted(target, hidden_states, count * box.hidden_size, box.dtype == 1, thread, threads);
+      copy_converted(target, box.dtype, hidden_states, source_dtype, count * box.hidden_size, thread, threads);
     }
   }
   if (!(parts & PACK_RING)) return;

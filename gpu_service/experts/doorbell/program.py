@@ -72,7 +72,7 @@ def make_box(mailbox: Mailbox, base: int, state: int, deadline_ms: int) -> Box:
         num_servers=geometry.num_servers,
         num_clients=geometry.num_clients,
         client=mailbox.client,
-        dtype=2 if geometry.dtype == "bfloat16" else 1,
+        dtype=geometry.to_kernel().dtype,
         deadline_ns=deadline_ms * 1_000_000,
     )
 

@@ -110,7 +110,7 @@ def expert_source(
         geometry,
         config.experts.expert_dtype,
         expert_checkpoint=config.model.expert_checkpoint,
-        widest="float32" if compute_dtype == torch.float32 else "bfloat16",
+        widest="bfloat16" if compute_dtype == torch.bfloat16 else "float32",
         tp_rank=parallel.tp_rank,
         tp_size=parallel.tp_size,
     )

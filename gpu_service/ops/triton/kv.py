@@ -15,9 +15,11 @@ def _stored(
     values: tl.tensor, scale: float, dtype: tl.constexpr, SCALED: tl.constexpr, MAX: tl.constexpr
 ) -> tl.tensor:
     if SCALED:
-        # Conversion to fp8 need not saturate, and an overflow would be read back as NaN; a real one stays.
-        values = tl.maximum(values.to(tl.float32) / scale, -MAX, propagate_nan=tl.PropagateNan.ALL)
-        values = tl.minimum(values, MAX, propagate_nan=tl.PropagateNan.ALL)
+        # Conversion to fp8 need not saturate, and an overflow would be read back as NaN; a real one stays,
+        # and what is infinite already becomes one.
+        values = values.to(tl.float32) / scale
+        finite = tl.abs(values) < float("inf")
+        values = tl.where(finite, tl.minimum(tl.maximum(values, -MAX), MAX), float("nan"))
         values = encode_e4m3(values) if dtype == tl.uint8 else values.to(dtype)
     return values
 

@@ -34,6 +34,7 @@ from gpu_service.ops.triton.linear_attention_chunks import (
 )
 from gpu_service.ops.triton.ngrams import ngram_rows
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
+from gpu_service.ops.triton.overflow import note_overflow
 from gpu_service.ops.triton.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.triton.router import choose_by_kind, route, zero_experts
 from gpu_service.ops.triton.sampling import argmax_and_finite, mask_logits
@@ -85,4 +86,5 @@ IMPLEMENTATIONS = {
     "fp8_linear": Implementation(fp8_linear),
     "argmax_and_finite": Implementation(argmax_and_finite),
     "mask_logits": Implementation(mask_logits),
+    "note_overflow": Implementation(note_overflow),
 }

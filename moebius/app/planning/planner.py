@@ -182,7 +182,7 @@ class Planner:
         from gpu_service.memory.plan import ExpertMemory
 
         found = self.forecast.ranks[rank]
-        widest = "float32" if self.model.dtype == "float32" else "bfloat16"
+        widest = "bfloat16" if self.model.dtype == "bfloat16" else "float32"
         count, total = resident_bytes(
             self.config,
             self.geometry,

@@ -19,13 +19,13 @@ from gpu_service.ops import backends
 from gpu_service.ops.examples import sizes_of
 from gpu_service.verify.errors import (
     MEAN_KL,
-    RowsDtype,
     TokenScores,
     allowed_against_other,
     allowed_error,
     coarsest_bits,
     perplexity,
     relative_error,
+    rows_dtype,
     score,
 )
 from moebius.app.verify.experts import (
@@ -135,7 +135,7 @@ class Comparison:
             expert_checkpoint,
         )
         dtype = TORCH_DTYPES[ours.config.dtype]
-        self.rows_dtype: RowsDtype = "float32" if dtype == torch.float32 else "bfloat16"
+        self.rows_dtype = rows_dtype(dtype)
         self.packed = PackedExperts(config, geometry, dtype, layers, self._wanted)
         self._resident: ResidentExperts | None = None
         # Of the stage under way, by layer.

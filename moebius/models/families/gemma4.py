@@ -268,6 +268,6 @@ _GGUF = GgufFamily(
 )
 
 FAMILIES = (
-    Family("gemma4_text", read_gemma4_text, _names("model."), gguf=(_GGUF,)),
-    Family("gemma4", read_gemma4, _names("model.language_model."), _VISION),
+    Family("gemma4_text", read_gemma4_text, _names("model."), gguf=(_GGUF,), overflows_float16=True),
+    Family("gemma4", read_gemma4, _names("model.language_model."), _VISION, overflows_float16=True),
 )

@@ -61,5 +61,6 @@ FAMILIES = (
         read_gpt_oss,
         TensorNames((ROTARY, _ROUTER), ("fused_interleaved",)),
         gguf=(GgufFamily("gpt-oss", ALL_SPARSE_KEYS, 3, derive=rotated, yarn=_gpt_oss_yarn),),
+        overflows_float16=True,
     ),
 )

@@ -72,5 +72,6 @@ FAMILIES = (
                 _qwen2,
             ),
         ),
+        overflows_float16=True,
     ),
 )

@@ -141,6 +141,10 @@ def multiplies_in(panels: PanelFormat, rows: torch.dtype) -> tuple[Any, str]:
     """Type of the tensor-core operands, and the precision of its float32 form."""
     if rows == torch.float32:
         return tl.float32, "ieee"
+    if rows == torch.float16 and panels.code != "float32":
+        # bfloat16 weights are rounded below 2^-14 only, and become infinite where float16 has no such number:
+        # as dense weights are, and as those of all matrices are in transformers.
+        return tl.float16, "ieee"
     if panels.code in _EXACT_IN_BFLOAT16:
         return tl.bfloat16, "ieee"
     # Ten bits of mantissa: what float16 has.

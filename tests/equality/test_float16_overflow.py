@@ -1,0 +1,70 @@
+"""Invariant: a request whose hidden states exceed what float16 holds ends by an error that names the layer.
+
+The others of its batch get the tokens that they get without it, and so does whoever has its pages next.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_service.device.stream import HostDeviceStream
+from gpu_service.engine.decode_graphs import DecodeGraphs
+from gpu_service.engine.results import FLOAT16_OVERFLOW, overflow_error
+from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM
+from tests.helpers.built_engine import running_engine
+from tests.helpers.capturable_mla import make_capturable_attention
+from tests.helpers.device_experts import DenseExperts
+from tests.helpers.family_answers import family_config
+from tests.helpers.host_graphs import RecordedOperations
+from tests.helpers.overflowing import LAYER, NUM_EXPERTS, check_overflows, make_overflowing
+from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model in which it happens."""
+    directory: Path = tmp_path_factory.mktemp("overflowing")
+    make_overflowing(directory)
+    return directory
+
+
+def test_it_ends_alone_on_a_cpu(checkpoint: Path) -> None:
+    """As the process assembles it."""
+    with running_engine(family_config(checkpoint, "cpu", "float16", {"expert_transport": "local"})) as engine:
+        check_overflows(engine.built.engine.submit, engine.ended)
+
+
+@pytest.mark.parametrize("largest_graph", [0, 8])
+def test_it_ends_alone_in_steps_of_a_device(
+    largest_graph: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps eager and replayed: what is noted is in the graph's own memory."""
+    replayed: list[DecodeGraphs] = []
+    original = DecodeGraphs.replay
+
+    def replay(self: DecodeGraphs, *args: object) -> object:
+        replayed.append(self)
+        return original(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DecodeGraphs, "replay", replay)
+    host = torch.device("cpu")
+    model, experts = tiny_model(checkpoint, host, "float16"), DenseExperts(checkpoint, NUM_EXPERTS)
+    setup, stream = Setup(largest_graph=largest_graph), HostDeviceStream()
+    with tiny_engine(
+        model, experts, stream, make_capturable_attention, setup, RecordedOperations()
+    ) as engine:
+        check_overflows(engine.engine.submit, engine._ended)
+    assert bool(replayed) == bool(largest_graph)
+
+
+def test_what_clients_are_told() -> None:
+    """Places before and after all layers are no layers of the checkpoint."""
+    assert overflow_error(LAYER) == (
+        f"{FLOAT16_OVERFLOW} hidden states exceeded 65504 in layer {LAYER}; --dtype bfloat16 has room "
+        "for what this model computes"
+    )
+    assert "in the embedding;" in overflow_error(EMBEDDING)
+    assert "in the norm after the last layer;" in overflow_error(FINAL_NORM)
