@@ -8,11 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_service.ops import activation, kv, norm, rope, sampling
+from gpu_service.ops import activation, kv, norm, overflow, rope, sampling
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.triton import activation as triton_activation
 from gpu_service.ops.triton import kv as triton_kv
 from gpu_service.ops.triton import norm as triton_norm
+from gpu_service.ops.triton import overflow as triton_overflow
 from gpu_service.ops.triton import rope as triton_rope
 from gpu_service.ops.triton import sampling as triton_sampling
 from tests.tolerances import OP_ROUNDINGS
@@ -207,6 +208,28 @@ def test_argmax_and_finite(shape: tuple[int, int]) -> None:
     assert torch.equal(ids, expected[0])
     assert finite.tolist() == [True] * shape[0]
     assert ids.dtype == torch.int64
+
+
+def test_the_first_layer_that_overflows_is_noted() -> None:
+    """Of a sum that is infinite only once it is rounded, of NaN, and of either half; a later layer changes
+    nothing, and the largest number is no overflow."""
+    none = overflow.NO_OVERFLOW
+    total, update = torch.zeros(7, 70, dtype=torch.float16), torch.zeros(7, 70)
+    total[0, 69], update[0, 69] = 65504.0, 15.9
+    total[1, 69], update[1, 69] = 65504.0, 16.0
+    total[2, 3], update[3, 4], total[4, 5] = -torch.inf, 1e6, torch.nan
+    total[5, 0] = torch.inf
+    before = [none, none, none, none, none, 2, 9]
+    for implementation in (overflow.note_overflow.reference, triton_overflow.note_overflow):
+        first = torch.tensor(before, dtype=torch.int32)
+        implementation(first, total, update, 5)
+        assert first.tolist() == [none, 5, 5, 5, 5, 2, 9]
+        implementation(first, total, None, 6)
+        assert first.tolist() == [none, 5, 5, 5, 5, 2, 9]
+        first.fill_(none)
+        implementation(first, total, None, overflow.EMBEDDING)
+        assert first.tolist() == [none, none, -1, none, -1, -1, none]
+        implementation(first[:0], total[:0], update[:0], 5)
 
 
 @pytest.mark.parametrize(("rows", "vocabulary", "num_words"), [([], 9, 1), ([0], 1, 1), ([2, 0], 5000, 160)])

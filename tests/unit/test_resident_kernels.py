@@ -100,6 +100,17 @@ def test_unpacked_once(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert called == ([] if weight_format in ("float32", "float16") else [0, 3] * 2)
 
 
+@pytest.mark.parametrize("weight_format", ["float16", "bfloat16", "fp8_block", "int4_g128_zeros"])
+def test_tiles_multiply_float16_rows_in_float16(weight_format: str) -> None:
+    """Not in bfloat16, of which a row has three bits more."""
+    shape = Shape()
+    slots = resident_layer(shape, weight_format, (4, 1, 2))
+    inputs = routed(shape, 5, dtype=torch.float16)
+    expected = TorchResidentKernels(shape.geometry).forward(slots, *inputs, None)
+    found = TritonResidentKernels(shape.geometry, MANY).forward(slots, *inputs, None)
+    assert (found - expected).abs().max() / expected.abs().max() < tolerances.RESIDENT_FLOAT16
+
+
 def counted(call: Any, firsts: list[int]) -> Any:
     """The same, noting the first slot of each call."""
 
