@@ -44,7 +44,7 @@ class StepOutputs:
     # To be asked, once the step has ended, whether its experts were whole; None: it streamed none.
     streamed: StreamedExperts | None = None
     # The first layer after which a row was not finite; None: the activations' type has room enough.
-    first_overflow: Annotated[Tensor, TensorField("T", int32)] | None = None
+    first_overflow: Annotated[Tensor | None, TensorField("T", int32)] = None
 
 
 @dataclass(slots=True)
