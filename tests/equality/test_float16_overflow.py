@@ -6,6 +6,8 @@ The others of its batch get the tokens that they get without it, and so does who
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ import torch
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
 from gpu_service.engine.results import FLOAT16_OVERFLOW, overflow_error
-from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM
+from gpu_service.engine.sampler import Sampler
+from gpu_service.engine.step import ForwardContext
+from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, NO_OVERFLOW
+from gpu_service.parallel.steps import RankModelRunner
 from tests.helpers.built_engine import running_engine
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts
@@ -58,6 +63,20 @@ def test_it_ends_alone_in_steps_of_a_device(
     ) as engine:
         check_overflows(engine.engine.submit, engine._ended)
     assert bool(replayed) == bool(largest_graph)
+
+
+def test_all_ranks_hear_of_the_first_layer_of_any_stage() -> None:
+    """Each stage knows of its own layers only, and all ranks must end the same requests."""
+    none = NO_OVERFLOW
+    stages = [torch.tensor(rows, dtype=torch.int32) for rows in ([none, 1, none], [none, 7, 6])]
+    group = SimpleNamespace(all_gather=lambda own: torch.cat(stages))
+    for own in stages:
+        runner = object.__new__(RankModelRunner)
+        runner.sampler = cast(Sampler, SimpleNamespace(parallel=SimpleNamespace(world_group=group)))
+        found = runner.first_overflow(cast(ForwardContext, SimpleNamespace(first_overflow=own)))
+        assert found is not None
+        assert found.tolist() == [none, 1, 6]
+        assert runner.first_overflow(cast(ForwardContext, SimpleNamespace(first_overflow=None))) is None
 
 
 def test_what_clients_are_told() -> None:
