@@ -58,7 +58,7 @@ def test_dtype_spellings(tmp_path: Path) -> None:
         ({"num_experts": None}, "num_experts or num_local_experts is missing"),
         ({"num_experts_per_tok": 8}, r"num_experts_per_tok\) = 8 .* 1 to 7"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' .* allowed: silu"),
-        ({"dtype": "int8"}, "dtype = 'int8' .* allowed: bfloat16, float32"),
+        ({"dtype": "int8"}, "dtype = 'int8' .* allowed: bfloat16, float16, float32"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers = '3' is not"),
     ],
 )
