@@ -26,6 +26,10 @@ PROMPTS = [
 ]
 
 
+# Tokens that are decoded alone and in a batch: of `make test-all`, and otherwise.
+MANY, SOME = 24, 10
+
+
 def family(name: str) -> str:
     """Of a tiny model: what its variants have in common."""
     return TINY_MODELS[name].model_type
@@ -105,15 +109,16 @@ def test_a_reused_prefix_gives_the_logits_of_a_fresh_one(runner: PagedRunner) ->
 
 
 @pytest.mark.covering(1, name=family)
-def test_decoding_alone_equals_decoding_in_a_batch(runner: PagedRunner) -> None:
+def test_decoding_alone_equals_decoding_in_a_batch(runner: PagedRunner, pytestconfig: pytest.Config) -> None:
+    count = MANY if pytestconfig.getoption("--full") else SOME
     alone, sequences, last = [], [], []
     for prompt in PROMPTS:
         sequence, logits = runner.prefill(prompt)
-        alone += runner.greedy([sequence], logits[-1:], 24)
+        alone += runner.greedy([sequence], logits[-1:], count)
         sequence, logits = runner.prefill(prompt)
         sequences.append(sequence)
         last.append(logits[-1])
-    assert runner.greedy(sequences, torch.stack(last), 24) == alone
+    assert runner.greedy(sequences, torch.stack(last), count) == alone
 
 
 @pytest.mark.covering(1, name=family)

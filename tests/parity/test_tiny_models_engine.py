@@ -1,4 +1,4 @@
-"""Invariant: the whole engine on a real (tiny) model says what transformers says, 64 greedy tokens each.
+"""Invariant: the whole engine on a real (tiny) model says what transformers says, greedy tokens each.
 
 Four requests at once, through chunked prefill, mixed batches, prefix hits, preemption, and both loops.
 """
@@ -22,7 +22,9 @@ from tests.helpers.tiny_linear_models import LINEAR_MODELS
 from tests.helpers.tiny_mla_models import MLA_MODELS
 from tests.helpers.tiny_models import TINY_MODELS, greedy_answer, make_tiny_model
 
-NUM_TOKENS = 64
+# Tokens of each answer, and pages of 4 tokens of which four such requests need more, so that someone is
+# preempted: of `make test-all`, and otherwise.
+LONG, SHORT = (64, 40), (36, 32)
 SHARED = [11, 48, 190, 3, 66, 71, 28, 39, 5, 123, 8, 54]
 PROMPTS = [
     [*SHARED, 201, 17, 90],
@@ -33,8 +35,6 @@ PROMPTS = [
 ROOMY = GpuConfig(
     page_size=4, num_pages=256, max_num_batched_tokens=64, gpu_threads=1, overlap_scheduling=False
 )
-# Four requests of up to 114 tokens do not fit into 40 pages of 4: someone is preempted.
-TIGHT = GpuConfig(page_size=4, num_pages=40, max_num_batched_tokens=16, gpu_threads=1)
 
 
 KINDS = {"latents": MLA_MODELS, "sparse": DSA_MODELS, "linear": LINEAR_MODELS}
@@ -61,7 +61,12 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return directory, make_tiny_model(request.param, directory)
 
 
-def _run(directory: Path, gpu: GpuConfig) -> list[Request]:
+@pytest.fixture
+def sizes(pytestconfig: pytest.Config) -> tuple[int, int]:
+    return LONG if pytestconfig.getoption("--full") else SHORT
+
+
+def _run(directory: Path, gpu: GpuConfig, num_tokens: int) -> list[Request]:
     """All prompts at once; the requests after their end."""
     config = MoebiusConfig(
         # Towers are `test_vision.py`'s business.
@@ -78,7 +83,7 @@ def _run(directory: Path, gpu: GpuConfig) -> list[Request]:
 
     telemetry = EngineTelemetry(EngineMetrics("tiny", CollectorRegistry()))
     built = build_engine(config, telemetry, on_output)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     requests = [Request(f"r{i}", list(prompt), params) for i, prompt in enumerate(PROMPTS)]
     built.engine.start()
     try:
@@ -90,24 +95,27 @@ def _run(directory: Path, gpu: GpuConfig) -> list[Request]:
     return requests
 
 
-def _answers(model: Any, requests: list[Request]) -> list[list[int]]:
+def _answers(model: Any, requests: list[Request], num_tokens: int) -> list[list[int]]:
     """What transformers answers to each prompt alone."""
     return [
-        greedy_answer(model, prompt, NUM_TOKENS, request.output_token_ids)
+        greedy_answer(model, prompt, num_tokens, request.output_token_ids)
         for prompt, request in zip(PROMPTS, requests, strict=True)
     ]
 
 
 @pytest.mark.covering(1, tiny=kind)
-def test_synchronous_engine_says_what_transformers_says(tiny: tuple[Path, Any]) -> None:
-    directory, model = tiny
-    requests = _run(directory, ROOMY)
-    assert [request.output_token_ids for request in requests] == _answers(model, requests)
+def test_synchronous_engine_says_what_transformers_says(
+    tiny: tuple[Path, Any], sizes: tuple[int, int]
+) -> None:
+    (directory, model), (num_tokens, _) = tiny, sizes
+    requests = _run(directory, ROOMY, num_tokens)
+    assert [request.output_token_ids for request in requests] == _answers(model, requests, num_tokens)
 
 
 @pytest.mark.covering(1, tiny=cached)
-def test_overlapped_preempting_engine_says_it_too(tiny: tuple[Path, Any]) -> None:
-    directory, model = tiny
-    requests = _run(directory, TIGHT)
-    assert [request.output_token_ids for request in requests] == _answers(model, requests)
+def test_overlapped_preempting_engine_says_it_too(tiny: tuple[Path, Any], sizes: tuple[int, int]) -> None:
+    (directory, model), (num_tokens, num_pages) = tiny, sizes
+    tight = GpuConfig(page_size=4, num_pages=num_pages, max_num_batched_tokens=16, gpu_threads=1)
+    requests = _run(directory, tight, num_tokens)
+    assert [request.output_token_ids for request in requests] == _answers(model, requests, num_tokens)
     assert sum(request.num_preemptions for request in requests) > 0

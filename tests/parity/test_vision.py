@@ -42,6 +42,11 @@ def text_family(name: str) -> str:
     return TINY_MODELS[VISION_MODELS[name].text].model_type
 
 
+def family(name: str) -> str:
+    """Of the whole model: towers differ between models of one text family."""
+    return VISION_MODELS[name].family or text_family(name)
+
+
 @dataclass
 class Answered:
     """A checkpoint, and what transformers answers to each prompt alone."""
@@ -51,7 +56,15 @@ class Answered:
     answers: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=sorted(VISION_MODELS))
+def _cases() -> Iterator[Any]:
+    """One model of a family, and others of it for `make test-all`: what transformers answers takes long."""
+    seen: set[str] = set()
+    for name in sorted(VISION_MODELS):
+        yield pytest.param(name, marks=[pytest.mark.full] if family(name) in seen else [])
+        seen.add(family(name))
+
+
+@pytest.fixture(scope="module", params=_cases())
 def answered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answered:
     name = str(request.param)
     directory = tmp_path_factory.mktemp("vision")

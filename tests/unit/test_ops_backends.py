@@ -61,7 +61,7 @@ def test_every_op_has_an_example_and_tables_name_ops_only() -> None:
     assert set(load_tables(["triton"])["triton"]) <= set(names)
 
 
-def test_triton_takes_all_ops_but_the_truncation_and_is_the_reference() -> None:
+def test_triton_takes_all_ops_but_the_truncation_and_is_the_reference(pytestconfig: pytest.Config) -> None:
     """Through the ops' own dispatch, as layers call them."""
     with capture_logs() as logs:
         chosen = install_tables(CPU, load_tables(["triton"]), torch.float32)
@@ -72,7 +72,9 @@ def test_triton_takes_all_ops_but_the_truncation_and_is_the_reference() -> None:
     (line,) = [log for log in logs if "chosen" in log["event"]]
     assert {name: line[name] for name in chosen} == chosen
     for op in OPS:
-        assert_same_op(op, op, example(op, CPU, torch.float32), torch.float32)
+        # Kernels of mixed steps take the interpreter longest: tests/unit/test_linear_attention_triton.py.
+        if pytestconfig.getoption("--full") or not op.name.endswith("_extend"):
+            assert_same_op(op, op, example(op, CPU, torch.float32), torch.float32)
 
 
 @pytest.mark.parametrize(

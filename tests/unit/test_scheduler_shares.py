@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_service.engine.step import Batch
@@ -106,7 +106,6 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
 @given(arrivals=ARRIVALS, budget=st.integers(SEQS + 2, 64))
 def test_every_prompt_is_done_within_the_work_of_its_elders(
     arrivals: list[list[tuple[int, int]]], budget: int

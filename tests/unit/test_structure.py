@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -11,6 +12,7 @@ SERVICES = {"gateway", "gpu_service", "expert_service"}
 SHARED = {"protos", "moebius"}
 
 
+@cache
 def sources() -> list[Path]:
     """Every tracked or new Python and C++ file of the product (not tests, not generated stubs)."""
     listed = subprocess.run(
@@ -32,6 +34,12 @@ def sources() -> list[Path]:
     ]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Shared: nobody changes it."""
+    return ast.parse((ROOT / path).read_text())
+
+
 def code_lines(path: Path) -> int:
     """Lines that are not blank."""
     return sum(1 for line in (ROOT / path).read_text().splitlines() if line.strip())
@@ -48,10 +56,19 @@ def imported_packages(tree: ast.AST) -> set[str]:
     return names
 
 
-def imported_modules(tree: ast.AST) -> set[str]:
-    """Full names of absolutely imported modules, and of what is imported from them."""
+def imported_modules(tree: ast.AST, as_run: bool = False) -> set[str]:
+    """Full names of absolutely imported modules, and of what is imported from them.
+
+    `as_run`: not what stands under TYPE_CHECKING.
+    """
     names: set[str] = set()
-    for node in ast.walk(tree):
+    left_out: set[int] = set()
+    for node in ast.walk(tree):  # parents first
+        if id(node) in left_out:
+            left_out |= {id(child) for child in ast.iter_child_nodes(node)}
+            continue
+        if as_run and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            left_out |= {id(child) for child in node.body}
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -68,7 +85,7 @@ def test_files_and_functions_stay_small() -> None:
         f"{path}:{node.name}"
         for path in sizes
         if path.suffix == ".py"
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, functions) and (node.end_lineno or 0) - node.lineno > 60
     ]
     assert long_functions == []
@@ -81,7 +98,7 @@ def test_services_never_import_one_another() -> None:
         top = path.parts[0]
         if path.suffix != ".py" or top not in SERVICES:
             continue
-        imports = imported_packages(ast.parse((ROOT / path).read_text()))
+        imports = imported_packages(parsed(path))
         forbidden = (SERVICES - {top}) | ({"torch"} if top != "gpu_service" else set())
         crossing += [f"{path} -> {name}" for name in sorted(imports & forbidden)]
     assert crossing == []
@@ -94,7 +111,7 @@ def test_own_processes_import_nothing_of_the_working_directory() -> None:
     for path in sources():
         if path.suffix != ".py" or path.parts[0] not in SERVICES | SHARED:
             continue
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.List | ast.Tuple) or len(node.elts) < 2:
                 continue
             program, first = (ast.unparse(element) for element in node.elts[:2])
@@ -111,7 +128,7 @@ def test_only_the_roof_imports_services() -> None:
             continue
         if path.parts[:2] == ("moebius", "app") or path == Path("moebius/__main__.py"):
             continue
-        tree = ast.parse((ROOT / path).read_text())
+        tree = parsed(path)
         if path.parts[0] == "moebius":
             upward += [f"{path} -> {name}" for name in sorted(imported_packages(tree) & SERVICES)]
         modules = sorted(imported_modules(tree))
@@ -131,12 +148,8 @@ def import_graph() -> dict[str, set[str]]:
     }
     graph: dict[str, set[str]] = {}
     for module, path in paths.items():
-        tree = ast.parse((ROOT / path).read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-                node.body = []
         # The longest known name counts: that of a module rather than of the package it is in.
-        found = imported_modules(tree)
+        found = imported_modules(parsed(path), as_run=True)
         longest = {
             name for name in found if not any(other.startswith(f"{name}.") for other in found & paths.keys())
         }
