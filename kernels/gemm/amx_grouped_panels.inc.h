@@ -1,24 +1,28 @@
 // GEMMs of some dozen rows whose groups of k are scaled in float32. Included INSIDE an anonymous namespace, after
 // amx_grouped.inc.h.
 //
-// Two panels at a time, a chunk of k at a time, 16 rows at a time with their totals in registers: a sum that leaves its
+// Two panels at a time, a chunk of k at a time, up to 16 rows at a time with their totals in registers: a sum that leaves its
 // tile is read once and written once. A chunk of a panel meets all rows, and between these products the tiles that come
 // next are made, of codes without a scale: 32 cycles a tile, where scaled weights in two parts take 140 (llvm-mca's model
 // of Ice Lake), more than the products of 64 rows.
 
 constexpr uint32_t kPanelsChunk = 8;       // steps; a group has at most 4
 constexpr uint32_t kPanelsSpacedRows = 512;  // more are not given at once
+constexpr int kSmallTileRows = 12;           // 17 to 24 rows, 33 to 36: totals of fewer rows are added in less time
 
 constexpr size_t kPanelsTileBytes = kPanelsChunk * kTileBytes;  // of a chunk
 
 // Where a GEMM by panels keeps what in its scratch.
 struct PanelsScratch {
-  uint32_t row_tiles, steps;
+  // Row tiles are as few as can be and share the rows evenly: 33 are three times 11 and not 16, 16 and 1. All that is
+  // done with a tile takes as long as it has rows, and one configuration serves all of them.
+  uint32_t row_tiles, tile_rows, steps;
   size_t scale_floats;  // of a panel
   size_t tiles, scales, rows, bytes;
 
   PanelsScratch(const PanelLayout& layout, uint32_t num_rows)
-      : row_tiles(divide_up(num_rows, kTileRows)), steps(divide_up(layout.k, kTileK)),
+      : row_tiles(divide_up(num_rows, kTileRows)), tile_rows(divide_up(num_rows, row_tiles)),
+        steps(divide_up(layout.k, kTileK)),
         scale_floats(size_t{padded_groups(layout)} * kPanelColumns), tiles(sizeof(GroupSums)),
         scales(tiles + 2 * kPanelsTileBytes), rows(scales + 2 * scale_floats * sizeof(float)),
         bytes(rows + size_t{row_tiles} * steps * kTileBytes) {}
@@ -77,7 +81,9 @@ class GroupedPanels {
         sums_(*reinterpret_cast<GroupSums*>(work.scratch)) {}
 
   void run() {
-    configure_rows(kTileRows);
+    // Rows beyond a tile's are added too: what lies there must not be denormal, which is slow.
+    __builtin_memset(&sums_, 0, sizeof(GroupSums));
+    configure_rows(places_.tile_rows);
     pack_rows();
     NextTiles<Source> tiles = next_tiles({0, 0}, 0, 1);
     tiles.finish();
@@ -135,36 +141,40 @@ class GroupedPanels {
     Interleaving<Source> interleaving{next};
     const float* scales = scales_of(now.panel) + size_t{now.begin / kGroupSteps} * kPanelColumns;
     for (uint32_t tile = 0; tile < places_.row_tiles; ++tile) {
-      const uint32_t row = tile * kTileRows;
+      const uint32_t row = tile * places_.tile_rows;
       const ResultBlock result{work_.result + row * work_.result_stride + now.panel * kPanelColumns,
-                               work_.result_stride, smaller(kTileRows, work_.num_rows - row)};
-      GroupBlock<kGroupSteps, kTileRows>({rows_of(tile, now.begin), tiles_of(index), scales, steps}, sums_)
-          .run(result, now.begin == 0, interleaving);
+                               work_.result_stride, smaller(places_.tile_rows, work_.num_rows - row)};
+      const GroupWork group{rows_of(tile, now.begin), tiles_of(index), scales, steps};
+      if (places_.tile_rows <= kSmallTileRows) {
+        GroupBlock<kGroupSteps, kSmallTileRows>(group, sums_).run(result, now.begin == 0, interleaving);
+      } else {
+        GroupBlock<kGroupSteps, kTileRows>(group, sums_).run(result, now.begin == 0, interleaving);
+      }
     }
     next.finish();
   }
 
   bool is_packed(uint32_t tile) const {
-    const bool whole = (tile + 1) * kTileRows <= work_.num_rows;
+    const bool whole = (tile + 1) * places_.tile_rows <= work_.num_rows;
     return work_.row_stride == 0 || !whole;
   }
 
   RowBlock rows_of(uint32_t tile, uint32_t begin) const {
     if (is_packed(tile)) {
       const size_t step = size_t{tile} * places_.steps + begin;
-      return {work_.scratch + places_.rows + step * kTileBytes, 64, kTileRows, kTileBytes};
+      return {work_.scratch + places_.rows + step * kTileBytes, 64, places_.tile_rows, kTileBytes};
     }
-    const auto* first = static_cast<const std::byte*>(work_.rows[0]);
-    return {first + size_t{tile} * kTileRows * work_.row_stride + size_t{begin} * 64, work_.row_stride, kTileRows, 64};
+    const auto* first = static_cast<const std::byte*>(work_.rows[0]) + size_t{begin} * 64;
+    return {first + size_t{tile} * places_.tile_rows * work_.row_stride, work_.row_stride, places_.tile_rows, 64};
   }
 
-  // Rows that are not equally spaced, and the last ones with zeros after them: all products are of 16 rows, because
-  // telling the tile unit another number takes as long as a dozen of them.
+  // Rows that are not equally spaced, and the last ones with zeros after them: all tiles have as many rows, because
+  // telling the tile unit another number takes as long as a dozen products.
   void pack_rows() const {
     for (uint32_t tile = 0; tile < places_.row_tiles; ++tile) {
       if (!is_packed(tile)) continue;
-      for (uint32_t i = 0; i < kTileRows; ++i) {
-        const uint32_t row = tile * kTileRows + i;
+      for (uint32_t i = 0; i < places_.tile_rows; ++i) {
+        const uint32_t row = tile * places_.tile_rows + i;
         const bool exists = row < work_.num_rows;
         const auto* from = static_cast<const std::byte*>(work_.rows[exists ? row : 0]);
         std::byte* to = work_.scratch + places_.rows + size_t{tile} * places_.steps * kTileBytes + i * 64;
