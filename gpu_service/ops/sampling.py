@@ -36,7 +36,7 @@ def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -
     if logits.device.type == "cpu":  # numpy takes rows of eight in a fifth of torch's time
         bounds_of_row = np.empty((4 * words.shape[1], 8), dtype=np.float32)  # stays in the core's cache
         bound = torch.from_numpy(bounds_of_row).flatten()[: logits.shape[1]]
-        for row, its_bytes in zip(rows.tolist(), words.numpy().view(np.uint8), strict=True):
+        for row, its_bytes in zip(rows.numpy(), words.numpy().view(np.uint8), strict=True):
             np.take(_BOUNDS, its_bytes, axis=0, out=bounds_of_row, mode="clip")  # unbuffered in this mode
             torch.minimum(logits[row], bound, out=logits[row])
         return
