@@ -49,10 +49,11 @@ def refuses(*statuses: int) -> dict[str, Any]:
     return {"responses": shapes}
 
 
-def takes(schema: type[BaseModel]) -> dict[str, Any]:
-    """What a route's decorator says of a body of this schema and of the refusals it can meet."""
-    reference = {"$ref": f"{_SCHEMAS}{schema.__name__}"}
-    body = {"required": True, "content": {"application/json": {"schema": reference}}}
+def takes(*schemas: type[BaseModel]) -> dict[str, Any]:
+    """What a route's decorator says of a body of one of these schemas and of the refusals it can meet."""
+    references = [{"$ref": f"{_SCHEMAS}{schema.__name__}"} for schema in schemas]
+    described = references[0] if len(references) == 1 else {"anyOf": references}
+    body = {"required": True, "content": {"application/json": {"schema": described}}}
     refusals = {status: {"model": ErrorResponse, "description": words} for status, words in _REFUSALS.items()}
     return {"openapi_extra": {"requestBody": body}, "responses": refusals}
 
@@ -130,9 +131,10 @@ def _describe_responses(path: str, operation: dict[str, Any], components: dict[s
             response["content"] = {"application/json": {"schema": {"$ref": _SCHEMAS + shape}}}
     if "requestBody" not in operation or "200" not in responses:
         return
-    reference = operation["requestBody"]["content"]["application/json"]["schema"].get("$ref", "")
-    body = components.get(reference.removeprefix(_SCHEMAS), {})
-    if "stream" in body.get("properties", {}):
+    described = operation["requestBody"]["content"]["application/json"]["schema"]
+    references = [one["$ref"] for one in described.get("anyOf", [described])]
+    bodies = [components.get(reference.removeprefix(_SCHEMAS), {}) for reference in references]
+    if any("stream" in body.get("properties", {}) for body in bodies):
         streams = "application/x-ndjson" if shape == "OllamaErrorResponse" else "text/event-stream"
         responses["200"]["content"][streams] = {}
 

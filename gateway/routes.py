@@ -48,6 +48,24 @@ async def create_completion(request: Request) -> Response:
     return await RequestRun(gateway, model, prepared, form).respond(request)
 
 
+@router.post("/invocations", **takes(ChatCompletionRequest, CompletionRequest))
+async def invoke(request: Request) -> Response:
+    """A chat or a completion, by the path that SageMaker asks for all models."""
+    gateway = gateway_of(request)
+    prepared = await gateway.generation(request, "invocations")
+    model = gateway.model()
+    await add_images(prepared.jobs[0], prepared.images, gateway.config.images)
+    is_chat = isinstance(prepared.fields, ChatCompletionRequest)
+    form = (ChatFormat if is_chat else CompletionFormat)(model.name, model.tokenizer, prepared)
+    return await RequestRun(gateway, model, prepared, form).respond(request)
+
+
+@router.get("/tokenizer_info", **refuses(401, 503))
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """The checkpoint's tokenizer_config.json with the chat template in use; what lm-eval asks for."""
+    return gateway_of(request).model().tokenizer.info
+
+
 @router.post("/tokenize", **takes(TokenizeRequest))
 @router.post("/v1/tokenize", **takes(TokenizeRequest))
 async def tokenize(request: Request) -> Response:

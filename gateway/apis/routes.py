@@ -95,7 +95,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     """Refused: only responses in the background can be cancelled; others end with their connection."""
     await _stored(request, response_id)
     raise bad_request(
-        "only a response in the background can be cancelled; close the connection to end others",
+        "Cannot cancel a synchronous response. Close its connection to end it",
         "response_id",
         "unsupported_operation",
     )

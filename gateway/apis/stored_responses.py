@@ -217,7 +217,7 @@ def not_found(what: str, response_id: str, param: str, code: str) -> ApiError:
     """A 404 for a response or an item that is not stored, or not any more."""
     return ApiError(
         404,
-        f"{what} with id {response_id[:100]!r} not found: it was not stored, or is gone by now",
+        f"{what.capitalize()} with id {response_id[:100]!r} not found: it was not stored, or is gone by now",
         param=param,
         code=code,
     )

@@ -18,6 +18,7 @@ from moebius.parser_names import AUTO
 Kind = Literal[
     "chat",
     "completions",
+    "invocations",
     "tokenize",
     "detokenize",
     "messages",

@@ -24,6 +24,7 @@ from gateway.prompts.tool_use import constraint_of, conversation_of, output_plan
 from gateway.schemas.common import GenerationFields, JsonError, parse_json
 from gateway.schemas.parameters import Tolerance
 from gateway.schemas.requests import (
+    ROLES,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
@@ -70,6 +71,7 @@ class Preparer:
         self._kinds: dict[Kind, Callable[[bytes | bytearray], Prepared | bytes]] = {
             "chat": self._chat,
             "completions": self._completions,
+            "invocations": self._invocations,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
             **{kind: functools.partial(self._translated, kind) for kind in TRANSLATIONS},
@@ -92,14 +94,17 @@ class Preparer:
 
     def _parsed(self, data: bytes | bytearray, schema: type[T]) -> T:
         """The body, valid; ApiError 400 that names what is wrong."""
+        return self._validated(self._value(data), schema, self._tolerance)
+
+    @staticmethod
+    def _value(data: bytes | bytearray) -> Any:
         try:
-            value = parse_json(data)
+            return parse_json(data)
         except JsonError as error:
             where = repr(error.param) if error.param else "the body"
             raise bad_request(
                 f"{where} is not acceptable: {error.message}", error.param, error.code
             ) from None
-        return self._validated(value, schema, self._tolerance)
 
     @staticmethod
     def _validated(value: Any, schema: type[T], tolerance: Tolerance) -> T:
@@ -150,6 +155,7 @@ class Preparer:
         images = image_places(body.messages, self._model, self._images)
         self._check_text_size(size - sum(len(image.url) for _, image in images))
         text = self._rendered(conversation_of(body, self._model), body.parse_special)
+        check_shown(body.messages, text)
         prompt_ids = self._encoded(text, body.add_special_tokens, "messages", body)
         if images:
             check_placeholders(self._model, prompt_ids, len(images))
@@ -195,6 +201,16 @@ class Preparer:
 
     def _completions(self, data: bytes | bytearray) -> Prepared:
         return self._text_prepared(self._parsed(data, CompletionRequest))
+
+    def _invocations(self, data: bytes | bytearray) -> Prepared:
+        """A chat or a completion, whichever the body's fields are of."""
+        value = self._value(data)
+        if isinstance(value, dict) and "messages" in value:
+            chat = self._validated(value, ChatCompletionRequest, self._tolerance)
+            return self._chat_prepared(chat, len(data))
+        if isinstance(value, dict) and "prompt" in value:
+            return self._text_prepared(self._validated(value, CompletionRequest, self._tolerance))
+        raise bad_request("the body needs 'messages' (a chat) or 'prompt' (a completion)")
 
     def _text_prepared(self, body: CompletionRequest, fits_limit: bool = False) -> Prepared:
         self._model.check_name(body.model)
@@ -384,6 +400,17 @@ def image_places(
             "too_many_images",
         )
     return places
+
+
+def check_shown(messages: Sequence[ChatMessage], text: MarkedText) -> None:
+    """ApiError 400 where the chat template left out a message of a role that OpenAI does not have."""
+    rendered = text.text.replace(text.mark, "") if text.mark else text.text
+    for number, message in enumerate(messages):
+        if message.role not in ROLES and not all(part.strip() in rendered for part in message.texts()):
+            raise bad_request(
+                f"the chat template does not show messages of role {message.role!r}",
+                f"messages[{number}].role",
+            )
 
 
 def check_placeholders(model: ServedModel, prompt_ids: Sequence[int], images: int) -> None:

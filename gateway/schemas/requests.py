@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from gateway.errors import param_error
+from gateway.errors import param_error, shown
 from gateway.schemas.common import (
     MAX_LABEL_CHARACTERS,
     GenerationFields,
@@ -16,12 +16,16 @@ from gateway.schemas.common import (
     TokenId,
     parse_json,
 )
+from gateway.schemas.parameters import tolerance_of
 from gateway.schemas.structured import StructuredFields
 from gateway.schemas.tools import ToolFields
 from moebius.request_limits import MAX_LOGPROBS, MAX_OUTPUTS
 
 MAX_MESSAGES = 16_384
 MAX_PARTS = 16_384  # of one message
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+# What a template may call others: `ipython`, `observation`, `context`; no text that could be a control token.
+_ROLE = r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$"
 
 
 class CallArguments(dict[str, Any]):
@@ -111,7 +115,10 @@ class ChatMessage(StrictModel):
     """One message of the conversation."""
 
     place = "messages[]."
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: str = Field(
+        pattern=_ROLE,
+        description="system, user, assistant, tool, function, or another that the chat template knows",
+    )
     content: str | Parts | None = None
     name: str | None = None
     reasoning_content: str | None = Field(None, description="Also as `reasoning`: two servers' names")
@@ -132,12 +139,24 @@ class ChatMessage(StrictModel):
                 kept["reasoning_content"] = reasoning
         return kept
 
+    @field_validator("role", mode="after")
+    @classmethod
+    def _check_role(cls, role: str, info: ValidationInfo) -> str:
+        if role not in ROLES and tolerance_of(info).strict:
+            raise param_error("messages", f"{shown(role)} is no role: {', '.join(sorted(ROLES))} are")
+        return role
+
     @model_validator(mode="after")
     def _check_content(self) -> Self:
         says = self.tool_calls or self.function_call or self.reasoning_content
         if self.content is None and not (self.role == "assistant" and says):
             raise param_error("messages", f"a message of role {self.role!r} needs 'content'")
         return self
+
+    def texts(self) -> list[str]:
+        """The content's texts."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [self.content] if isinstance(self.content, str) else [part.text or "" for part in parts]
 
     def image_urls(self) -> list[tuple[int, ImageUrl]]:
         """Index of each part of the content that is an image, and where it is."""

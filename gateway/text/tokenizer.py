@@ -114,8 +114,15 @@ class Tokenizer:
     takes: only the processes that prepare prompts encode, one text at a time.
     """
 
-    def __init__(self, backend: BackendTokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        backend: BackendTokenizer,
+        chat_template: ChatTemplate | None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`settings`: as in tokenizer_config.json."""
         self._backend = backend
+        self._settings = settings or {}
         backend.no_truncation()  # some files have it set for training
         backend.no_padding()
         self.chat_template = chat_template
@@ -153,7 +160,7 @@ class Tokenizer:
         if not source:
             added = {token.content for token in backend.get_added_tokens_decoder().values()}
             source = own_template(str(_read_json(directory / "config.json").get("model_type")), added)
-        return cls(backend, _compiled(source, _named_tokens(settings), file))
+        return cls(backend, _compiled(source, _named_tokens(settings), file), settings)
 
     @classmethod
     def _from_gguf(cls, model: Path, template_file: str) -> Tokenizer:
@@ -162,7 +169,8 @@ class Tokenizer:
         except CheckpointError as error:
             raise TokenizerError(str(error)) from error
         source = _read_template(Path(template_file)) if template_file else found.chat_template
-        return cls(found.backend, _compiled(source, dict(found.named_tokens), template_file or str(model)))
+        named = dict(found.named_tokens)
+        return cls(found.backend, _compiled(source, named, template_file or str(model)), named)
 
     def check_fits(self, vocab_size: int) -> None:
         """Raises TokenizerError naming a token for which the model, of so many tokens, has no row.
@@ -212,6 +220,13 @@ class Tokenizer:
     def added_tokens(self) -> dict[str, int]:
         """Ids of the tokens that text is searched for before it is cut, by their text."""
         return {text: token_id for token_id, text in self._added_text.items()}
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """tokenizer_config.json as `/tokenizer_info` shows it: tokens as texts, the chat template in use."""
+        template = None if self.chat_template is None else self.chat_template.source
+        shown = {name: _as_text(value) for name, value in self._settings.items()}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **shown, "chat_template": template}
 
     @cached_property
     def text_size(self) -> TextSize:
@@ -308,6 +323,13 @@ def _compiled(source: str, named_tokens: dict[str, str], file: str) -> ChatTempl
         return ChatTemplate(source, named_tokens) if source else None
     except ChatTemplateError as error:
         raise TokenizerError(f"{file}: {error}") from error
+
+
+def _as_text(value: Any) -> Any:
+    """A token, or a list of them, that is described by an object, as its text."""
+    if isinstance(value, list):
+        return [_as_text(item) for item in value]
+    return value["content"] if isinstance(value, dict) and isinstance(value.get("content"), str) else value
 
 
 def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gpu_service.assembly.kv_memory import KvMemory
 from gpu_service.assembly.vision import Vision
@@ -57,15 +59,22 @@ class Built:
         return True
 
 
+# What clients leave unset; `max_new_tokens` is the output's limit.
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of generation_config.json that stand for what a request leaves unset."""
+    return {name: generation[name] for name in _DEFAULTS if generation.get(name) is not None}
+
+
 def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
     """Static facts for clients."""
     directory = Path(config.model.model)
     model = built.model_config
     raw = read_config(directory)
     defaults = companion_directory(directory) / "generation_config.json"
-    generation = json.loads(defaults.read_text()) if defaults.exists() else {}
-    kept = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    sampling = {key: generation[key] for key in kept if generation.get(key) is not None}
+    sampling = sampling_defaults(json.loads(defaults.read_text()) if defaults.exists() else {})
     pad = raw.get("pad_token_id")
     return pb.GetModelInfoResponse(
         model_path=str(directory),

@@ -15,6 +15,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from gateway.errors import ApiError
+from gateway.prompts.prepare import check_shown
+from gateway.schemas.requests import ChatMessage
+from gateway.text.conversation import MarkedText
 from tests.helpers.fake_engine import FIRST_TOKEN_S, MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
@@ -340,6 +344,46 @@ def test_load_probes_and_the_list_that_codex_reads(setup: Setup) -> None:
     assert "models" not in plain
     codex = httpx.get(f"{setup.url}/v1/models", params={"client_version": "0.145.0"}).json()
     assert codex == {**plain, "models": []}
+
+
+def test_invocations_are_chats_or_completions(setup: Setup) -> None:
+    """SageMaker's one path answers as the path of whichever API the body is of, whole and streamed."""
+    messages = [{"role": "user", "content": "hi"}]
+    for path, body in (("chat/completions", {"messages": messages}), ("completions", {"prompt": "hi"})):
+        expected, found = setup.post(f"/v1/{path}", body).json(), setup.post("/invocations", body).json()
+        assert found["object"] == expected["object"]
+        assert found["choices"][0].keys() == expected["choices"][0].keys()
+        streamed = setup.post("/invocations", {**body, "stream": True})
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert streamed.text.endswith("data: [DONE]\n\n")
+    assert setup.post("/invocations", {"messages": messages, "n": "2"}).json()["error"]["param"] == "n"
+    for neither in ({"input": "hi"}, []):
+        refused = setup.post("/invocations", neither)
+        assert (refused.status_code, "'messages'" in refused.json()["error"]["message"]) == (400, True)
+
+
+def test_the_tokenizers_description(setup: Setup) -> None:
+    """What lm-eval reads to tokenise by this server: names of tokens as texts, the template in use."""
+    info = httpx.get(f"{setup.url}/tokenizer_info").json()
+    assert isinstance(info["tokenizer_class"], str)
+    assert "<|start|>" in info["chat_template"]
+    named = [value for name, value in info.items() if name.endswith("_token")]
+    assert all(isinstance(value, str) for value in named)
+
+
+def test_roles_that_templates_know(setup: Setup) -> None:
+    """A role of the model's own reaches its template; one that could spell a control token is refused."""
+    body = {"messages": [{"role": "ipython", "content": [{"type": "text", "text": "3"}]}]}
+    tokens = setup.post("/tokenize", body).json()["tokens"]
+    text = setup.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert text.startswith("<|start|>ipython\n3<|end|>")
+    for role in ("<|end|>", "a b", "", "x" * 65, None, 3):
+        refused = setup.post("/v1/chat/completions", {"messages": [{"role": role, "content": "x"}]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].role"), role
+    shown = MarkedText("<|user|>a <|\ue000system|> b", "\ue000")
+    check_shown([ChatMessage(role="context", content=" <|system|> b ")], shown)
+    with pytest.raises(ApiError, match="does not show messages of role 'context'"):
+        check_shown([ChatMessage(role="context", content="lost")], shown)
 
 
 def test_load_counts_requests_that_are_answered(setup: Setup) -> None:

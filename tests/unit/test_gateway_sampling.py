@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import grpc
 import pytest
 
@@ -10,6 +12,7 @@ from gateway.model import ServedModel
 from gateway.prompts.jobs import build_sampling_params, check_prompt, output_limit
 from gateway.schemas.requests import CompletionRequest
 from gateway.text.tokenizer import Tokenizer
+from gpu_service.assembly.built import sampling_defaults
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer
 
 MODEL = ServedModel(
@@ -48,6 +51,18 @@ def test_prompt_bounds() -> None:
 def test_output_limit(prompt: int, requested: int | None, limit: int) -> None:
     """Unset means what is left of the context."""
     assert output_limit(MODEL, prompt, "max_tokens", requested) == limit
+
+
+def test_the_models_own_limit_of_outputs() -> None:
+    """generation_config.json's `max_new_tokens` stands for an unset limit, and never for one that is sent."""
+    generation = {"max_new_tokens": 30, "temperature": None, "top_k": 5, "do_sample": True}
+    defaults = sampling_defaults(generation)
+    assert defaults == {"max_new_tokens": 30, "top_k": 5}
+    model = dataclasses.replace(MODEL, defaults=defaults)
+    limits = [
+        output_limit(model, prompt, "max_tokens", sent) for prompt, sent in [(9, None), (9, 40), (80, None)]
+    ]
+    assert limits == [30, 40, 20]
 
 
 def test_output_beyond_the_context_is_refused() -> None:
