@@ -13,6 +13,7 @@ from gateway.errors import ApiError
 from gateway.output import OutputRules, OutputState
 from gateway.parsers.events import ParsedDelta
 from gateway.replicas.replica_set import ReplicaSet
+from gateway.streaming import INLINE_TOKENS
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
 
@@ -74,11 +75,19 @@ class PromptJob:
         # Of outputs whose end follows at once: clients get both together.
         held: dict[int, ParsedDelta] = {}
         self.called_at = time.perf_counter()
+        is_never_large = (
+            self.request.stream
+            and self.stream_interval == 1
+            and not self.request.sampling_params.HasField("prompt_logprobs")
+        )
         async with aclosing(engine.generate(self.request, context, self.images)) as responses:
             every = responses if self.stream_interval == 1 else gathered(responses, self.stream_interval)
             async for response in every:
                 is_complete = response.HasField("complete")
-                delta = self._take(states, response, is_complete)
+                if is_never_large or self._is_small(states, response, is_complete):
+                    delta = self._take(states, response, is_complete)
+                else:
+                    delta = await asyncio.to_thread(self._take, states, response, is_complete)
                 completed += is_complete
                 if delta is not None and delta.finish is None and response.chunk.complete_follows:
                     held[delta.index] = delta
@@ -91,6 +100,19 @@ class PromptJob:
         raise ApiError(
             502, "the engine closed the stream before the output was complete", code="engine_error"
         )
+
+    def _is_small(
+        self, states: list[OutputState], response: engine_pb2.GenerateResponse, is_complete: bool
+    ) -> bool:
+        """Whether reading a message takes no time that other streams would notice."""
+        if is_complete:
+            tokens = len(response.complete.output_ids) - states[response.complete.index].token_count
+            scored = response.complete.input_logprobs
+        else:
+            tokens, scored = len(response.chunk.token_ids), response.chunk.input_logprobs
+        params = self.request.sampling_params
+        size = tokens * (1 + params.logprobs) + len(scored.token_ids) * (1 + params.prompt_logprobs)
+        return size <= INLINE_TOKENS
 
     def _take(
         self, states: list[OutputState], response: engine_pb2.GenerateResponse, is_complete: bool

@@ -6,14 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 import grpc
 import structlog
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from gateway import telemetry
 from gateway.errors import to_api_error
@@ -24,7 +23,7 @@ from gateway.model import ServedModel
 from gateway.parsers.events import ParsedDelta
 from gateway.prompts.contract import Prepared
 from gateway.state import Gateway
-from gateway.streaming import EventStream, LastEvent, run_until_disconnect
+from gateway.streaming import INLINE_TOKENS, EventStream, LastEvent, encoded, run_until_disconnect
 
 logger = structlog.get_logger(__name__)
 
@@ -47,6 +46,7 @@ class RequestRun:
         self._format = form
         self._stream = bool(body.stream)
         self._engine_streams = self._jobs[0].request.stream
+        self._rows_per_token = 1 + max(prepared.logprobs or 0, body.prompt_logprobs or 0)
         self._log = logger if body.user is None else logger.bind(user=body.user)
         self._started = time.perf_counter()
         self._first_token_s = 0.0  # after `_started`; 0: there is none yet
@@ -80,7 +80,8 @@ class RequestRun:
         self._admitted = True
         if not self._stream:
             try:
-                return JSONResponse(await run_until_disconnect(request, self._guarded_whole()))
+                answer = await run_until_disconnect(request, self._guarded_whole())
+                return Response(answer, media_type="application/json")
             finally:
                 await self._close()
         self._events_ahead = self._events()
@@ -138,18 +139,24 @@ class RequestRun:
         client, tokenizer = self._gateway.engine, self._model.tokenizer
         return merge([job.run(client, tokenizer, self._context) for job in self._jobs])
 
-    async def _guarded_whole(self) -> dict[str, Any]:
+    async def _guarded_whole(self) -> bytes:
         try:
             return await self._whole()
         except Exception as error:
             self._failed(error)
             raise
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self) -> bytes:
         outputs = await self._collected()
-        answer = self._format.whole(self._given(outputs), self._finished())
+        usage = self._finished()
+
+        def answer(in_pieces: bool) -> bytes:
+            return encoded(self._format.whole(self._given(outputs), usage), in_pieces)
+
+        size = (usage.completion_tokens + usage.prompt_tokens) * self._rows_per_token
+        made = answer(False) if size <= INLINE_TOKENS else await asyncio.to_thread(answer, True)
         await self._format.settle()
-        return answer
+        return made
 
     async def _collected(self) -> dict[int, Output]:
         """All outputs. As nothing of them has been sent, a lost replica's are computed again by another."""

@@ -20,7 +20,10 @@ from moebius.app.bench.gateway.processes import scripted_engine
 from moebius.app.bench.gateway.stalls import HEAVY
 from moebius.config import MoebiusConfig
 from tests.helpers import tls_everywhere
+from tests.helpers.fake_engine import FakeEngine, serving
 from tests.helpers.stack import free_port
+from tests.helpers.tiny_tokenizer import byte_level_tokenizer
+from tests.helpers.tiny_tokenizer import write_tokenizer as write_small_tokenizer
 
 # Of one turn of the event loop, in the loop's own processor time, which a busy machine does not prolong. The
 # figure by the clock is that of `moebius bench gateway`.
@@ -63,21 +66,32 @@ def watched(directory: Path) -> Iterator[Watched]:
         "gateway": {"port": free_port(), "engine_address": address, "max_body_mib": 64.0},
         "images": {"max_images_per_request": 32},
     }
-    with tls_everywhere.plain_grpc(), scripted_engine(address, directory, 10):
-        running = Watched(MoebiusConfig.model_validate(values))
-        running.thread.start()
-        try:
-            end = time.monotonic() + 60
-            while True:
-                assert time.monotonic() < end
-                try:
-                    if httpx.get(f"{running.url}/ready").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    time.sleep(0.05)
-            yield running
-        finally:
-            running.stop()
+    with (
+        tls_everywhere.plain_grpc(),
+        scripted_engine(address, directory, 10),
+        serving_watched(values) as running,
+    ):
+        yield running
+
+
+@contextmanager
+def serving_watched(values: dict[str, Any]) -> Iterator[Watched]:
+    """A gateway with these settings, ready."""
+    running = Watched(MoebiusConfig.model_validate(values))
+    running.thread.start()
+    try:
+        end = time.monotonic() + 60
+        while True:
+            assert time.monotonic() < end
+            try:
+                if httpx.get(f"{running.url}/ready").status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        yield running
+    finally:
+        running.stop()
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +116,37 @@ def test_no_turn_of_the_loop_is_long(gateway: Watched, name: str) -> None:
     assert answer.status_code == heavy.status, answer.text[:300]
     print(f"{name}: {gateway.longest_s * 1e3:.1f} ms")
     assert gateway.longest_s < LONGEST_TURN_S
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_a_long_answer_is_read_and_written_beside_the_loop(gateway: Watched, path: str) -> None:
+    """An answer that comes as a whole has all its tokens in one message: other streams go on meanwhile."""
+    chat = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 400_000}
+    gateway.longest_s = 0.0
+    body = {"input": "go", "max_output_tokens": 400_000} if path.endswith("responses") else chat
+    answer = httpx.post(f"{gateway.url}{path}", json=body, timeout=120)
+    assert answer.status_code == 200
+    assert len(answer.content) > 2_000_000
+    assert gateway.longest_s < LONGEST_TURN_S
+
+
+def test_log_probabilities_of_many_tokens_are_written_beside_the_loop(tmp_path: Path) -> None:
+    """Those of outputs and of prompts, with 20 alternatives each."""
+    tokenizer = byte_level_tokenizer()
+    write_small_tokenizer(tmp_path, tokenizer)
+    address = f"unix:{tmp_path}/engine.sock"
+    gateway = {"port": free_port(), "engine_address": address, "prompt_workers": 1}
+    engine = FakeEngine(tmp_path, tokenizer, 20_000)
+    with serving(engine, address), serving_watched({"gateway": gateway}) as running:
+        body = {
+            "prompt": [7] * 3000,
+            "max_tokens": 3000,
+            "ignore_eos": True,
+            "logprobs": 20,
+            "prompt_logprobs": 20,
+        }
+        running.longest_s = 0.0
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=120)
+        choice = answer.json()["choices"][0]
+        assert [len(choice["logprobs"]["tokens"]), len(choice["prompt_logprobs"])] == [3000, 3000]
+        assert running.longest_s < LONGEST_TURN_S

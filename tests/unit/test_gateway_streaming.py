@@ -10,13 +10,24 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.admission import Admission
 from gateway.errors import ApiError
 from gateway.generation import merge
-from gateway.streaming import KEEP_ALIVE, ClientGone, ClientWatch, DirectSend, EventStream, LastEvent, event
+from gateway.streaming import (
+    KEEP_ALIVE,
+    ClientGone,
+    ClientWatch,
+    DirectSend,
+    EventStream,
+    LastEvent,
+    encoded,
+    event,
+)
 from gateway.telemetry import GatewayMetrics
 
 
@@ -201,6 +212,25 @@ def test_an_event_is_one_line() -> None:
     assert framed.endswith(b"\n\n")
     assert framed.count(b"\n") == 2
     assert json.loads(framed.removeprefix(b"data: ")) == payload
+
+
+_JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(max_size=3),
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+)
+
+
+@given(value=_JSON, copies=st.sampled_from([0, 1, 33, 300]))
+def test_json_in_pieces_is_json(value: object, copies: int) -> None:
+    """An answer that is written piece by piece has the bytes of one that is written at once, at any size."""
+    for one in (value, [value] * copies, {"a": [{"b": [value] * copies}]}):
+        assert encoded(one, True) == encoded(one, False)
 
 
 def test_admission_counts_places() -> None:

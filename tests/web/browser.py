@@ -86,9 +86,19 @@ class Browser:
         """The window's size in pixels."""
         self._call("POST", "window/rect", {"width": width, "height": height})
 
-    def screenshot(self, path: Path) -> None:
-        """A PNG of what is in view."""
-        path.write_bytes(base64.b64decode(self._call("GET", "screenshot")))
+    def print_pdf(self, path: Path) -> None:
+        """One page of what is in view, in the colours of the screen."""
+        self._command("Emulation.setEmulatedMedia", {"media": "screen"})
+        width, height = self.run("return [innerWidth, innerHeight]")
+        options = {"printBackground": True, "pageRanges": "1", "preferCSSPageSize": False}
+        margins = {f"margin{side}": 0 for side in ("Top", "Bottom", "Left", "Right")}
+        size = {"paperWidth": width / 96, "paperHeight": height / 96}  # inches
+        printed = self._command("Page.printToPDF", {**options, **margins, **size})
+        path.write_bytes(base64.b64decode(printed["data"]))
+
+    def _command(self, name: str, parameters: dict[str, Any]) -> Any:
+        """A command of Chromium's own protocol."""
+        return self._call("POST", "goog/cdp/execute", {"cmd": name, "params": parameters})
 
     def problems(self) -> list[str]:
         """Errors that the browser logged since the last call: failed loads, refused scripts, exceptions."""

@@ -1,7 +1,13 @@
-"""`python -m tests.web.screenshots URL DIRECTORY`: the pictures of docs/web-page.md, of a running server."""
+"""`python -m tests.web.screenshots [DIRECTORY]`: the pictures of docs/web-page.md, of the served demo.
+
+Headless Chromium prints the page as it looks on a screen, and `pdftocairo` (Debian's poppler-utils) makes SVG
+of it: what is seen is the page itself, and its letters are outlines, so that no font is needed.
+"""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -10,42 +16,77 @@ from pathlib import Path
 
 import httpx
 
-from tests.web.browser import running_browser
+from tests.helpers.demo import demo_checkpoint
+from tests.helpers.stack import ROOT, running_stack
+from tests.web.browser import Browser, running_browser
 
 QUESTION = "What is the capital of France?"
+CONVERTER = "pdftocairo"
+HAS_CONVERTER = shutil.which(CONVERTER) is not None
+FLAGS = ("--expert-servers", "2", "--gpu-experts", "4", "--expert-recorder", "stat")
+
+
+def save_svg(page: Browser, path: Path) -> None:
+    """What is in view, as SVG."""
+    with tempfile.TemporaryDirectory() as directory:
+        printed = Path(directory) / "page.pdf"
+        page.print_pdf(printed)
+        subprocess.run([CONVERTER, "-svg", "-f", "1", "-l", "1", printed, path], check=True)
+
+
+def chat_picture(page: Browser, url: str, path: Path) -> None:
+    """A question and its answer, in light colours."""
+    page.resize(1180, 700)
+    page.open(f"{url}/")
+    page.until(lambda: page.text("#model"))
+    page.click("#theme")
+    page.click("#open-settings")
+    page.type("#set-temperature", "0")
+    page.type("#set-max_tokens", "150")
+    page.click("#save-settings")
+    page.type("#composer", QUESTION + "\ue007")
+    page.until(lambda: page.count("#messages article:last-child .actions") == 1, 600)
+    save_svg(page, path)
+
+
+def live_picture(page: Browser, url: str, path: Path, seconds: float) -> None:
+    """The live view in dark colours, so many seconds after requests began."""
+    stop = threading.Event()
+    threads = [threading.Thread(target=_keep_busy, args=(url, stop)) for _ in range(3)]
+    page.resize(1180, 1250)
+    page.open(f"{url}/#live")
+    page.until(lambda: page.count("#live-view tbody tr") > 1)
+    page.click("#theme")
+    page.click("#theme")
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds)
+    page.until(lambda: "GB/s" in page.text("#live-view tbody tr"), 120)
+    save_svg(page, path)
+    stop.set()
+    for thread in threads:
+        thread.join()
 
 
 def _keep_busy(url: str, stop: threading.Event) -> None:
     """Requests for the live view to show."""
     while not stop.is_set():
-        body = {"messages": [{"role": "user", "content": f"Tell me of the year {time.time():.0f}."}]}
-        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        httpx.post(f"{url}/v1/chat/completions", json={**body, "model": model, "max_tokens": 48}, timeout=120)
+        messages = [{"role": "user", "content": f"Tell me of the year {time.time():.0f}."}]
+        body = {"messages": messages, "max_tokens": 48}
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
 
 
-def main(url: str, directory: Path) -> None:
-    """Chat in light colours, the live view in dark ones."""
-    with tempfile.TemporaryDirectory() as profile, running_browser(Path(profile)) as page:
-        page.resize(1180, 700)
-        page.open(f"{url}/")
-        page.until(lambda: page.text("#model"))
-        page.click("#theme")
-        page.type("#composer", QUESTION + "\ue007")
-        page.until(lambda: page.count("#messages article:last-child .actions") == 1, 300)
-        page.screenshot(directory / "web-page-chat.png")
-        page.click("#theme")
-        page.resize(1180, 1250)
-        page.click("header nav a[href='#live']")
-        stop = threading.Event()
-        threads = [threading.Thread(target=_keep_busy, args=(url, stop)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        time.sleep(25)
-        page.screenshot(directory / "web-page-live.png")
-        stop.set()
-        for thread in threads:
-            thread.join()
+def main(directory: Path) -> None:
+    """Both pictures."""
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        running_stack(demo_checkpoint(), Path(scratch), *FLAGS, timeout_s=600) as stack,
+        running_browser(Path(scratch) / "profile") as page,
+    ):
+        chat_picture(page, stack.base_url, directory / "web-page-chat.svg")
+        page.run("localStorage.clear()")
+        live_picture(page, stack.base_url, directory / "web-page-live.svg", 25)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1].rstrip("/"), Path(sys.argv[2]))
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from tests.web.browser import Browser, needs_chromium
+from tests.web.screenshots import HAS_CONVERTER, save_svg
 from tests.web.scripted_api import MODEL, PREFIX, Script, running_api
 
 pytestmark = needs_chromium
@@ -251,6 +255,63 @@ def test_images_are_sent_where_the_model_takes_them(page: Browser, script: Scrip
     assert page.count("#attach") == 0
 
 
+def test_images_by_drop_and_paste(page: Browser, script: Script) -> None:
+    """Files dropped or pasted are attached if they are images; else a sentence says why not."""
+    give = """const [name, type, way] = arguments;
+    const files = new DataTransfer();
+    files.items.add(new File([Uint8Array.of(1)], name, {type}));
+    const event = way === "drop"
+      ? new DragEvent("drop", {dataTransfer: files, bubbles: true, cancelable: true})
+      : new ClipboardEvent("paste", {clipboardData: files, bubbles: true, cancelable: true});
+    document.querySelector(way === "drop" ? "#messages" : "#composer").dispatchEvent(event);
+    return event.defaultPrevented"""
+    assert page.run(give, "a.png", "image/png", "drop") is True  # or the browser would open it
+    page.until(lambda: page.count("#attachments .thumbnail") == 1)
+    page.run(give, "b.webp", "image/webp", "paste")
+    page.until(lambda: page.count("#attachments .thumbnail") == 2)
+    assert page.text("#notice") == ""
+    page.run(give, "c.pdf", "application/pdf", "drop")
+    assert "PNG, JPEG or WebP" in page.text("#notice")
+    script.vision = False
+    page.run("location.reload()")
+    page.until(lambda: page.text("#model") == MODEL)
+    page.run(give, "d.png", "image/png", "paste")
+    assert "takes no images" in page.text("#notice")
+    assert page.count("#attachments .thumbnail") == 0
+
+
+def test_the_message_field_grows(page: Browser) -> None:
+    """A long line wraps within what is seen; after sending the field is as low as before."""
+
+    def height() -> int:
+        found: int = page.run("return document.querySelector('#composer').offsetHeight")
+        return found
+
+    low = height()
+    page.type("#composer", "many words " * 40)
+    assert low < height() < 400
+    page.run("document.querySelector('#composer').value = ''")
+    page.type("#composer", " \ue003")
+    assert height() == low
+
+
+@pytest.mark.skipif(not HAS_CONVERTER, reason="needs the Debian package poppler-utils")
+def test_pictures_of_the_page(page: Browser, script: Script, tmp_path: Path) -> None:
+    """The docs' pictures are of the page as it is seen: its size, letters as outlines, nothing loaded."""
+    script.answers = [contents("A **bold** answer")]
+    say(page, "Hello")
+    save_svg(page, tmp_path / "page.svg")
+    picture = (tmp_path / "page.svg").read_text()
+    root = ElementTree.fromstring(picture)
+    width, height = page.run("return [innerWidth, innerHeight]")
+    seen = [float(part) * 96 / 72 for part in root.attrib["viewBox"].split()]
+    assert [abs(found - wanted) < 2 for found, wanted in zip(seen, (0, 0, width, height), strict=True)] == [
+        True
+    ] * 4
+    assert picture.count("<use ") > 50  # letters
+    assert not re.search(r"(href|url)\W{1,2}https?:", picture)
+
+
 def test_a_phone_and_a_keyboard(page: Browser, script: Script) -> None:
     """Narrow windows do not scroll sideways and have the list behind a button; every control has a name."""
     script.answers = [contents("word " * 200 + "\n\n```\n" + "x" * 400 + "\n```\n")]
@@ -342,6 +403,16 @@ def test_the_live_view(page: Browser, script: Script) -> None:
         return [pixel(0, 0), pixel(2, 0), pixel(3, 0), pixel(0, 1)];"""
     )
     assert len(set(colours)) == 4, colours  # on the GPU, hot, warm, unknown
+    drawn = page.run(
+        """const canvas = document.querySelector("canvas");
+        const [x, y] = [canvas.width - 9, canvas.height - 3];
+        const corner = () => canvas.getContext("2d").getImageData(x, y, 1, 1).data[0];
+        return ["light", "dark"].map((name) => {
+          while (document.documentElement.dataset.theme !== name) document.querySelector("#theme").click();
+          return corner();
+        });"""
+    )
+    assert drawn[0] > 150 > drawn[1]  # at once in the other colours
     script.live = live_answer(105, 10.4)
     page.until(lambda: "4.00 GB/s" in page.text("#live-view tbody tr"))  # while computing
     assert "80 %" in page.text("#live-view tbody tr")

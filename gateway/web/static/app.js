@@ -75,6 +75,7 @@ function showTheme(theme) {
   document.documentElement.dataset.theme = theme;
   byId("theme").textContent = { system: "◐", light: "☀", dark: "☾" }[theme];
   byId("theme").title = `Colours: ${theme}`;
+  live.heat.redraw();
 }
 
 let theme = recall("theme", "system");
@@ -100,6 +101,7 @@ byId("menu").addEventListener("click", () => {
 });
 
 byId("open-settings").addEventListener("click", () => settings.open());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => live.heat.redraw());
 window.addEventListener("hashchange", showView);
 showView();
 findModel();

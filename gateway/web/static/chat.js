@@ -73,9 +73,10 @@ export class Chat {
     byId("attach").addEventListener("click", () => byId("file").click());
     byId("file").addEventListener("change", (event) => this.#attach([...event.target.files]));
     this.composer.addEventListener("paste", (event) => {
-      const files = [...event.clipboardData.files].filter((file) => file.type.startsWith("image/"));
-      if (files.length && !byId("attach").hidden) this.#attach(files);
+      const files = [...event.clipboardData.files];
+      if (files.length) this.#take(files);
     });
+    this.#takeDropped();
     this.log.addEventListener("scroll", () => {
       const { scrollHeight, scrollTop, clientHeight } = this.log;
       this.isAtEnd = scrollHeight - scrollTop - clientHeight < 60;
@@ -83,8 +84,35 @@ export class Chat {
     this.isAtEnd = true;
   }
 
+  /** As high as its text, which may wrap; the style sheet bounds it. */
   #fitComposer() {
-    this.composer.rows = Math.min(8, Math.max(1, this.composer.value.split("\n").length));
+    const { style } = this.composer;
+    style.height = "auto";
+    if (this.composer.value) style.height = `${this.composer.scrollHeight + 2}px`; // its borders
+  }
+
+  /** Images that are dropped anywhere on the conversation; other files would replace the page. */
+  #takeDropped() {
+    const view = byId("chat-view");
+    const hasFiles = (event) => event.dataTransfer.types.includes("Files");
+    view.addEventListener("dragover", (event) => {
+      if (!hasFiles(event)) return;
+      event.preventDefault();
+      event.dataTransfer.dropEffect = byId("attach").hidden ? "none" : "copy";
+    });
+    view.addEventListener("drop", (event) => {
+      if (!hasFiles(event)) return;
+      event.preventDefault();
+      this.#take([...event.dataTransfer.files]);
+    });
+  }
+
+  /** Attaches images among files that came by drop or paste, and says why others are left. */
+  #take(files) {
+    const images = files.filter((file) => byId("file").accept.split(",").includes(file.type));
+    if (byId("attach").hidden) this.page.notice("This model takes no images.");
+    else if (images.length < files.length) this.page.notice("Only images can be attached: PNG, JPEG or WebP.");
+    if (images.length && !byId("attach").hidden) this.#attach(images);
   }
 
   async #attach(files) {

@@ -86,6 +86,11 @@ export class HeatMap {
     canvas.setAttribute("aria-label", `Heat of ${columns} experts in ${rows} layers, ${resident} of them on the GPU; the table below has the figures`);
   }
 
+  /** Draws what is shown again, as in other colours. */
+  redraw() {
+    if (this.shown) this.show(this.shown.experts, this.shown.heat);
+  }
+
   #point(event) {
     if (!this.shown) return;
     const { experts, heat } = this.shown;
