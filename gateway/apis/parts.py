@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gateway.formats import Output
@@ -89,7 +89,8 @@ class PartList:
         steps += self.end()
         self._open = part
         self.parts.append(part)
-        steps.append(Step(part, "start"))
+        # As it is then: what follows within the same message is added before anybody looks at the step.
+        steps.append(Step(replace(part, pieces=[], logprobs=[]), "start"))
 
     def _add(self, steps: list[Step], text: str) -> None:
         assert self._open is not None

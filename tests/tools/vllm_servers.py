@@ -50,7 +50,8 @@ def told(prompt: str) -> str:
 
 
 class Rules(ScriptedModel):
-    """Thinks, unless the prompt says that it is over; calls the first tool, or the one that it has to."""
+    """Thinks, unless the prompt says that it is over; calls the tool that it has to, those that the user
+    names, or the first."""
 
     def reply(self, prompt: str, request: pb.GenerateRequest) -> str:
         """Its output."""
@@ -63,9 +64,13 @@ class Rules(ScriptedModel):
         forced = request.constraint.lark
         named = [tool for tool in tools if re.search(rf"\b{tool['name']}\b", forced)]
         if (tools and not read.results) or named:
-            tool = (named or tools)[0]
+            asked = [tool for tool in tools if tool["name"] in read.user]
             number = prompt.count("<|start|>assistant")
-            return thought + call(tool["name"], **instance_of(tool["parameters"], number=number))
+            calls = (
+                call(tool["name"], **instance_of(tool["parameters"], number=number))
+                for tool in (named[:1] or asked or tools[:1])
+            )
+            return thought + "\n".join(calls)
         return thought + told(prompt)
 
 

@@ -73,6 +73,9 @@ def streamed(form: ResponsesFormat, answer: list[ParsedDelta]) -> list[dict[str,
     assert [one["sequence_number"] for one in found] == list(range(len(found)))
     for one in found:
         EVENT.validate_python(one)
+        # Clients add deltas to what was added: it has to be empty, also where both come of one message.
+        added = {**one.get("item", {}), **one.get("part", {})} if one["type"].endswith(".added") else {}
+        assert not any(added.get(name) for name in ("arguments", "input", "text", "content", "logprobs"))
     return found
 
 
