@@ -56,8 +56,8 @@ def live_picture(page: Browser, url: str, path: Path, seconds: float) -> None:
     page.resize(1180, 1250)
     page.open(f"{url}/#live")
     page.until(lambda: page.count("#live-view tbody tr") > 1)
-    page.click("#theme")
-    page.click("#theme")
+    while page.run("return document.documentElement.dataset.theme") != "dark":
+        page.click("#theme")
     for thread in threads:
         thread.start()
     time.sleep(seconds)
@@ -84,7 +84,6 @@ def main(directory: Path) -> None:
         running_browser(Path(scratch) / "profile") as page,
     ):
         chat_picture(page, stack.base_url, directory / "web-page-chat.svg")
-        page.run("localStorage.clear()")
         live_picture(page, stack.base_url, directory / "web-page-live.svg", 25)
 
 
