@@ -157,31 +157,44 @@ def _converted(
     return array, kind
 
 
+def _text_config(model: Any) -> Any:
+    """Of the language model: transformers has Step-3.5 inside of its successor."""
+    return model.config.get_text_config() if model.config.model_type == "step3p7" else model.config
+
+
+def _text_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names of the language model by itself."""
+    for name, values in model.state_dict().items():
+        if not name.startswith(("model.vision", "model.multi_modal_projector")):
+            yield name.replace("model.language_model.", "model."), values
+
+
 @torch.no_grad()
 def gguf_tensors(
     model: Any, types: GgufTypes, *, latent_split: bool = True, architecture: str = ""
 ) -> dict[str, tuple[NDArray[Any], str]]:
     """Stored arrays and their types by GGUF name; rounds the model's own weights to what they say."""
     random = np.random.default_rng(7)
-    arch = MODEL_ARCH[architecture or ARCHITECTURES[model.config.model_type]]
-    names = get_tensor_name_map(arch, model.config.num_hidden_layers)
+    config = _text_config(model)
+    arch = MODEL_ARCH[architecture or ARCHITECTURES[config.model_type]]
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
     found: dict[str, tuple[NDArray[Any], str]] = {}
-    for name, values in model.state_dict().items():
-        is_copy = name == "lm_head.weight" and model.config.tie_word_embeddings
+    for name, values in _text_tensors(model):
+        is_copy = name == "lm_head.weight" and config.tie_word_embeddings
         if is_copy or not values.is_floating_point():
             continue
-        linear = list(linear_tensors(model.config, name, values.shape, latent_split))
+        linear = list(linear_tensors(config, name, values.shape, latent_split))
         if linear:
             found |= {_named(names, one): _converted(values, one, types, names, random) for one in linear}
             continue
-        for mapped, view, shape in _views(model.config, name, values):
+        for mapped, view, shape in _views(config, name, values):
             gguf_name = mapped
             if not mapped.startswith("blk."):
                 gguf_name = names.get_name(mapped, try_suffixes=(".weight", ".bias"))
             assert gguf_name is not None, f"the package has no name for {mapped}"
             views = {gguf_name: (view, shape)}
             if latent_split and ".attn_kv_b." in gguf_name:
-                parts = _split_latent(model.config, values)
+                parts = _split_latent(config, values)
                 views = {
                     gguf_name.replace("attn_kv_b", part): (one, tuple(one.shape))
                     for part, one in parts.items()
@@ -234,7 +247,7 @@ def write_gguf(
     `architecture`: a name in gguf.MODEL_ARCH that is not the family's first; `fused`: gate and up in one;
     `describe`: adds metadata.
     """
-    config = model.config
+    config = _text_config(model)
     arch = MODEL_ARCH[architecture or ARCHITECTURES[config.model_type]]
     architecture_name = NEWER.get(config.model_type, MODEL_ARCH_NAMES[arch])
     writer = GGUFWriter(path, architecture_name, split_max_tensors=max_tensors)

@@ -75,6 +75,8 @@ def linear_tensors(config: Any, name: str, shape: torch.Size, split: bool) -> It
         )
         for which, part in parts.items():
             yield Converted(f"{block}.ffn_{which}_exps.weight", part, gguf=True)
+    if config.model_type == "step3p5" and name.endswith("norm.weight"):
+        yield Converted(name, places, lambda values: values + 1, lambda values: values - 1)
     if config.model_type == "kimi_linear":
         yield from _kimi_tensors(name, places)
     if config.model_type in MAMBA2:

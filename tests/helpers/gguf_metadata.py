@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": "HUNYUAN_MOE",
     "llama4_text": "LLAMA4",
     "mimo_v2_flash": "MIMO2",
+    "mistral4": "MISTRAL4",
     "minimax_m2": "MINIMAXM2",
     "mixtral": "LLAMA",
     "nemotron_h": "NEMOTRON_H_MOE",
@@ -37,12 +38,13 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "QWEN35MOE",
     "qwen3_moe": "QWEN3MOE",
     "qwen3_next": "QWEN3NEXT",
+    "step3p5": "STEP35",
 }
 # Architectures that the package does not know, here with the one whose names it has for most tensors.
 NEWER = {"qwen4_exp_text": "qwen4exp"}
 ARCHITECTURES["qwen4_exp_text"] = "QWEN35MOE"
 _SIGMOID = ("afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm_moe_dsa", "minimax_m2")
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm_moe_dsa")
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm_moe_dsa", "mistral4")
 LINEAR = ("qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text")
 MAMBA2 = ("granitemoehybrid", "nemotron_h")
 
@@ -59,7 +61,8 @@ def write_metadata(
         writer.add_nextn_predict_layers(prediction_layers)
     if getattr(config, "intermediate_size", None) is not None:
         writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
+    if kind != "step3p5":
+        writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.layer_norm_epsilon if kind == "nemotron_h" else config.rms_norm_eps)
     chosen = "top_k_experts" if kind == "gemma4_text" else "num_experts_per_tok"
     writer.add_expert_used_count(getattr(config, chosen))
@@ -100,6 +103,9 @@ def write_metadata(
         return
     if kind == "mimo_v2_flash":
         _write_mimo2(writer, config)
+        return
+    if kind == "step3p5":
+        _write_step35(writer, config)
         return
     _write_rope(writer, config)
     _write_experts(writer, config)
@@ -196,6 +202,41 @@ def _write_mimo2(writer: GGUFWriter, config: Any) -> None:
     writer.add_float32(f"{writer.arch}.attention.value_scale", config.attention_value_scale)
 
 
+def _write_step35(writer: GGUFWriter, config: Any) -> None:
+    """Heads and clamps of each layer; the scaling of layers that see everything is a tensor."""
+    full, sliding = (config.rope_parameters[kind] for kind in ("full_attention", "sliding_attention"))
+    slides = _slides(config)
+    writer.add_head_count([layer.num_attention_heads for layer in config.per_layer_config])
+    writer.add_head_count_kv([config.num_key_value_heads] * len(slides))
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_rope_freq_base_swa(sliding["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.share_expert_dim)
+    writer.add_expert_weights_scale(config.moe_router_scaling_factor)
+    writer.add_expert_weights_norm(True)
+    writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
+    writer.add_moe_every_n_layers(1)
+    if any(config.swiglu_limits or ()):
+        writer.add_swiglu_clamp_exp([float(limit or 0) for limit in config.swiglu_limits])
+    if any(config.swiglu_limits_shared or ()):
+        writer.add_swiglu_clamp_shexp([float(limit or 0) for limit in config.swiglu_limits_shared])
+    if full["rope_type"] == "llama3":
+        size = int(config.head_dim * full["partial_rotary_factor"])
+        turns = full["rope_theta"] ** -(np.arange(0, size, 2) / size) / (2 * np.pi)
+        turns *= full["original_max_position_embeddings"]
+        low, high = full["low_freq_factor"], full["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clip(0, 1)
+        factors = np.ones(config.head_dim // 2, np.float32)
+        factors[: len(kept)] = 1 / (kept + (1 - kept) / full["factor"])
+        writer.add_tensor("rope_freqs.weight", factors)
+
+
 def _write_rope(writer: GGUFWriter, config: Any) -> None:
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -213,6 +254,8 @@ def _write_rope(writer: GGUFWriter, config: Any) -> None:
 def _write_experts(writer: GGUFWriter, config: Any) -> None:
     kind = config.model_type
     deepseek_like = (*_LATENT, "glm4_moe", "dots1")
+    if growth := config.rope_parameters.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(growth)
     if kind in deepseek_like:
         writer.add_expert_count(config.n_routed_experts)
         writer.add_expert_shared_count(config.n_shared_experts)

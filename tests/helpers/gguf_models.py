@@ -70,6 +70,28 @@ _YARN: dict[str, Any] = {
 }
 # Both of DeepSeek's temperatures are the same in all models, which is why files have but one.
 _YARN_V3 = _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 32.0,
+}
+_STEP: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "moe_num_experts": 6,
+    "moe_top_k": 2,
+    "share_expert_dim": 64,
+    "moe_router_scaling_factor": 3.0,
+    "sliding_window": 5,
+    "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "rope_theta": [50000.0, 1000.0, 1000.0, 50000.0],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+    "num_nextn_predict_layers": 0,
+    "rms_norm_eps": 1e-5,
+}
 _GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
     "intermediate_size": 96,
@@ -507,6 +529,39 @@ CASES: dict[str, GgufModelCase] = {
             },
         },
         prediction_layer=True,
+    ),
+    "step3p5": GgufModelCase(
+        "step3p5",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | _STEP
+        | {
+            "num_attention_heads": 4,
+            "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 32},
+            "moe_layers_enum": "1,2,3",
+            "rope_scaling": _LLAMA3 | {"original_max_position_embeddings": 4096},
+            "swiglu_limits": [0.0, 0.0, 0.4, 0.7],
+            "swiglu_limits_shared": [0.5, 0.0, 0.0, 0.3],
+        },
+        prediction_layer=True,
+    ),
+    "step3p5_unscaled": GgufModelCase(
+        "step3p5",
+        GgufTypes("F32", "F32", "F32"),
+        _SMALL | _STEP | {"moe_layers_enum": "0,1,2,3"},
+    ),
+    "mistral4": GgufModelCase(
+        "mistral4",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | _LATENT
+        | {
+            "head_dim": 40,
+            "first_k_dense_replace": 0,
+            "rope_parameters": _YARN_V3
+            | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
+        },
+        fused=True,
     ),
     "dots1": GgufModelCase(
         "dots1",

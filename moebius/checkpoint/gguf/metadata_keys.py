@@ -52,6 +52,16 @@ class MetadataKeys:
             raise self.error(name, value, f"an integer, or one for each of {count} layers")
         return [int(entry) for entry in values[:count]]
 
+    def numbers(self, name: str, count: int) -> list[float]:
+        """Of the first `count` layers, spelled as in `get`; none without a key. Raises CheckpointError."""
+        self.skip(name)
+        values = self.model.value(name)
+        if values is None:
+            return []
+        if not isinstance(values, list) or len(values) < count:
+            raise self.error(name, values, f"a number for each of {count} layers")
+        return [float(str(np.float32(value))) for value in values[:count]]
+
     def floats(self, tensor: str) -> NDArray[np.float32] | None:
         """The values of a small tensor of float32; None: there is none."""
         stored = self.model.tensors.get(tensor)

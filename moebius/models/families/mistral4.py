@@ -7,8 +7,9 @@ vision tower.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from moebius.checkpoint.gguf.family import MLA_KEYS, GgufFamily, deepseek_yarn, latent
 from moebius.models.common import after_dense
 from moebius.models.config import ModelConfig, RouterConfig
 from moebius.models.family import Family, VisionFamily
@@ -17,6 +18,10 @@ from moebius.models.mla import read_mla_common, read_moe
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import QueryGrowth
 from moebius.models.vision import PIXTRAL_TOKENS, read_pixtral_vision
+
+if TYPE_CHECKING:
+    # Few processes need the package that knows the format's types.
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 # Rotation where a checkpoint has none, but for its keys of growth.
 _YARN: dict[str, Any] = {
@@ -88,6 +93,23 @@ def read_mistral3(hf: HfKeys) -> ModelConfig:
     return replace(read_mistral4(hf), model_type="mistral3")
 
 
+def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Converters do not always write how queries grow; then they do as in the published model."""
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}
+    rope = scaling | {"rope_theta": config["rope_theta"]}
+    growth, length = keys.get("attention.temperature_scale"), keys.get("attention.temperature_length")
+    original = scaling.get("original_max_position_embeddings")
+    if length not in (None, 0, original):
+        raise keys.error(
+            "attention.temperature_length", length, f"rope.scaling's original length, {original}"
+        )
+    if original is not None:
+        rope["llama_4_scaling_beta"] = _GROWTH if growth is None else growth
+    elif growth:
+        raise keys.error("attention.temperature_scale", growth, "0 without rope.scaling's original length")
+    return latent(keys, config) | {"rope_parameters": rope}
+
+
 _TOWER = (
     "vision_tower.**",
     "multi_modal_projector.**",
@@ -95,7 +117,12 @@ _TOWER = (
     "model.multi_modal_projector.**",
 )
 FAMILIES = (
-    Family("mistral4", read_mistral4, TensorNames((ROTARY,), ("fused", "per_expert"))),
+    Family(
+        "mistral4",
+        read_mistral4,
+        TensorNames((ROTARY,), ("fused", "per_expert")),
+        gguf=(GgufFamily("mistral4", MLA_KEYS, 1, derive=_gguf_config, yarn=deepseek_yarn),),
+    ),
     Family(
         "mistral3",
         read_mistral3,

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from moebius.checkpoint.gguf.family import GgufFamily
+from moebius.checkpoint.gguf.names import ONE_PLUS_WEIGHT_NORM_RULES, GgufRule, gguf_layer, gguf_linear
 from moebius.models.common import (
     FULL,
     SLIDING,
@@ -24,6 +28,10 @@ from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_layer_ropes, read_rope
+
+if TYPE_CHECKING:
+    # Few processes need the package that knows the format's types.
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 _GATE = rename("model.layers.*.moe.gate.weight", "model.layers.*.mlp.gate.weight")
 _BIAS = rename("model.layers.*.moe.router_bias", "model.layers.*.mlp.gate.e_score_correction_bias")
@@ -278,6 +286,94 @@ _STEP_VISION = VisionFamily(
         "between_rows": "<patch_newline>",
     },
 )
+
+# Of the published rotary scaling, in layers that see the whole context: half of a head rotates, and pairs of
+# 1 to 32 turns within the original context are between those that keep their frequency and those that do not.
+_ROTATED, _LOW, _HIGH, _ORIGINAL = 0.5, 1.0, 32.0, 131072
+
+
+def _gguf_scaling(keys: MetadataKeys, size: int, theta: float) -> dict[str, Any] | None:
+    """Files hold what each frequency is divided by, 1 for pairs that do not rotate; the rest follows."""
+    stored = keys.floats("rope_freqs.weight")
+    if stored is None:
+        return None
+    frequencies = theta ** -(np.arange(0, size, 2) / size)
+    factors, rest = stored[: len(frequencies)].astype(np.float64), stored[len(frequencies) :]
+    factor = float(factors.max(initial=1.0))
+    between = np.flatnonzero((factors > 1 + 1e-3) & (factors < factor - 1e-3))
+    original = _ORIGINAL
+    if len(between):
+        middle = between[len(between) // 2]
+        kept = (1 / factors[middle] - 1 / factor) / (1 - 1 / factor)
+        original = round((_LOW + kept * (_HIGH - _LOW)) * 2 * np.pi / frequencies[middle])
+    kept = ((original * frequencies / (2 * np.pi) - _LOW) / (_HIGH - _LOW)).clip(0, 1)
+    expected = 1 / (kept + (1 - kept) / factor)
+    if len(factors) != len(expected) or not np.allclose(factors, expected, rtol=1e-4) or (rest != 1).any():
+        allowed = f"factors of Llama 3's scaling with {_LOW:g} and {_HIGH:g} turns"
+        raise keys.error("rope_freqs.weight", stored.tolist(), allowed)
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LOW,
+        "high_freq_factor": _HIGH,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Heads, windows and clamps by layer; llama.cpp rotates half of a head in layers that do not slide."""
+    count = config["num_hidden_layers"]
+    slides = keys.listed("attention.sliding_window_pattern", count)
+    heads, kv_heads = (keys.listed(f"attention.{name}", count) for name in ("head_count", "head_count_kv"))
+    by_kind = {flag: {heads[i] for i in range(count) if slides[i] == flag} for flag in (0, 1)}
+    if not by_kind[0] or max(map(len, by_kind.values())) > 1 or len(set(kv_heads)) > 1:
+        allowed = "one number in layers that slide, one in the others, and the same KV heads in all"
+        raise keys.error("attention.head_count", heads, allowed)
+    keys.skip("rope.dimension_count", "leading_dense_block_count", "moe_every_n_layers")
+    theta, sliding = config["rope_theta"], keys.get("rope.freq_base_swa")
+    scaling = _gguf_scaling(keys, int(config["head_dim"] * _ROTATED), theta)
+    limits = {
+        name: keys.numbers(key, count)
+        for key, name in (
+            ("swiglu_clamp_exp", "swiglu_limits"),
+            ("swiglu_clamp_shexp", "swiglu_limits_shared"),
+        )
+    }
+    plain = by_kind[0].pop()
+    return {name: values for name, values in limits.items() if values} | {
+        "num_attention_heads": plain,
+        "num_key_value_heads": kv_heads[0],
+        "attention_other_setting": {"num_attention_heads": by_kind[1].pop() if by_kind[1] else plain},
+        "layer_types": [SLIDING if flag else FULL for flag in slides],
+        "partial_rotary_factors": [1.0 if flag else _ROTATED for flag in slides],
+        "rope_theta": [sliding if flag and sliding is not None else theta for flag in slides],
+        "rope_scaling": scaling,
+        "moe_layers_enum": keys.layers_with("ffn_gate_inp.weight"),
+    }
+
+
+_GGUF = GgufFamily(
+    "step35",
+    {
+        "expert_count": "moe_num_experts",
+        "expert_used_count": "moe_top_k",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "share_expert_dim",
+        "expert_weights_scale": "moe_router_scaling_factor",
+        "expert_weights_norm": "norm_expert_weight",
+    },
+    2,
+    derive=_gguf_config,
+    by_layer=("attention.head_count", "attention.head_count_kv"),
+    rules=(
+        *ONE_PLUS_WEIGHT_NORM_RULES,
+        gguf_layer("ffn_norm.weight", "post_attention_layernorm.weight", "one_plus_weight"),
+        *gguf_linear("attn_gate", "self_attn.g_proj"),
+        # It is read as configuration.
+        GgufRule(r"rope_freqs\.weight", None, ("rope_freqs.weight", None)),
+    ),
+)
+
 _LAYOUTS = ("stacked", "per_expert_step", "per_expert_step_old")
 FAMILIES = (
     Family(
@@ -298,5 +394,6 @@ FAMILIES = (
             _LAYOUTS,
             mtp_layers=True,
         ),
+        gguf=(_GGUF,),
     ),
 )
