@@ -179,7 +179,7 @@ def _ban_last_ids(logits: torch.Tensor, words: BadWords, tokens: torch.Tensor) -
     matches = ((before == words.prefixes) | (words.prefixes < 0)).all(dim=1)
     # Added, since several sequences of a row may end with one id.
     values = torch.zeros_like(words.last_ids, dtype=logits.dtype).masked_fill_(matches, -torch.inf)
-    logits.view(-1).scatter_add_(0, words.rows * logits.shape[1] + words.last_ids, values)
+    logits.index_put_((words.rows, words.last_ids), values, accumulate=True)
 
 
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -276,3 +276,25 @@ def test_non_finite_rows_are_reported_and_harm_nobody() -> None:
     assert sampled.finite.tolist() == [False, True, False]
     assert sampled.token_ids[1].item() == draw(requests[:1], [0]).token_ids.item()
     assert all(0 <= token < VOCAB for token in sampled.token_ids.tolist())
+
+
+def test_logits_may_be_a_part_of_wider_rows() -> None:
+    """Ranks gather logits with padding at the end of each row: tokens are those of rows without, whatever
+    changes the logits, and the padding stays as it was."""
+    requests = [
+        request_with(bad_words=((2, 5), (5,)), logit_bias=((9, 3.0),), seed=1),
+        request_with(slot=1, allowed_token_ids=(3, 11), logprobs=2, seed=2),
+        request_with(slot=2, temperature=0.0, bad_words=((int(LOGITS.argmax()),),), min_tokens=4),
+    ]
+    wide = torch.full((3, VOCAB + 8), 7.0)
+    wide[:, :VOCAB] = LOGITS
+    got, wanted = draw_in_place(wide[:, :VOCAB], requests), draw(requests, [0, 0, 0])
+    assert got.token_ids.tolist() == wanted.token_ids.tolist()
+    assert got.finite.tolist() == wanted.finite.tolist() == [True] * 3
+    assert wide[:, VOCAB:].eq(7.0).all()
+
+
+def draw_in_place(logits: torch.Tensor, requests: list[Request]) -> Sampled:
+    """Samples the first output token of each request from just these logits, which are used up."""
+    plan = build_sampling_plan(requests, [0] * len(requests), LIMITS)
+    return Sampler(VOCAB, torch.device("cpu")).sample(logits, plan, pool_of(requests))
