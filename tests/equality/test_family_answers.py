@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moebius.config import MoebiusConfig
+from tests.helpers.expert_cluster import running_cluster
 from tests.helpers.family_answers import check_float32, check_half, family_config
 from tests.helpers.tiny_models import make_tiny_model
 
@@ -28,6 +29,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", sorted(CHECKS))
 def test_another_path_of_the_same_model_passes(dtype: str, directory: Path) -> None:
     CHECKS[dtype](directory, family_config(directory, "cpu", dtype))
+
+
+@pytest.mark.full  # the mailbox carries the type in tests/kernels; the engine in it: tests/parity
+def test_float16_rows_reach_expert_servers_as_they_are(directory: Path, tmp_path: Path) -> None:
+    """The path with one server process is as close to float32 as the one whose experts are in process."""
+    with running_cluster(directory, tmp_path, dtype="float16", expert_dtype="keep") as cluster:
+        experts = cluster.config.experts.model_dump() | {"expert_transport": "mailbox"}
+        check_half(directory, family_config(directory, "cpu", "float16", experts))
 
 
 @pytest.mark.parametrize("dtype", sorted(CHECKS))
