@@ -33,18 +33,19 @@ class ModelConfigSection(Section):
     )
     expert_checkpoint: str = Field(
         default="",
-        description="Directory or GGUF model of which routed experts are read; empty: MODEL, as all else is",
+        description="Read routed experts from this directory or GGUF model; empty: from MODEL",
     )
     revision: str = Field(default="", description="Branch, tag or commit of a model on the hub; empty: main")
     offline: bool = Field(
-        default=False, description="Take a model of the hub only from what was downloaded before"
+        default=False,
+        description="Use only files that are already downloaded; never ask the Hugging Face hub",
     )
     served_model_name: str = Field(
         default="", description="Name clients send; empty: the directory's or file's name"
     )
     model_aliases: tuple[str, ...] = Field(
         default=("claude-*",),
-        description="Further names clients may send; * stands for anything. Claude Code sends claude-...",
+        description="More names that clients may send; * matches anything. Claude Code sends claude-...",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
@@ -52,7 +53,7 @@ class ModelConfigSection(Section):
     )
     dense_weights: Literal["dequantise", "keep"] = Field(
         default="dequantise",
-        description="Linear layers stored in fp8: dequantised while loading, or kept so (slow on a CPU)",
+        description="Dense layers stored in fp8: dequantise while loading, or keep fp8 (slow on a CPU)",
     )
     experts_per_token: int | None = Field(
         default=None, ge=1, description="Routed experts that each token uses; unset: as the checkpoint says"
@@ -64,7 +65,7 @@ class ModelConfigSection(Section):
         "short factors count",
     )
     language_model_only: bool = Field(
-        default=False, description="Leave out the vision tower; requests with images are refused"
+        default=False, description="Do not load the vision tower; requests with images are refused"
     )
 
 
@@ -78,7 +79,7 @@ class ImageConfig(Section):
     )
     image_url_hosts: tuple[str, ...] = Field(
         default=(),
-        description="Hosts, also private ones, whose image URLs are fetched; *: all public ones; empty: none",
+        description="Hosts, also private ones, from which image URLs are fetched; *: all public; empty: none",
     )
     image_url_timeout_s: float = Field(
         default=10.0, gt=0, description="Longest wait for an image to be fetched"
@@ -101,7 +102,7 @@ class GatewayConfig(Section):
     )
     engines: tuple[str, ...] = Field(
         default=(),
-        description="gRPC addresses of several engines; a host name: all it has; empty: engine_address",
+        description="Addresses of several engines (gRPC); a host name: all of its own; empty: engine_address",
     )
     api_key: str = Field(
         default="", description="Bearer token that clients need; as a flag it shows in `ps`; empty: none"
@@ -111,38 +112,40 @@ class GatewayConfig(Section):
         description="File of API keys, or of their hashes (`moebius keys`); read again when it changes",
     )
     key_requests_in_flight: int | None = Field(
-        default=None, ge=1, description="Requests that a key may have at once"
+        default=None, ge=1, description="Requests of one API key at the same time"
     )
     key_requests_per_minute: int | None = Field(
-        default=None, ge=1, description="Requests that a key may send in a minute"
+        default=None, ge=1, description="Requests of one API key per minute"
     )
     key_tokens_per_minute: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens, prompts' and outputs', of a key in a minute",
+        description="Tokens (prompt and output) of one API key per minute",
     )
     max_queued_requests: int = Field(
-        default=256, ge=1, description="Requests in flight before 429 is answered"
+        default=256, ge=1, description="Requests in progress at once; more are answered with 429"
     )
     max_connections: int | None = Field(
         default=None,
         ge=1,
-        description="HTTP connections at once, idle ones included; unset: as many as open files allow",
+        description="HTTP connections at once, including idle ones; unset: as many as ulimit -n allows",
     )
     header_timeout_s: float = Field(
-        default=10.0, gt=0, description="Longest wait for the head of an HTTP request"
+        default=10.0, gt=0, description="Longest wait for the headers of an HTTP request, seconds"
     )
     body_timeout_s: float = Field(
-        default=30.0, gt=0, description="Longest wait for a request's body, and 1 s more for each 16 KiB"
+        default=30.0, gt=0, description="Longest wait for a request's body, seconds; 1 s more per 16 KiB"
     )
     idle_timeout_s: int = Field(
-        default=60, ge=1, description="Longest wait for the next request, or for a client to read its answer"
+        default=60,
+        ge=1,
+        description="Longest wait for the next request, or for a client to read its answer, seconds",
     )
     gateway_metrics_port: int = Field(
         default=0,
         ge=0,
         le=65535,
-        description="Port of the gateway's metrics and probes; 0: they are on the HTTP port",
+        description="Port for the gateway's metrics and probes; 0: the HTTP port",
     )
     cors_origins: tuple[str, ...] = Field(
         default=(), description="Origins of web pages that may send requests, or *; empty: none"
@@ -154,35 +157,36 @@ class GatewayConfig(Section):
         default=1,
         ge=1,
         le=64,
-        description="Gateway processes on the port; each has prompt_workers of its own",
+        description="Gateway processes that share the port, each with its own prompt_workers",
     )
     prompt_workers: int = Field(
         default=2,
         ge=1,
-        description="Processes that read requests and tokenise prompts; one of several takes small ones only",
+        description="Processes that parse requests and tokenise prompts; of several, one is for small ones",
     )
     prompt_timeout_s: float = Field(
-        default=20.0, gt=0, description="CPU time that reading one request may take, seconds"
+        default=20.0, gt=0, description="CPU time limit for parsing one request, seconds"
     )
     prompt_memory_gib: float = Field(
-        default=4.0, gt=0, description="Memory that reading one request may take, GiB"
+        default=4.0, gt=0, description="Memory limit for parsing one request, GiB"
     )
     chat_template: str = Field(
         default="", description="File with a Jinja chat template; empty: the tokenizer's own"
     )
     strict_parameters: bool = Field(
         default=False,
-        description="Refuse unknown fields of requests and hints that have no effect, instead of naming them "
-        "once in the log",
+        description="Refuse requests with unknown or ineffective fields, instead of logging each field once",
     )
     tool_call_parser: ToolCallParser = Field(
-        default=AUTO, description="Format of tool calls; auto: by the chat template; none: they are not read"
+        default=AUTO,
+        description="Format of tool calls; auto: detected from the chat template; none: no parsing",
     )
     reasoning_parser: ReasoningParser = Field(
-        default=AUTO, description="Format of thoughts; auto: by the chat template; none: they are not read"
+        default=AUTO,
+        description="Format of reasoning; auto: detected from the chat template; none: no parsing",
     )
     stored_responses: int = Field(
-        default=1000, ge=0, description="Responses kept for previous_response_id, the newest; 0: none"
+        default=1000, ge=0, description="Newest responses kept for previous_response_id; 0: none"
     )
     stored_responses_mib: float = Field(
         default=256.0, gt=0, description="Size of all kept responses and conversations, MiB"
@@ -192,14 +196,17 @@ class GatewayConfig(Section):
     )
     stored_responses_dir: str = Field(
         default="",
-        description="Directory of kept responses, of all workers; empty: a private one, removed at the end",
+        description="Directory of kept responses, of all workers; empty: a private one, removed at exit",
     )
     sse_keepalive_s: float = Field(
-        default=15.0, gt=0, description="Seconds of silence before an SSE comment is sent"
+        default=15.0,
+        gt=0,
+        description="Seconds without output after which a stream gets an SSE comment (keep-alive)",
     )
     web_page: bool = Field(default=True, description="Serve a page at / to chat and to watch the engine")
     live_view: bool = Field(
-        default=True, description="Answer /v1/live: load, and which experts run where; needs the key, if any"
+        default=True,
+        description="Serve /v1/live: load, and where experts are computed; needs an API key if there are any",
     )
 
 
@@ -219,7 +226,7 @@ class GpuConfig(Section):
     kv_cache_gib: float | None = Field(
         default=None,
         gt=0,
-        description="KV pool size, GiB, when num_pages is unset; unset: 1 on a CPU, what is left on a GPU",
+        description="KV cache size, GiB, if num_pages is unset; unset: 1 on a CPU, the free memory on a GPU",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
         default="auto", description="Type of cached keys and values; auto: the activations' type"
@@ -230,7 +237,7 @@ class GpuConfig(Section):
     attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = Field(
         default="auto", description="Attention kernels; auto: the first of these that is installed"
     )
-    cuda_graphs: bool = Field(default=True, description="Replay captured graphs for decode steps on a GPU")
+    cuda_graphs: bool = Field(default=True, description="Run decode steps on a GPU as captured CUDA graphs")
     cuda_graph_max_batch_size: int = Field(
         default=64, ge=1, description="Largest decode batch for which a graph is captured"
     )
@@ -240,9 +247,11 @@ class GpuConfig(Section):
     max_num_seqs: int | None = Field(
         default=None,
         ge=1,
-        description="Outputs computed in one step; unset: 64, fewer on a GPU without room for their state",
+        description="Sequences computed in one step; unset: 64, fewer if a GPU has no room for their states",
     )
-    max_num_batched_tokens: int = Field(default=512, ge=16, description="Token budget of one step")
+    max_num_batched_tokens: int = Field(
+        default=512, ge=16, description="Tokens computed in one step, at most"
+    )
     prefill_experts: Literal["auto", "cpu", "stream"] = Field(
         default="auto",
         description="Experts of prompts: on expert servers, streamed to the GPU, or both as measured (auto)",
@@ -250,26 +259,26 @@ class GpuConfig(Section):
     stream_min_rows: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens in a step from which experts are streamed to the GPU; unset: as measured",
+        description="Tokens in a step from which experts are streamed to the GPU; unset: measured",
     )
     prefill_chunk_max: int | None = Field(
         default=None,
         ge=16,
         le=65536,
-        description="Prompt tokens of a step that streams experts; unset: 16384, fewer without room",
+        description="Prompt tokens of a step with streamed experts; unset: 16384, fewer if memory is short",
     )
     prefill_lane_min_tokens: int | None = Field(
         default=None,
         ge=2,
-        description="Tokens from which a prompt has steps of its own while others decode; unset: measured",
+        description="Prompts of so many tokens have their own steps while others decode; unset: measured",
     )
     max_itl_ms: float | None = Field(
         default=None,
         ge=0,
-        description="Time a long prompt may add between tokens of other requests; unset: as much again",
+        description="Time a long prompt may add between tokens of other requests; unset: their own step time",
     )
     max_waiting_requests: int = Field(
-        default=1024, ge=1, description="Outputs queued in the engine before it refuses"
+        default=1024, ge=1, description="Sequences queued in the engine; more are refused"
     )
     prefix_caching: bool = Field(default=True, description="Reuse KV pages of equal prompt prefixes")
     state_snapshots: int | None = Field(
@@ -279,7 +288,7 @@ class GpuConfig(Section):
     )
     overlap_scheduling: bool = Field(default=True, description="Schedule step N+1 while step N computes")
     gpu_threads: int = Field(
-        default=0, ge=0, description="torch threads on a CPU device; 0: from the cores allowed"
+        default=0, ge=0, description="torch threads on a CPU device; 0: by the CPUs this process may use"
     )
     random_seed: int = Field(
         default=0, ge=0, description="Seed for requests without one, mixed with their id"
@@ -312,7 +321,7 @@ class ExpertConfig(Section):
     split_shares: tuple[int, ...] = Field(default=(), description="Relative size of each share; empty: equal")
     expert_dtype: Literal["keep", "float32", "bfloat16", "int8", "int4"] = Field(
         default="keep",
-        description="Type experts are packed in; keep: the checkpoint's own, others requantise while loading",
+        description="Type of experts in memory; keep: as in the checkpoint; others: requantise while loading",
     )
     # Normal weights lose 0.08 as int4 in groups of 32 and 0.008 as int8; what loses twice as much is not fit
     # to be requantised.
@@ -320,19 +329,19 @@ class ExpertConfig(Section):
         default=0.15, ge=0, description="Largest relative error that requantising a layer may make"
     )
     calibrate_kernels: bool = Field(
-        default=True, description="Measure at load which kernel is fastest for how many rows"
+        default=True, description="Measure while loading which kernel is fastest for each number of rows"
     )
     batch_invariant_experts: bool = Field(
         default=False,
-        description="Compute bfloat16 rows like float32 ones: slower, but a row depends on no other one",
+        description="Compute bfloat16 rows like float32 ones: slower, but results do not depend on the batch",
     )
     expert_threads: int = Field(
-        default=0, ge=0, description="Worker threads per expert process; 0: from the cores allowed"
+        default=0, ge=0, description="Worker threads per expert process; 0: by the CPUs it may use"
     )
     numa_node: Annotated[int, Ge(-1)] | Literal["auto", "cpuset"] = Field(
         default=-1,
         description="NUMA node this expert process binds to; -1: none; auto: its CPUs' node, or one by "
-        "split_index; cpuset: its CPUs' node, and nothing else will do",
+        "split_index; cpuset: its CPUs' node, or an error",
     )
     expert_address: str = Field(
         default="127.0.0.1:50061", description="gRPC address an expert process listens on"
@@ -348,7 +357,7 @@ class ExpertConfig(Section):
     )
     expert_weights_dir: str = Field(
         default="",
-        description="Directory in memory where packed experts outlive their server; serve makes its own",
+        description="tmpfs directory where packed experts outlive their server; `serve` creates one itself",
     )
     mailbox: str = Field(
         default="", description="Name of the shared-memory mailbox; empty: chosen by the supervisor"
@@ -362,7 +371,7 @@ class ExpertConfig(Section):
     )
     signal: Literal["doorbell", "memops"] = Field(
         default="doorbell",
-        description="How a GPU signals expert servers and waits: kernels, or stream memory operations",
+        description="How a GPU signals expert servers and waits: by kernels, or by stream memory operations",
     )
     hand_off_copy_kib: int | None = Field(
         default=None,
@@ -392,14 +401,14 @@ class ParallelConfig(Section):
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64, description="Stages of consecutive layers")
     rank: int = Field(default=0, ge=0, description="Which rank this engine process is")
     rank_hosts: int = Field(
-        default=1, ge=1, le=64, description="Hosts that the ranks are divided over, as many on each"
+        default=1, ge=1, le=64, description="Number of hosts; each runs the same number of ranks"
     )
-    host_index: int = Field(default=0, ge=0, description="Which of these hosts this is; rank 0 is on host 0")
+    host_index: int = Field(default=0, ge=0, description="Index of this host; rank 0 is on host 0")
     rank_address: str = Field(
         default="", description="Where ranks meet (host:port); empty: chosen by the supervisor"
     )
     rank_timeout_s: float = Field(
-        default=60.0, gt=0, description="Longest silence of a rank before the group ends"
+        default=60.0, gt=0, description="Longest silence of a rank before its group ends, seconds"
     )
     small_all_reduce: Literal["nccl", "one-shot"] = Field(
         default="nccl",
@@ -431,7 +440,7 @@ class PlacementConfig(Section):
         default=None,
         ge=0,
         le=1,
-        description="The same as a share of a layer's experts, instead of gpu_experts",
+        description="As gpu_experts, but as a share (0 to 1) of each layer's experts",
     )
     placement_strategy: Literal["uniform", "frequency", "front-loading", "random"] = Field(
         default="uniform", description="Which experts gpu_experts puts on the GPU"

@@ -31,12 +31,12 @@ class SupervisorConfig(Section):
     stop_timeout_s: float = Field(
         default=20.0,
         gt=0,
-        description="How long running requests may go on after SIGTERM; then they get an error",
+        description="Seconds that running requests may continue after SIGTERM; then they get an error",
     )
     hang_timeout_s: float = Field(
         default=30.0,
         ge=1,
-        description="A process that shows no sign of life and computes nothing for so long is replaced",
+        description="A process that does not respond and uses no CPU for so many seconds is restarted",
     )
 
 

@@ -174,7 +174,7 @@ class ExpertStatistics:
             return _decode(content)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise UserError(
-                f"expert_statistics: {path} is no file of recorded expert statistics: {error}"
+                f"expert_statistics: {path} is not a file of recorded expert statistics: {error}"
             ) from error
         except Exception as error:  # the safetensors library's own error type has no stable import path
             if type(error).__module__.startswith("safetensors"):

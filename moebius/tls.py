@@ -150,7 +150,7 @@ def _read(setting: str, path: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"{setting}: {path} can not be read: {error.strerror}") from None
     if not content.strip():
-        raise ConfigError(f"{setting}: {path} is empty; allowed: PEM")
+        raise ConfigError(f"{setting}: {path} is empty; it has to be a PEM file")
     return content
 
 

@@ -147,7 +147,7 @@ def _check_choices_stay(config: ModelConfig, parallel: ParallelContext) -> None:
                 raise ConfigError(
                     f"pipeline_parallel_size: of {parallel.num_stages} stages, the one that begins at layer "
                     f"{layers.start} would attend in layer {layer} to latents of layer {source}, of an "
-                    "earlier stage; layers that share latents have to be in one"
+                    "earlier stage; layers that share latents have to be in the same stage"
                 )
     stages = [stage_layers(config, replace(parallel, stage=i)) for i in range(parallel.num_stages)]
     # The first layer of each that attends; that there is one, is checked before.
@@ -156,7 +156,7 @@ def _check_choices_stay(config: ModelConfig, parallel: ParallelContext) -> None:
     if shared:
         raise ConfigError(
             f"pipeline_parallel_size: {parallel.num_stages} stages would begin at layer {shared[0]}, which "
-            f"attends to what an earlier layer chose; stages may begin at {sorted(indexer.layers)}"
+            f"uses the tokens chosen by an earlier layer; stages may begin at layers {sorted(indexer.layers)}"
         )
 
 

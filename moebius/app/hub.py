@@ -217,8 +217,8 @@ def _cached(model: HubModel, revision: str, needs_weights: bool, why: str) -> Pa
                     names = [str(each.file_path.relative_to(snapshot)) for each in found.files]
                     return _place(snapshot, chosen_files(model, names, needs_weights))
     raise UserError(
-        f"{why}{model.repository} was not downloaded before: give the directory of a copy as MODEL, or run "
-        "this with a network once (HF_ENDPOINT names a mirror)"
+        f"{why}{model.repository} has not been downloaded: give the directory of a copy as MODEL, or run "
+        "this once with network access (HF_ENDPOINT names a mirror)"
     )
 
 

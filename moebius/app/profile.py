@@ -112,7 +112,7 @@ def summary(answer: pb.ProfileResponse) -> list[str]:
     """Lines for people: what is in the trace, what is not."""
     lines = []
     if answer.torch_trace:
-        lines.append(f"GPU kernels and CPU operations of the engine ({len(answer.torch_trace)} bytes, gzip)")
+        lines.append(f"operations of the engine and its GPU, if any ({len(answer.torch_trace)} bytes, gzip)")
     if len(_calls(answer)):
         lines.append(f"{len(_calls(answer))} calls to expert servers")
     for server in answer.servers:

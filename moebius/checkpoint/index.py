@@ -199,7 +199,7 @@ def _json(raw: bytes, file: Path, what: str) -> object:
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{file} has the name {twice!r} twice")
+            raise CheckpointError(f"{file} contains the name {twice!r} twice")
         return found
 
     try:
@@ -217,8 +217,8 @@ def _check_covered(file: Path, tensors: list[TensorInfo], start: int, size: int)
     for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
         if info.offset != position:
             raise CheckpointError(
-                f"{file}: tensor {info.name!r} begins at byte {info.offset}, but what is before it ends at "
-                f"{position}"
+                f"{file}: tensor {info.name!r} begins at byte {info.offset}, but the tensor before "
+                f"it ends at byte {position}; the file is damaged"
             )
         position += info.nbytes
     if position != size:

@@ -113,7 +113,7 @@ def test_keys_history_and_commands(tmp_path: Path) -> None:
             terminal.type("/set temperature 0\r")
             seen = terminal.wait_for("temperature = 0", seen)
             terminal.type("/clear\r")
-            seen = terminal.wait_for("forgotten", seen)
+            seen = terminal.wait_for("cleared", seen)
             terminal.type("/cler\r")
             seen = terminal.wait_for("did you mean /clear", seen)
             terminal.type("last\r")

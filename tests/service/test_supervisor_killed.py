@@ -146,8 +146,8 @@ def linked_file(run_file: Path) -> None:
     ("spoil", "message"),
     [
         (open_directory, r"serve-1 is open to others \(mode 0777\)"),
-        (open_file, r"run\.json is not believed: .*-rw-rw-rw-"),
-        (linked_file, r"run\.json is not believed: it is a link"),
+        (open_file, r"run\.json is not trusted: .*-rw-rw-rw-"),
+        (linked_file, r"run\.json is not trusted: it is a link"),
     ],
 )
 def test_what_others_may_have_written_is_not_believed(
@@ -207,7 +207,7 @@ def test_shared_memory_of_other_programs_is_not_removed(tmp_path: Path) -> None:
         path.symlink_to(precious) if "link" in path.name else path.write_text("not a mailbox")
         try:
             run_file = crafted(tmp_path, {"processes": [], "segments": [path.name]})
-            with pytest.raises(StartupError, match=f"lists {path}, which is no mailbox of ours"):
+            with pytest.raises(StartupError, match=f"lists {path}, which is not a Moebius mailbox"):
                 clean_up_stale(tmp_path)
             assert path.is_symlink() or path.exists()
             run_file.unlink()

@@ -128,5 +128,5 @@ def test_files_are_read_or_refused(tmp_path: Path) -> None:
     (tmp_path / "good.json").write_text(json.dumps({"traceEvents": steps_trace(2)}))
     assert len(load_trace(tmp_path / "good.json")) == 12
     (tmp_path / "bad.json").write_text("[]")
-    with pytest.raises(UserError, match=r"bad\.json is no profiler trace"):
+    with pytest.raises(UserError, match=r"bad\.json is not a profiler trace"):
         load_trace(tmp_path / "bad.json")

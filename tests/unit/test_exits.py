@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import typer
 
+from moebius.app.commands.once import ask_once
 from moebius.app.exits import TOGETHER_S, EndingSignals, exit_with
 from moebius.errors import USER_ERROR_EXIT
 
@@ -190,3 +196,19 @@ def test_what_the_system_lacks_is_one_line(tmp_path: Path, script: str, said: st
     assert said in ended.stderr
     assert ended.stderr.count("\n") == (1 if said else 0)
     assert ended.returncode == (USER_ERROR_EXIT if said else 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_system_for_one_request_ends_with_the_signals_status(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Who starts `moebius run` in a script can tell Ctrl-C from a `kill`."""
+
+    @contextlib.contextmanager
+    def running(serve_plan: Any) -> Iterator[Any]:
+        yield SimpleNamespace(stopping=True, ended_by=number)
+
+    monkeypatch.setattr("moebius.app.commands.running.running", running)
+    with pytest.raises(typer.Exit) as ended:
+        ask_once(cast(Any, SimpleNamespace(base_url="http://127.0.0.1:1")), {}, [])
+    assert ended.value.exit_code == 128 + number

@@ -210,7 +210,9 @@ def test_parts_are_found_from_any_of_them_and_missed_by_name(
     lost.unlink()
     refused(tmp_path, re.escape(f"{lost} is missing"))
     shutil.copy(parts[2], lost)
-    refused(tmp_path, re.escape(f"{lost} is part 3 of {len(parts)} by its own account, 2 of {len(parts)}"))
+    refused(
+        tmp_path, re.escape(f"{lost} says it is part 3 of {len(parts)}, but its name says 2 of {len(parts)}")
+    )
 
 
 def test_a_directory_is_a_gguf_model_if_it_has_one_and_no_safetensors(tmp_path: Path) -> None:

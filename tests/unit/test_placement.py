@@ -182,7 +182,7 @@ def test_statistics_of_another_model_or_no_statistics_are_refused(tmp_path: Path
         whole.replace(b"expert_statistics", b"e" * 17),
     ):
         file.write_bytes(content)
-        with pytest.raises(UserError, match=r"s\.safetensors is (no file of|damaged)"):
+        with pytest.raises(UserError, match=r"s\.safetensors is (not a file of|damaged)"):
             place(geometry(), **wanted)
 
 

@@ -63,7 +63,7 @@ def load_trace(path: Path) -> list[Span]:
         document = json.loads(path.read_bytes())
         return read_events(document["traceEvents"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no profiler trace: {error}") from None
+        raise UserError(f"{path} is not a profiler trace: {error}") from None
 
 
 def read_events(events: Iterable[Mapping[str, Any]]) -> list[Span]:

@@ -88,7 +88,7 @@ class Conversation:
         if name not in COMMANDS:
             close = difflib.get_close_matches(name, COMMANDS, n=1)
             raise UserError(
-                f"/{name} is no command" + (f"; did you mean /{close[0]}?" if close else "; see /help")
+                f"/{name} is not a command" + (f"; did you mean /{close[0]}?" if close else "; see /help")
             )
         if name in ("exit", "quit"):
             return Outcome(ends=True)
@@ -99,7 +99,7 @@ class Conversation:
 
     def _clear(self, argument: str) -> Outcome:
         self.messages, self.images = [], []
-        return Outcome("the conversation is forgotten")
+        return Outcome("the conversation is cleared")
 
     def _system(self, argument: str) -> Outcome:
         if argument:
@@ -110,7 +110,7 @@ class Conversation:
         if not argument:
             raise UserError("/image needs a file or a URL")
         self.images.append(image_url(argument))
-        return Outcome(f"{len(self.images)} image(s) will go with the next message")
+        return Outcome(f"{len(self.images)} image(s) will be sent with the next message")
 
     def _regenerate(self, argument: str) -> Outcome:
         kept = list(self.messages)
@@ -127,7 +127,7 @@ class Conversation:
         if not name:
             return Outcome("\n".join(f"{key} = {json.dumps(item)}" for key, item in self.body.items()))
         if name in _OWN_FIELDS:
-            raise UserError(f"{name} is set by the conversation itself")
+            raise UserError(f"/set can not change {name}: the conversation fills it in")
         if not value:
             return Outcome(
                 f"{name} = {json.dumps(self.body[name])}" if name in self.body else f"{name} is not set"
@@ -167,7 +167,7 @@ class Conversation:
         except (ValueError, KeyError, TypeError, AttributeError):
             is_right = False
         if not is_right:
-            raise UserError(f"{path} is no conversation that /save has written")
+            raise UserError(f"{path} is not a conversation saved by /save")
         self.messages, self.system = list(messages), system
         settings = document.get("settings")
         if isinstance(settings, dict):

@@ -246,7 +246,7 @@ def fetch(
     """Download a model from the Hugging Face hub. Into its cache, as `serve` does; prints where."""
     named = hub_model(model)
     if named is None:
-        raise UserError(f"{model!r} is no name of the Hugging Face hub: owner/name")
+        raise UserError(f"{model!r} is not a model name of the Hugging Face hub; allowed: owner/name")
     with _download_progress() as progress:
         place = fetch_model(named, revision, offline, progress)
     print(place)

@@ -48,7 +48,7 @@ def ask_once(
 ) -> None:
     """Starts the system, streams an answer to stdout, stops everything.
 
-    `on_answer` is called while everything still runs. Raises typer.Exit(130) when a signal came first, and
+    `on_answer` is called while everything still runs. Raises typer.Exit when a signal came first, and
     what went wrong with the request.
     """
     from moebius.app.chat.answer import stream_answer
@@ -66,14 +66,14 @@ def ask_once(
 
     with running(serve_plan) as supervisor:
         if supervisor.stopping:
-            raise typer.Exit(130)
+            raise typer.Exit(128 + supervisor.ended_by)
         on_ready()
         # The main thread goes on watching the processes: what dies meanwhile is restarted as in service.
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         supervisor.run(until=lambda: not asking.is_alive())
         if not answers:
-            raise typer.Exit(130)
+            raise typer.Exit(128 + supervisor.ended_by)
         answer = answers[0]
         if isinstance(answer, BaseException):
             raise answer

@@ -94,6 +94,8 @@ def _add_profile(app: typer.Typer) -> None:
                 "profiles are for operators and not served over HTTP: give the gRPC address of gpu_service "
                 "(HOST:PORT or unix:PATH), or none on the host of `moebius serve`"
             )
+        if sys.stderr.isatty():
+            print(f"watching for {seconds:g} s …", file=sys.stderr, flush=True)
         with _engine(address, config) as engine:
             # A first profile of a GPU loads CUPTI, and a busy process takes its time.
             answer = engine.Profile(pb.ProfileRequest(seconds=seconds), timeout=2 * seconds + 300)

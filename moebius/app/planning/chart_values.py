@@ -53,7 +53,8 @@ def chart_values(config: MoebiusConfig, plan: CapacityPlan) -> dict[str, Any]:
     """
     if config.experts.expert_addresses:
         raise UserError(
-            "--values: plans with expert_addresses have no values; experts.mode remote has its own"
+            "--values does not support expert_addresses; for expert servers on other hosts set "
+            "experts.mode: remote in the chart"
         )
     gpus, ranks = plan.hardware.gpus, int(plan.settings["tensor_parallel_size"])
     stages = int(plan.settings["pipeline_parallel_size"])

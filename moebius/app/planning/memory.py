@@ -230,7 +230,7 @@ def num_servers(config: MoebiusConfig, sockets: int) -> int:
     """As `moebius serve` starts them: what is set, else one per NUMA node. Raises UserError."""
     if config.experts.expert_transport == "local":
         raise UserError(
-            "expert_transport local is a reference that is not planned for; allowed: mailbox, grpc"
+            "expert_transport local is a reference implementation without a plan; allowed: mailbox, grpc"
         )
     return len(config.experts.expert_addresses) or config.experts.expert_servers or sockets
 

@@ -81,7 +81,7 @@ def check_private(path: Path) -> None:
     if found.st_mode & OTHERS:
         raise StartupError(
             f"{path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}), so its run file is not "
-            "believed; look what is in it, then delete it or `chmod 700` it, or give another --state-dir"
+            "trusted; check its contents, then delete it or `chmod 700` it, or give another --state-dir"
         )
 
 
@@ -266,13 +266,13 @@ def _read_record(run_file: Path) -> RunRecord | None:
         return None
     except OSError as error:
         reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
-        raise StartupError(f"the run file {run_file} is not believed: {reason}; delete it") from None
+        raise StartupError(f"the run file {run_file} is not trusted: {reason}; delete it") from None
     with os.fdopen(descriptor) as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & OTHERS_WRITE:
             raise StartupError(
-                f"the run file {run_file} is not believed: owner {found.st_uid}, mode "
-                f"{stat.filemode(found.st_mode)}: others could write it; look what it lists, then delete it"
+                f"the run file {run_file} is not trusted: owner {found.st_uid}, mode "
+                f"{stat.filemode(found.st_mode)}: others could write it; check what it lists, then delete it"
             )
         try:
             return _checked(json.loads(file.read(MAX_RUN_FILE_BYTES)))
@@ -306,7 +306,7 @@ def _own_segment(name: str, directory: Path) -> Path | None:
         return None
     if not ours:
         run_file = directory / "run.json"
-        raise StartupError(f"{run_file} lists {path}, which is no mailbox of ours; delete that run file")
+        raise StartupError(f"{run_file} lists {path}, which is not a Moebius mailbox; delete that run file")
     return path
 
 

@@ -101,6 +101,8 @@ class Supervisor:
         self._segments: list[object] = []
         self._weights: WeightFiles | None = None
         self._signals_seen = 0
+        # The first signal that asked for the end; 0: none did.
+        self.ended_by = 0
         self._wake = Wakeup()
         self._previous_handlers: dict[int, object] = {}
         self.processes = [ManagedProcess(spec, timing, plan.json_logs) for spec in plan.processes]
@@ -322,6 +324,7 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals_seen += 1
+        self.ended_by = self.ended_by or number
         self._wake.set()
 
     def _pause(self) -> None:

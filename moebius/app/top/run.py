@@ -22,6 +22,7 @@ from rich.text import Text
 from moebius.app.client import ApiClient, Unreachable
 from moebius.app.top.figures import figures_between
 from moebius.app.top.view import render
+from moebius.errors import UserError
 
 # Lines of everything but the layers.
 _OTHER_LINES = 16
@@ -64,6 +65,10 @@ class EngineSource(Source):
                 "model": self._address,
             }
         except grpc.RpcError as error:
+            if "http1.x" in (error.details() or ""):
+                raise UserError(
+                    f"{self._address} is an HTTP server, not an engine: moebius top http://{self._address}"
+                ) from None
             raise Unreachable(f"cannot reach an engine at {self._address}: {error.details()}") from None
 
 

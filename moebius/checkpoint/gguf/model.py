@@ -77,7 +77,7 @@ def _open(files: tuple[Path, ...], _identity: tuple[tuple[int, int, int], ...]) 
     promised = metadata.get("split.tensors.count", len(tensors))
     if promised != len(tensors):
         raise CheckpointError(
-            f"{files[0]} promises {reprlib.repr(promised)} tensors; its parts have {len(tensors)}"
+            f"{files[0]} declares {reprlib.repr(promised)} tensors, but its parts contain {len(tensors)}"
         )
     return GgufModel(files[0], architecture, metadata, tensors)
 
@@ -92,8 +92,8 @@ def _check_parts(files: tuple[Path, ...], headers: list[GgufHeader]) -> None:
             )
         if found != (number, len(files)) and not (len(files) == 1 and found[1] == 0):
             raise CheckpointError(
-                f"{file} is part {found[0] + 1} of {found[1]} by its own account, "
-                f"{number + 1} of {len(files)} by its name"
+                f"{file} says it is part {found[0] + 1} of {found[1]}, "
+                f"but its name says {number + 1} of {len(files)}"
             )
 
 
