@@ -27,7 +27,7 @@ LANGUAGES = {"sh", "python", "text", "json", "yaml", "toml"}
 # What a command says -> what is run, in this order. {…}: fields of `Here`.
 SUBSTITUTIONS = (
     # The programs of this environment, the demo model, and the server that this file started.
-    (r"(?:\.venv/bin/|~/moebius/bin/)moebius ", "moebius "),
+    (r"(?:\.venv/bin/|~/moebius-venv/bin/)moebius ", "moebius "),
     (r"\b(?:Qwen|unsloth)/[\w./:-]+|/models/[\w.-]+|\bMODEL\b|(?<=moebius run )demo\b", "{model}"),
     (r"http://127\.0\.0\.1:8000", "{url}"),
     (r"(moebius experts record \w+)", r"\1 --engine-address {engine}"),
