@@ -64,11 +64,12 @@ class Rules(ScriptedModel):
         forced = request.constraint.lark
         named = [tool for tool in tools if re.search(rf"\b{tool['name']}\b", forced)]
         if (tools and not read.results) or named:
-            asked = [tool for tool in tools if tool["name"] in read.user]
+            allowed = named or tools
+            asked = [tool for tool in allowed if tool["name"] in read.user]
             number = prompt.count("<|start|>assistant")
             calls = (
                 call(tool["name"], **instance_of(tool["parameters"], number=number))
-                for tool in (named[:1] or asked or tools[:1])
+                for tool in (asked or allowed[:1])
             )
             return thought + "\n".join(calls)
         return thought + told(prompt)
