@@ -86,14 +86,14 @@ class Backbone(nn.Module):
         stream = self._begin(inputs)
         overflow = context.first_overflow
         if overflow is not None and self._parallel.is_first_stage:
-            note_overflow(overflow, *stream.parts(), EMBEDDING)
+            _note(overflow, stream, EMBEDDING)
         for index, layer in enumerate(self.layers, self._first_layer):
             rotary = self._rotary_of[index]
             stream = layer(stream, None if rotary is None else ropes[rotary], context)
             if images is not None and images.reaches(index):
                 images.add_after(index, stream.sum())
             if overflow is not None:
-                note_overflow(overflow, *stream.parts(), index)
+                _note(overflow, stream, index)
             if context.between_layers is not None:
                 context.between_layers()
         if self.norm is None:
@@ -208,6 +208,11 @@ class CausalLM(nn.Module):
         embedding = self.model.embed_tokens.weight
         if can_pack(embedding):
             self._packed_tied_head = pack_weight(embedding)
+
+
+def _note(overflow: torch.Tensor, stream: ResidualStream, layer: int) -> None:
+    total, update = stream.parts()
+    note_overflow(overflow, total, update, layer)
 
 
 def has_gated_streams(config: ModelConfig) -> bool:
