@@ -141,7 +141,9 @@ def test_preempted_equals_not(tiny: Tiny) -> None:
     [
         ("deepseek_v3", 12),
         ("glm_moe_dsa_shared_groups_biased_tied", 12),
+        ("ernie4_5_vl_moe", 28),
         ("hy_v4", 10),
+        ("longcat_flash", 7),
         ("mistral_large4", 10),
         ("minimax_m3_vl", 10),
         ("qwen4_exp_text_three_streams_bias_tied", 10),
@@ -150,7 +152,7 @@ def test_preempted_equals_not(tiny: Tiny) -> None:
 def test_latents_and_choices(tmp_path: Path, name: str, num_experts: int) -> None:
     """All latents, those that layers choose or take over, and blocks: padded, preempted, chosen anew.
 
-    Also with n-grams, whose tokens are those of steps in flight.
+    Also with n-grams, whose tokens are those of steps in flight, choices without weights, experts in parts.
     """
     make_tiny_model(name, tmp_path)
     model = tiny_model(tmp_path, HOST), DenseExperts(tmp_path, num_experts)

@@ -118,10 +118,17 @@ class DenseExperts(ExpertClient):
     def _layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if layer not in self._layers:
             stem = f"model.layers.{layer}.mlp.experts."
-            of_experts = [self._tensors.matrices(stem, e) for e in range(self._num_experts)]
+            of_experts = [self._matrices(stem, expert) for expert in range(self._num_experts)]
             gate, up, down = (torch.stack(part).to(self._device) for part in zip(*of_experts, strict=True))
             self._layers[layer] = (gate, up, down)
         return self._layers[layer]
+
+    def _matrices(self, stem: str, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gate, up and down of an expert, which may be a part of a stored one."""
+        stored, first, _ = self.geometry.stored_place(expert)
+        gate, up, down = self._tensors.matrices(stem, stored)
+        part = slice(first, first + self.geometry.moe_intermediate_size)
+        return gate[part], up[part], down[:, part]
 
 
 class DoomedDenseExperts(DenseExperts):
