@@ -115,7 +115,7 @@ def test_every_backend_is_attention(geometry: str, shape: str, backend: str) -> 
 def test_8_bit_pages_saturate_and_keep_nan() -> None:
     """With the cache write that a service uses: what is too large is clipped, what is broken stays seen."""
     case = make_case(QWEN_FP8, [(3, 4)])
-    case.key[0], case.key[1], case.value[2] = 1e4, float("nan"), float("inf")
+    case.key[0], case.key[1], case.value[2], case.value[1] = 1e4, float("nan"), 1e4, float("inf")
     install(case.cache.device, "auto", BF16)
     try:
         case.cache.append(LAYER, case.key, case.value, case.inputs.slot_mapping)
@@ -126,6 +126,7 @@ def test_8_bit_pages_saturate_and_keep_nan() -> None:
     assert (keys[0] == E4M3_MAX).all()
     assert keys[1].isnan().all()
     assert (values[2] == E4M3_MAX).all()
+    assert values[1].isnan().all()
     assert torch.equal(keys[3], quantise_e4m3(case.key[3], 1.0).float())
 
 

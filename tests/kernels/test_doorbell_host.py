@@ -242,7 +242,7 @@ def test_bad_arguments_are_named() -> None:
         client.wait_ready(5)
         layer = Layer(2)
         with pytest.raises(ValueError, match="allowed"):
-            client.submit(0, layer.hidden_states.half(), layer.topk_ids, layer.topk_weights)
+            client.submit(0, layer.hidden_states.double(), layer.topk_ids, layer.topk_weights)
         ticket = layer.submit(client)
         with pytest.raises(ValueError, match="contiguous float32"):
             client.collect(ticket, torch.zeros(48, 2).T)

@@ -101,7 +101,9 @@ def test_lines_are_found_in_a_process_output(log_format: str, capsys: pytest.Cap
         time.sleep(0.1)
     structlog.get_logger("moebius.test").info("kernels calibrated", seconds=3)
     lines = capsys.readouterr().err.splitlines()
-    assert text_of_line(lines[0]) == "compiling modules, 3 of 4, 0 s"
+    # On a busy machine the first line may come before the advance.
+    assert text_of_line(lines[0]) in ("compiling modules, 0 of 4, 0 s", "compiling modules, 3 of 4, 0 s")
+    assert text_of_line(lines[-3]) == "compiling modules, 3 of 4, 0 s"
     assert [text_of_line(line) for line in lines[-2:]] == [None, None]
     assert [is_end_of_phase(line) for line in lines[-2:]] == [True, False]
 

@@ -86,7 +86,8 @@ def checked_step(scheduler: Scheduler) -> None:
     """A step, and that: budget, decoding first, whole pages, half of the rest for the oldest prompt."""
     budget = scheduler.limits.max_num_batched_tokens
     decoding = [r for r in scheduler.running if r.planned_len - r.scheduled_len == 1]
-    prompts = [r for r in (*scheduler.running, *scheduler.waiting) if r.planned_len - r.scheduled_len > 1]
+    begun = [r for r in scheduler.running if r.planned_len - r.scheduled_len > 1]
+    prompts = [*begun, *scheduler.waiting]
     oldest = min(prompts, key=lambda request: request.arrival, default=None)
     need = oldest.prompt_len - oldest.scheduled_len if oldest is not None else 0
     batch = step(scheduler)
