@@ -12,8 +12,8 @@ the first makes V = T (beta v), W = T (beta exp(G) k), P = causal part of (exp(G
 the second changes = V - W S, outputs = exp(G) q S + P changes, and of the next chunk
 S = exp(G_last) S + (exp(G_last - G) k)^T changes.
 
-GEMMs take the rows' own dtype (float32: exactly) and sum in float32, where states stay. Queries and keys
-enter them as they come: their lengths are factors of rows and columns of the results.
+GEMMs take the rows' own dtype (float32, and float16 as float32: exactly) and sum in float32, where states
+stay. Queries and keys enter them as they come: their lengths are factors of rows and columns of the results.
 """
 
 from __future__ import annotations
@@ -327,12 +327,15 @@ def gated_delta_extend(
     sequences: Sequences,
 ) -> torch.Tensor:
     """As `ops.linear_attention.gated_delta_extend`; single tokens are one launch of the update's kernel."""
-    num_rows, (_, heads, _, value_dim) = qkv.shape[0], states.shape
+    num_rows, (_, heads, _, value_dim), dtype = qkv.shape[0], states.shape, qkv.dtype
+    if dtype == torch.float16:
+        # Rounded to float16 or TF32 between its GEMMs, a chunk would be some times less exact than its rows.
+        qkv = qkv.float()
     output = torch.empty(num_rows, heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     # Each leaves the other's requests out. Both are launched in any step, so that the first one compiles all.
     launch_update(qkv, a, b, a_log, dt_bias, states, reads, writes, output, sequences.starts)
     _launch_chunks(qkv, (a, b, a_log, dt_bias), states, reads, writes, output, sequences.starts)
-    return output
+    return output.to(dtype)
 
 
 def _launch_chunks(

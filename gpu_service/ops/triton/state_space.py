@@ -166,7 +166,8 @@ def state_space_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    (_, heads, state_dim, head_dim), is_exact = states.shape, xbc.dtype == torch.float32
+    # TF32 has as many digits as float16, so that each GEMM would add as much as the rows' own rounding.
+    (_, heads, state_dim, head_dim), is_exact = states.shape, xbc.dtype != torch.bfloat16
     output = torch.empty(xbc.shape[0], heads, head_dim, dtype=torch.float32, device=xbc.device)
     # Without tensor cores, what a GEMM takes is in registers, and as many instructions as sums.
     columns = MIN_BLOCK if is_exact else max(MIN_BLOCK, min(_COLUMNS, next_power_of_2(head_dim)))
