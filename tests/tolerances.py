@@ -137,7 +137,7 @@ FAMILY_FLOAT32_LOGPROBS = 3e-4
 # With weights shaken by their rounding, which turns routers elsewhere, medians reached 1.7 and means 2.3.
 FAMILY_BFLOAT16_MEDIAN_RATIO = 2.5
 FAMILY_BFLOAT16_MEAN_RATIO = 5.0
-# In float16 a single choice of experts that turns stands out of errors that are eight times smaller: the mean's
+# In float16 one choice of experts that turns stands out of errors that are eight times smaller: the mean's
 # ratio was 5.1 in one of 13 cases on an H200 (from one token of one answer on), where the median's was 1.4.
 FAMILY_FLOAT16_MEAN_RATIO = 10.0
 # On several ranks in bfloat16 against one, median difference of log-probabilities; 0.026 was seen on a CPU.
