@@ -40,7 +40,9 @@ def translated(arguments: list[str], options: Mapping[str, bool]) -> list[str]:
         if name in options or not _is_option(name):
             result.append(argument)
             if options.get(name) and not has_value and waiting:
-                result.append(waiting.popleft())
+                value = waiting.popleft()
+                result.append(value)
+            _note_meaning(name, value)
             continue
         is_model, other = name.lstrip("-") in MODEL_OPTIONS, other_name(name)
         if other is None and not is_model:
@@ -70,6 +72,16 @@ def note_variables(environment: Collection[str]) -> None:
         else:
             hint = other.no_effect or other.refusal
         note(f"the environment variable {variable} is not read: {hint}")
+
+
+def _note_meaning(name: str, value: str) -> None:
+    """Says where an option of ours has a value that llama.cpp takes for something else."""
+    if name == "--gpu-layers" and value.isdecimal():
+        first = f"0-{int(value) - 1}" if int(value) > 1 else "0"
+        note(
+            f"--gpu-layers {value} puts the experts of layer {value} on the GPU; "
+            f"llama.cpp's first {value} layers are --gpu-layers {first}"
+        )
 
 
 def _is_option(text: str) -> bool:

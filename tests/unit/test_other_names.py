@@ -138,6 +138,18 @@ def test_a_flat_key_that_nobody_knows_is_refused(tmp_path: Path) -> None:
         load_config(path)
 
 
+@pytest.mark.parametrize("typed", [["--gpu-layers", "20"], ["--gpu-layers=20"]])
+def test_a_number_of_layers_is_not_taken_for_a_layer_in_silence(
+    typed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """llama.cpp's option of this name counts layers; ours names them."""
+    options = OPTIONS | {"--gpu-layers": True}
+    assert translated(["m", *typed], options) == ["m", *typed]
+    assert "llama.cpp's first 20 layers are --gpu-layers 0-19" in capsys.readouterr().err
+    assert translated(["m", "--gpu-layers", "0-19"], options) == ["m", "--gpu-layers", "0-19"]
+    assert not capsys.readouterr().err
+
+
 def test_variables_of_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """No setting is read from the environment; who relies on LvLLM's or OpenTelemetry's reads what to set."""
     note_variables(["HOME", "LK_THREADS", "LVLLM_UNKNOWN", "HF_HOME", "OTEL_EXPORTER_OTLP_ENDPOINT"])
