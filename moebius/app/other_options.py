@@ -77,11 +77,9 @@ def note_variables(environment: Collection[str]) -> None:
 def _note_meaning(name: str, value: str) -> None:
     """Says where an option of ours has a value that llama.cpp takes for something else."""
     if name == "--gpu-layers" and value.isdecimal():
-        first = f"0-{int(value) - 1}" if int(value) > 1 else "0"
-        note(
-            f"--gpu-layers {value} puts the experts of layer {value} on the GPU; "
-            f"llama.cpp's first {value} layers are --gpu-layers {first}"
-        )
+        count = int(value)
+        theirs = f"llama.cpp's first {count} layers are --gpu-layers 0-{count - 1}" if count else "'' is none"
+        note(f"--gpu-layers {value} puts the experts of layer {value} on the GPU; {theirs}")
 
 
 def _is_option(text: str) -> bool:

@@ -146,6 +146,8 @@ def test_a_number_of_layers_is_not_taken_for_a_layer_in_silence(
     options = OPTIONS | {"--gpu-layers": True}
     assert translated(["m", *typed], options) == ["m", *typed]
     assert "llama.cpp's first 20 layers are --gpu-layers 0-19" in capsys.readouterr().err
+    assert translated(["m", "--gpu-layers", "0"], options) == ["m", "--gpu-layers", "0"]
+    assert "0-" not in capsys.readouterr().err
     assert translated(["m", "--gpu-layers", "0-19"], options) == ["m", "--gpu-layers", "0-19"]
     assert not capsys.readouterr().err
 
