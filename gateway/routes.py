@@ -30,29 +30,25 @@ router = APIRouter()
 @router.post("/v1/chat/completions", **takes(ChatCompletionRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation, whole or as a stream of chunks."""
-    gateway = gateway_of(request)
-    prepared = await gateway.generation(request, "chat")
-    model = gateway.model()
-    await add_images(prepared.jobs[0], prepared.images, gateway.config.images)
-    form = ChatFormat(model.name, model.tokenizer, prepared)
-    return await RequestRun(gateway, model, prepared, form).respond(request)
+    return await _generated(request, "chat")
 
 
 @router.post("/v1/completions", **takes(CompletionRequest))
 async def create_completion(request: Request) -> Response:
     """Continues one or more prompts, whole or as a stream of chunks."""
-    gateway = gateway_of(request)
-    prepared = await gateway.generation(request, "completions")
-    model = gateway.model()
-    form = CompletionFormat(model.name, model.tokenizer, prepared)
-    return await RequestRun(gateway, model, prepared, form).respond(request)
+    return await _generated(request, "completions")
 
 
 @router.post("/invocations", **takes(ChatCompletionRequest, CompletionRequest))
 async def invoke(request: Request) -> Response:
     """A chat or a completion, by the path that SageMaker asks for all models."""
+    return await _generated(request, "invocations")
+
+
+async def _generated(request: Request, kind: Kind) -> Response:
+    """In the format of what the body turned out to be; completions have no images."""
     gateway = gateway_of(request)
-    prepared = await gateway.generation(request, "invocations")
+    prepared = await gateway.generation(request, kind)
     model = gateway.model()
     await add_images(prepared.jobs[0], prepared.images, gateway.config.images)
     is_chat = isinstance(prepared.fields, ChatCompletionRequest)

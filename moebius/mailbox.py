@@ -47,8 +47,8 @@ MAX_SERVERS = _kernels.MAILBOX_MAX_SERVERS
 
 PayloadDtype = Literal["float32", "bfloat16", "float16"]
 ServerPhase = Literal["absent", "loading", "ready", "draining", "dead", "rejected"]
-_DTYPE_CODES: dict[PayloadDtype, int] = {"float32": 1, "bfloat16": 2, "float16": 3}
-_DTYPE_OF_CODE = {code: dtype for dtype, code in _DTYPE_CODES.items()}
+DTYPE_CODES: dict[PayloadDtype, int] = {"float32": 1, "bfloat16": 2, "float16": 3}
+_DTYPE_OF_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class MailboxError(RuntimeError):
@@ -153,15 +153,15 @@ class MailboxGeometry:
                 num_slots=self.num_slots,
                 max_rows=self.max_rows,
                 num_servers=self.num_servers,
-                dtype=_DTYPE_CODES[self.dtype],
+                dtype=DTYPE_CODES[self.dtype],
                 num_clients=self.num_clients,
             )
         )
 
     def to_kernel(self) -> _kernels.MailboxGeometry:
         """The C++ form. Raises ValueError naming the field, its value and what is allowed."""
-        if self.dtype not in _DTYPE_CODES:
-            raise ValueError(f"mailbox geometry: dtype = {self.dtype!r}, allowed {', '.join(_DTYPE_CODES)}")
+        if self.dtype not in DTYPE_CODES:
+            raise ValueError(f"mailbox geometry: dtype = {self.dtype!r}, allowed {', '.join(DTYPE_CODES)}")
         for field in (
             "num_layers",
             "hidden_size",
@@ -180,7 +180,7 @@ class MailboxGeometry:
             num_slots=self.num_slots,
             max_rows=self.max_rows,
             num_servers=self.num_servers,
-            dtype=_DTYPE_CODES[self.dtype],
+            dtype=DTYPE_CODES[self.dtype],
             num_clients=self.num_clients,
         )
 

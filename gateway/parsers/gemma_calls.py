@@ -10,7 +10,7 @@ from typing import Any
 from gateway.parsers.json_reader import MOST_LABEL, pass_value, read_label
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps, run_of
-from gateway.parsers.typed_values import as_json, kinds_of, spelled
+from gateway.parsers.typed_values import as_json, kinds_of_property, spelled
 from gateway.tool_grammar import ToolFraming
 
 _QUOTE = '<|"|>'
@@ -80,9 +80,7 @@ class Gemma4(ToolFormat):
             yield from self.scan.accept(":")
             self.sink.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             opening = ", "
-            properties = root.get("properties")
-            declared = properties.get(key) if isinstance(properties, Mapping) else None
-            if not (yield from self._value(kinds_of(declared, root), depth)):
+            if not (yield from self._value(kinds_of_property(key, root), depth)):
                 return False
 
     def _array(self, depth: int) -> Steps[bool]:

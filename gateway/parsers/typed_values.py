@@ -41,6 +41,12 @@ def kinds_of(schema: object, root: Mapping[str, Any], depth: int = _DEPTH) -> fr
     return frozenset(("array",)) if "items" in schema else frozenset()
 
 
+def kinds_of_property(name: str, root: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that the schema `root` of an object allows for one of its properties."""
+    properties = root.get("properties")
+    return kinds_of(properties.get(name) if isinstance(properties, Mapping) else None, root)
+
+
 def referred(reference: str, root: Mapping[str, Any]) -> object:
     """What `#/…` names; None where there is no such thing."""
     value: object = root

@@ -11,7 +11,7 @@ import structlog
 from gateway.parsers.json_reader import MOST_LABEL, JsonStrings
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps
-from gateway.parsers.typed_values import ValueWriter, kinds_of
+from gateway.parsers.typed_values import ValueWriter, kinds_of_property
 from gateway.tool_grammar import ToolFraming
 
 logger = structlog.get_logger(__name__)
@@ -86,12 +86,10 @@ class TaggedCalls(ToolFormat):
     def _kinds(self, tool: str, said: dict[str, str]) -> frozenset[str]:
         """The types that an argument may have."""
         root = self.tools[tool].parameters if tool in self.tools else {}
-        properties = root.get("properties")
-        declared = properties.get(said["name"]) if isinstance(properties, dict) else None
+        kinds = kinds_of_property(said["name"], root)
         if "string" in said:
-            kinds = kinds_of(declared, root) - {"string"}
-            return frozenset(("string",)) if said["string"] != "false" else kinds
-        return kinds_of(declared, root)
+            return frozenset(("string",)) if said["string"] != "false" else kinds - {"string"}
+        return kinds
 
     def _has_grammar(self, tool: str) -> bool:
         """Whether a grammar makes the arguments: what is no string then is JSON, whole and right."""

@@ -9,3 +9,8 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As configurations spell it."""
+    return str(dtype).removeprefix("torch.")

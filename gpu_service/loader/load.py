@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from gpu_service.device import dtype_name
 from gpu_service.device.stream import stream_of
 from gpu_service.layers.gated_streams import NGramRows
 from gpu_service.loader.names import Target, expected_names, wanted_name
@@ -27,7 +28,6 @@ from gpu_service.loader.sources import (
     QuantisedSource,
     WeightSource,
     as_torch,
-    dtype_name,
     keep_stored_fp8,
 )
 from gpu_service.models.common import CausalLM

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from gpu_service.device import dtype_name
 from gpu_service.layers.linear import Linear
 from gpu_service.loader.names import Target
 from gpu_service.ops.linear import GROUP
@@ -70,11 +71,6 @@ def as_torch(array: Array, dtype: str) -> torch.Tensor:
     if dtype == "F8_E4M3":
         return torch.from_numpy(array).view(torch.float8_e4m3fn)
     return torch.from_numpy(array)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As configurations spell it."""
-    return str(dtype).removeprefix("torch.")
 
 
 # Several targets fill one parameter.

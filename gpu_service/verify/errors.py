@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
+from gpu_service.device import dtype_name
 from moebius.expert_slices import REQUANTISED, ExpertDtype
 from moebius.models.expert_checkpoint import ExpertMatrices
 from moebius.weight_formats import weight_format
@@ -92,8 +93,7 @@ _OUTPUT_PER_WEIGHT = 2.0
 
 def rows_dtype(dtype: torch.dtype) -> RowsDtype:
     """By its name."""
-    found: Mapping[torch.dtype, RowsDtype] = {torch.float32: "float32", torch.float16: "float16"}
-    return found.get(dtype, "bfloat16")
+    return cast(RowsDtype, dtype_name(dtype))
 
 
 def coarsest_bits(formats: Sequence[str]) -> int:

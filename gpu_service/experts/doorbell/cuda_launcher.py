@@ -23,10 +23,10 @@ from gpu_service.experts.doorbell.program import (
     compiled,
     make_box,
 )
-from moebius.mailbox import Mailbox, field_offsets, row_begin
+from moebius.mailbox import DTYPE_CODES, Mailbox, field_offsets, row_begin
 
 U32, POINTER = ctypes.c_uint32, ctypes.c_uint64
-DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_CODES = {TORCH_DTYPES[name]: code for name, code in DTYPE_CODES.items()}
 BLOCK = 512
 # Bytes that one block moves well: fewer blocks leave PCIe's latency uncovered, more only queue up.
 BLOCK_BYTES = 8192
@@ -117,7 +117,7 @@ class CudaLauncher(DoorbellLauncher):
     ) -> None:
         """Launches `pack_and_ring` to do `parts`, in as many blocks as `nbytes` of rows are worth."""
         pointers = (hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr())
-        code = DTYPE_CODES[hidden_states.dtype]
+        code = _CODES[hidden_states.dtype]
         numbers = (code, slot, layer, rows, begin, hidden_states.shape[0], parts)
         self._pack.launch(self._stream, _blocks(nbytes), BLOCK, self.box, *pointers, *numbers)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpu_service.models.vision.tower import VisionTower, half_split
+from gpu_service.models.vision.tower import VisionTower, unfused
 
 # How checkpoints spell what transformers' configuration calls otherwise.
 _SPELLINGS = {
@@ -24,7 +24,6 @@ _PROJECTOR_SPELLINGS = {
     "mm_hidden_size": "projection_hidden_size",
     "projector_ln_eps": "projection_layer_norm_eps",
 }
-_FUSED = "attn.qkv_proj."
 
 
 class KimiTower(VisionTower):
@@ -43,12 +42,7 @@ class KimiTower(VisionTower):
 
     def parts(self, name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Queries, keys and values are one tensor in checkpoints."""
-        if _FUSED not in name:
-            yield name, values
-            return
-        for part, piece in zip("qkv", values.chunk(3), strict=True):
-            rows = piece if part == "v" else half_split(piece, self._num_heads)
-            yield name.replace(_FUSED, f"attn.{part}_proj."), rows
+        return unfused(name, values, "attn.qkv_proj.", "attn.{}_proj.", self._num_heads)
 
 
 def build_kimi_tower(config: Mapping[str, Any], hidden_size: int, dtype: torch.dtype) -> VisionTower:

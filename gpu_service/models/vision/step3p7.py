@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_service.models.vision.tower import VisionTower, half_split
+from gpu_service.models.vision.tower import VisionTower, unfused
 
 # An elongated image may have a hundred of them, and all of a crop's patches see one another.
 STEP_CROPS_AT_A_TIME = 8
-_FUSED = ".self_attn.in_proj_"
 
 
 class StepTower(VisionTower):
@@ -45,12 +44,7 @@ class StepTower(VisionTower):
 
     def parts(self, name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Queries, keys and values are one tensor in checkpoints, with neighbours as rotary pairs."""
-        if _FUSED not in name:
-            yield name, values
-            return
-        for part, piece in zip("qkv", values.chunk(3), strict=True):
-            rows = piece if part == "v" else half_split(piece, self._num_heads)
-            yield name.replace(_FUSED, f".self_attn.{part}_proj."), rows
+        return unfused(name, values, ".self_attn.in_proj_", ".self_attn.{}_proj.", self._num_heads)
 
 
 def build_step_tower(config: Mapping[str, Any], hidden_size: int, dtype: torch.dtype) -> VisionTower:

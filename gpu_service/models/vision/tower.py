@@ -60,6 +60,20 @@ class GridTower(VisionTower):
         return torch.stack([output.pooler_output, *deep])
 
 
+def unfused(
+    name: str, values: torch.Tensor, fused: str, own: str, num_heads: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Queries, keys and values of one tensor, the rotary pairs of the first two as `half_split` has them.
+
+    `fused` is what its name has in place of `own`, in which `{}` is q, k and v; other tensors stay.
+    """
+    if fused not in name:
+        yield name, values
+        return
+    for part, piece in zip("qkv", values.chunk(3), strict=True):
+        yield name.replace(fused, own.format(part)), piece if part == "v" else half_split(piece, num_heads)
+
+
 def half_split(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Rows of a projection whose rotary pairs are (2j, 2j + 1), so that they are (j, j + half)."""
     pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])

@@ -24,6 +24,7 @@ from moebius.app.random_model.tensors import (
     draw_dense,
     expert_groups,
     expert_matrices,
+    mlp_matrices,
     one,
     ones,
     router,
@@ -131,19 +132,10 @@ def _matrices(
 
 def _mlp(draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str, inner: int) -> Iterator[TensorGroup]:
     """A dense layer's, or that of all tokens."""
-    hidden = shape.hidden_size
     # As routed experts, of which the mean of several is taken.
-    down = added_std(shape) / 0.6
-    sizes = (
-        ("gate_proj", inner, hidden, 1.0),
-        ("up_proj", inner, hidden, 1.0),
-        ("down_proj", hidden, inner, down),
-    )
-    for number, (name, rows, cols, gain) in enumerate(sizes):
-        matrix = MatrixDraw(
-            name, rows, cols, gain / math.sqrt(cols), name == "down_proj", (_MLP, layer, number)
-        )
-        yield one(f"{stem}{name}.weight", (rows, cols), partial(draw_dense, draw, matrix))
+    for matrix in mlp_matrices(shape.hidden_size, inner, added_std(shape) / 0.6, (_MLP, layer)):
+        size = (matrix.rows, matrix.cols)
+        yield one(f"{stem}{matrix.name}.weight", size, partial(draw_dense, draw, matrix))
 
 
 def _float32(name: str, size: tuple[int, ...], values: Callable[[tuple[int, ...]], Array]) -> TensorGroup:

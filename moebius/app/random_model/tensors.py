@@ -273,13 +273,18 @@ def expert_matrices(shape: RandomShape, layer: int, expert: int) -> list[MatrixD
     hidden, inner = shape.hidden_size, shape.moe_intermediate_size
     # silu(gate) * up of unit variances has a root mean square of 0.6; top_k results are averaged.
     down = added_std(shape) * math.sqrt(shape.top_k) / 0.6
+    return mlp_matrices(hidden, inner, down, (2, layer, expert))
+
+
+def mlp_matrices(hidden: int, inner: int, down: float, key: tuple[int, ...]) -> list[MatrixDraw]:
+    """Gate, up and down; `down`: the deviation of what the last one gives for intermediates of 1."""
     sizes = (
         ("gate_proj", inner, hidden, 1.0),
         ("up_proj", inner, hidden, 1.0),
         ("down_proj", hidden, inner, down),
     )
     return [
-        MatrixDraw(name, rows, cols, gain / math.sqrt(cols), name == "down_proj", (2, layer, expert, number))
+        MatrixDraw(name, rows, cols, gain / math.sqrt(cols), name == "down_proj", (*key, number))
         for number, (name, rows, cols, gain) in enumerate(sizes)
     ]
 
