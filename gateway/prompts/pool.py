@@ -204,16 +204,24 @@ class PromptPool:
             OSError: a process could not be started, or ended while it read the model's files.
         """
         self._setup = setup
-        for number, process in list(self._running.items()):
-            if process.ended:  # killed while the engine loaded, which may take half an hour
-                del self._running[number]
-                await process.stop()
-        await self.spawn(setup.files)
         try:
-            await asyncio.gather(*(process.begin(setup) for process in self._running.values()))
+            await asyncio.gather(*(self._begin(number, setup) for number in range(self._count)))
         except (_Died, TimeoutError) as error:
             raise OSError(f"a process for prompts did not start: {error!r}") from error
         self._tasks = [asyncio.create_task(self._serve(number)) for number in self._running]
+
+    async def _begin(self, number: int, setup: WorkerSetup) -> None:
+        """Waits until a process can serve; one that ended while the engine loaded is replaced once."""
+        early = self._running.get(number)
+        if early is not None:
+            try:
+                await early.begin(setup)
+                return
+            except _Died as death:  # the engine may load for half an hour, in which anything may kill it
+                del self._running[number]
+                logger.warning("a process for prompts ended before it served", status=death.status)
+        self._running[number] = await _Process.spawn(setup.files)
+        await self._running[number].begin(setup)
 
     async def close(self) -> None:
         """Ends all processes."""
