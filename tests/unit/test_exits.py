@@ -51,6 +51,12 @@ main()
 """
 
 
+def default_signals() -> None:
+    """What ignores them, as nohup does, has children that ignore them too."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def started(program: str, *arguments: str) -> subprocess.Popen[str]:
     """The program after its first line, with the signals that a shell's foreground job has."""
     process = subprocess.Popen(
@@ -59,7 +65,7 @@ def started(program: str, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=default_signals,
     )
     assert process.stdout is not None
     assert process.stdout.readline()
