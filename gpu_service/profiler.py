@@ -40,6 +40,13 @@ _LOOK_S = 0.02
 _CLOCK_QUESTIONS = 8
 _OPTIONS = [("grpc.max_receive_message_length", -1)]
 _KINETO_SILENT = "6"
+# How Kineto writes the category of what a GPU computes.
+GPU_KERNEL = b'"cat": "kernel"'
+_NO_KERNELS = (
+    "no GPU kernels: no step was computed meanwhile, or CUPTI gave none; it serves one tool at a time (so not "
+    "Nsight Systems, too) and needs the libcupti of torch's CUDA version"
+)
+_CLOCK_READINGS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -71,7 +78,7 @@ class EngineProfiler:
             state = f"for {left:.0f} s more" if left > 0 else "it is being written"
             raise ProfileRunning(f"another profile is running ({state})")
         self._until = time.monotonic() + seconds
-        answer = pb.ProfileResponse(unix_offset_ns=time.time_ns() - time.monotonic_ns())
+        answer = pb.ProfileResponse(unix_offset_ns=unix_offset_ns())
         started, stop = threading.Event(), threading.Event()
         own = asyncio.get_running_loop().run_in_executor(None, self._watch, seconds, started, stop, answer)
         try:
@@ -115,13 +122,23 @@ class EngineProfiler:
                 self._client.call_log = None
             started.set()
             if profiler is not None:
-                try:
-                    answer.torch_trace = _stop_torch(profiler)
-                except (RuntimeError, OSError) as error:
-                    answer.notes.append(f"no GPU kernels or CPU operations: {error}")
+                # The engine waits while a trace is written: none is for a caller who has gone.
+                self._take_trace(profiler, answer, wanted=not stop.is_set())
         answer.calls = np.array(calls, dtype="<i8").reshape(-1, 5).tobytes()
         if self._client is not None and self._client.is_device_driven:
             answer.notes.append("calls of the mailbox are kernels of the GPU: pack_and_ring, wait_and_add")
+
+    def _take_trace(self, profiler: Any, answer: pb.ProfileResponse, wanted: bool) -> None:
+        """Ends torch's profiler; its trace, or why there is none, goes into `answer`."""
+        try:
+            profiler.stop()
+            trace = _exported(profiler) if wanted else b""
+        except (RuntimeError, OSError) as error:
+            answer.notes.append(f"no GPU kernels or CPU operations: {error}")
+            return
+        if wanted and _has_gpu() and GPU_KERNEL not in trace:
+            answer.notes.append(_NO_KERNELS)
+        answer.torch_trace = gzip.compress(trace, compresslevel=1) if trace else b""
 
     def _wait(
         self, seconds: float, stop: threading.Event, calls: Sequence[object], answer: pb.ProfileResponse
@@ -164,6 +181,18 @@ def profile_seconds(seconds: float, most: float = MOST_SECONDS) -> float:
     if not 0 < seconds <= most:
         raise UserError(f"seconds is {seconds:g}; allowed: above 0, at most {most:g}")
     return seconds
+
+
+def unix_offset_ns() -> int:
+    """What to add to CLOCK_MONOTONIC for Unix time, nanoseconds.
+
+    Of several readings that during which least time passed: others may have had the processor in between.
+    """
+    readings = []
+    for _ in range(_CLOCK_READINGS):
+        before, unix, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, unix - (before + after) // 2))
+    return min(readings)[1]
 
 
 async def clock_offset(stub: Any) -> int:
@@ -215,10 +244,9 @@ def _start_torch() -> Any:
     return profiler
 
 
-def _stop_torch(profiler: Any) -> bytes:
-    """Its trace as JSON, compressed."""
-    profiler.stop()
+def _exported(profiler: Any) -> bytes:
+    """The trace of a profiler that has been stopped, as JSON."""
     with tempfile.TemporaryDirectory(prefix="moebius-profile-") as directory:
         path = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return gzip.compress(path.read_bytes(), compresslevel=1)
+        return path.read_bytes()

@@ -112,7 +112,11 @@ def summary(answer: pb.ProfileResponse) -> list[str]:
     """Lines for people: what is in the trace, what is not."""
     lines = []
     if answer.torch_trace:
-        lines.append(f"operations of the engine and its GPU, if any ({len(answer.torch_trace)} bytes, gzip)")
+        trace = gzip.decompress(answer.torch_trace)
+        kernels, copies = trace.count(b'"cat": "kernel"'), trace.count(b'"cat": "gpu_mem')
+        on_gpu = f"{kernels} GPU kernels, {copies} copies, " if kernels or copies else ""
+        operations = trace.count(b'"cat": "cpu_op"')
+        lines.append(f"engine: {on_gpu}{operations} operations of the CPU")
     if len(_calls(answer)):
         lines.append(f"{len(_calls(answer))} calls to expert servers")
     for server in answer.servers:

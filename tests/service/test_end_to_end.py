@@ -25,6 +25,7 @@ from moebius.grpc_channels import open_channel
 from tests.helpers.demo import EXACT_FLAGS, MODEL, demo_checkpoint
 from tests.helpers.json_schemas import SuiteSchema, suite
 from tests.helpers.openai_checks import ALL_CHECKS
+from tests.helpers.profiled import check_profile, check_top
 from tests.helpers.stack import Stack, running_stack
 from tests.tools.screenshots import chat_picture, top_picture
 
@@ -67,40 +68,9 @@ def test_a_quiet_start_fits_a_screen(stack: Stack) -> None:
 
 def test_what_operators_look_with(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """While requests are computed, `moebius top` shows their experts and `moebius profile` gets one trace:
-    every call of an expert server lies within the one that the engine noted for its layer."""
-
-    def command(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main([*arguments])
-        captured = capsys.readouterr()
-        assert ended.value.code == 0, captured.err
-        return captured.out
-
-    body = {"model": MODEL, "prompt": "a", "max_tokens": 200, "ignore_eos": True}
-    trace, address = tmp_path / "trace.json", f"unix:{next(stack.state_dir.glob('*/gpu.sock'))}"
-    with concurrent.futures.ThreadPoolExecutor(1) as pool, httpx.Client(timeout=300) as http:
-        answer = pool.submit(http.post, f"{stack.base_url}/v1/completions", json=body)
-        looked = json.loads(command("top", stack.base_url, "--interval", "1", "--once", "--json"))
-        said = command("profile", address, "--seconds", "0.5", "--output", str(trace))
-        assert answer.result().status_code == 200
-    figures = looked["figures"]
-    assert figures["step"] > 0
-    assert figures["hand_off_per_call"] > 0
-    assert len(figures["layers"]) == 30
-    assert all(server["busy_share"] > 0 for server in figures["servers"])
-    assert "expert server 1: " in said
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
-    assert any(event["name"].startswith("aten::") for event in events)
-    noted = [event for event in events if event.get("cat") == "experts"]
-    engine = min(event["pid"] for event in noted)
-    calls = [event for event in noted if (event["pid"], event["tid"]) == (engine, 0)]
-    served = [event for event in noted if event["pid"] != engine and event["name"].startswith("layer ")]
-    assert {event["pid"] - engine for event in served} == {1, 2}
-    # The servers may look for longer than the engine does.
-    first, last = min(call["ts"] for call in calls), max(call["ts"] + call["dur"] for call in calls)
-    within = [event for event in served if first <= event["ts"] and event["ts"] + event["dur"] <= last]
-    assert within
-    assert all(any(_covers(call, event) for call in calls) for event in within)
+    every call of an expert server lies within one that the engine noted."""
+    check_top(stack, MODEL, 30, "cpu", capsys)
+    check_profile(stack, MODEL, "cpu", tmp_path, capsys)
 
 
 @pytest.mark.full  # without a whole system: tests/unit/test_top.py, tests/service/test_chat_terminal.py
@@ -127,13 +97,6 @@ def test_load_on_the_whole_system(stack: Stack, tmp_path: Path, capsys: pytest.C
     assert MODEL in capsys.readouterr().out
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert (row["completed"], row["total_output_tokens"]) == (4, 16)
-
-
-def _covers(call: dict[str, Any], event: dict[str, Any]) -> bool:
-    """Of the same layer at the same time, to within what a float of microseconds tells."""
-    slack, end = 2.0, event["ts"] + event["dur"]
-    same = call["args"]["layer"] == event["args"]["layer"]
-    return bool(same and call["ts"] - slack <= event["ts"] and end <= call["ts"] + call["dur"] + slack)
 
 
 def test_live_figures_are_those_of_the_system(stack: Stack) -> None:

@@ -22,7 +22,14 @@ import pytest
 
 import gpu_service.profiler as profiler_module
 from expert_service.servicer import ExpertServicer
-from gpu_service.profiler import EngineProfiler, ProfileRunning, boot_id, clock_offset, profile_seconds
+from gpu_service.profiler import (
+    EngineProfiler,
+    ProfileRunning,
+    boot_id,
+    clock_offset,
+    profile_seconds,
+    unix_offset_ns,
+)
 from moebius.app.profile import chrome_trace, summary, write_trace
 from moebius.app.supervisor.lines import ForwardedLines
 from moebius.errors import UserError
@@ -168,6 +175,62 @@ async def test_own_part_ends_when_it_is_large_enough() -> None:
     assert "steps are what a trace may hold" in answer.notes[0]
 
 
+class _Stopped:
+    """A profiler of torch's whose trace is `content`."""
+
+    def __init__(self, content: str) -> None:
+        self.content, self.stopped, self.exported = content, 0, 0
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+    def export_chrome_trace(self, path: str) -> None:
+        self.exported += 1
+        Path(path).write_text(self.content)
+
+
+async def test_a_caller_who_leaves_costs_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine stands still while one is written; torch's profiler ends without it, too."""
+    torchs, looked = _Stopped(TORCH), threading.Event()
+    monkeypatch.setattr(profiler_module, "_start_torch", lambda: torchs)
+    profiler = EngineProfiler([], None, 1, lambda: looked.set() or 0)  # type: ignore[func-returns-value]
+    running = asyncio.create_task(profiler.run(50))
+    assert await asyncio.to_thread(looked.wait, 30)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (torchs.stopped, torchs.exported) == (1, 0)
+    assert (await profiler.run(0.01)).torch_trace
+    assert (torchs.stopped, torchs.exported) == (2, 1)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+async def test_kernels_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, has_kernels: bool) -> None:
+    """CUPTI that gives nothing, as next to another tool, is no error of torch's; the command says it."""
+    kernel = '{"ph": "X", "cat": "kernel", "name": "k", "ts": 2}'
+    content = TORCH.replace("]}", f", {kernel}]}}") if has_kernels else TORCH
+    monkeypatch.setattr(profiler_module, "_start_torch", lambda: _Stopped(content))
+    monkeypatch.setattr(profiler_module, "_has_gpu", lambda: True)
+    lines = summary(await EngineProfiler([], None, 1, lambda: 0).run(0.01))
+    assert any("no GPU kernels" in line for line in lines) is not has_kernels
+    assert any("engine: 1 GPU kernels, " in line for line in lines) is has_kernels
+
+
+def test_unix_time_is_read_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that loses the processor between two clocks does not move the expert servers' times."""
+    true = time.time_ns() - time.monotonic_ns()
+    late, read_unix = iter([True, True, True]), time.time_ns
+
+    def interrupted() -> int:
+        unix = read_unix()
+        if next(late, False):
+            time.sleep(0.1)
+        return unix
+
+    monkeypatch.setattr(time, "time_ns", interrupted)
+    assert abs(unix_offset_ns() - true) < 30_000_000
+
+
 async def test_torch_watches_all_threads() -> None:
     """Operations of a thread that existed before are in the trace, in nanoseconds since 1970."""
     stop = threading.Event()
@@ -277,8 +340,12 @@ def test_nothing_to_show_is_a_document() -> None:
 
 PROFILED = """
 import threading
-from gpu_service.profiler import _start_torch, _stop_torch
-threads = [threading.Thread(target=lambda: _stop_torch(_start_torch())) for _ in range(2)]
+from gpu_service.profiler import _exported, _start_torch
+def profiled():
+    profiler = _start_torch()
+    profiler.stop()
+    _exported(profiler)
+threads = [threading.Thread(target=profiled) for _ in range(2)]
 for thread in threads:
     thread.start()
     thread.join()
