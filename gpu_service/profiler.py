@@ -43,8 +43,8 @@ _KINETO_SILENT = "6"
 # How Kineto writes the category of what a GPU computes.
 GPU_KERNEL = b'"cat": "kernel"'
 _NO_KERNELS = (
-    "no GPU kernels: no step was computed meanwhile, or CUPTI gave none; it serves one tool at a time (so not "
-    "Nsight Systems, too) and needs the libcupti of torch's CUDA version"
+    "no GPU kernels: no step was computed meanwhile, or CUPTI gave none; it serves one tool at a time "
+    "(Nsight Systems is another) and needs the libcupti of torch's CUDA version"
 )
 _CLOCK_READINGS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
