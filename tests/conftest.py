@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from hypothesis import settings
@@ -25,6 +26,11 @@ gc.disable()
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
+
+# httpx gives up after five seconds without an answer, which a machine full of tests may take. All
+# its calls and clients share this object, where they do not name a time of their own.
+for waits_for in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, waits_for, 60.0)
 
 if "--tls" in sys.argv or tls_everywhere.is_on():
     # Not when pytest has read its options: other conftest.py files, which import our settings, come before.

@@ -16,7 +16,7 @@ from tests.drills.load import Fate, Outcome, ask, refusal, tally
 from tests.drills.report import Report
 from tests.drills.session import Session, promise_right, served, undisturbed
 from tests.drills.watcher import Sample, drifts, look
-from tests.helpers.stack import free_port
+from tests.helpers.ports import free_port
 
 CLIENTS = 10
 MAX_TOKENS = 64

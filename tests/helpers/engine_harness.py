@@ -107,13 +107,13 @@ class Harness:
     def wait(self, requests: Sequence[Request]) -> None:
         """Until each of them has emitted its end."""
         with self.condition:
-            done = self.condition.wait_for(lambda: all(self._ended(r) for r in requests), timeout=30)
+            done = self.condition.wait_for(lambda: all(self._ended(r) for r in requests), timeout=60)
         assert done, f"unfinished: {[r.key for r in requests if not self._ended(r)]}"
 
     def wait_tokens(self, request: Request, count: int) -> None:
         """Until a request has emitted `count` tokens."""
         with self.condition:
-            done = self.condition.wait_for(lambda: len(self.tokens(request)) >= count, timeout=30)
+            done = self.condition.wait_for(lambda: len(self.tokens(request)) >= count, timeout=60)
         assert done, f"{request.key} emitted {len(self.tokens(request))} tokens"
 
     def tokens(self, request: Request) -> list[int]:
@@ -125,12 +125,8 @@ class Harness:
 
         `together`: all are queued before the first step, so that every run schedules alike.
         """
-        if together:
-            self.model.gate.clear()
-        for request in requests:
-            self.engine.submit([request])
-        if together:
-            self.model.gate.set()
+        for group in [requests] if together else [[request] for request in requests]:
+            self.engine.submit(group)
         self.wait(requests)
         return [self.tokens(request) for request in requests]
 

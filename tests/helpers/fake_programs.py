@@ -43,7 +43,7 @@ sys.exit("no such weights: layer 3")
 """
 
 QUICK = Timing(
-    ready_timeout_s=20,
+    ready_timeout_s=60,
     restart_backoff_s=0.02,
     restart_backoff_max_s=0.1,
     stop_timeout_s=1.0,
@@ -83,7 +83,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_until(condition: object, timeout_s: float = 10.0) -> None:
+def wait_until(condition: object, timeout_s: float = 60.0) -> None:
     """Polls a callable until it is true; AssertionError after the time, which only ends a hang."""
     import time
 

@@ -38,7 +38,7 @@ def running_gateway(config: MoebiusConfig, wait: bool = True) -> Iterator[str]:
         yield url
     finally:
         server.should_exit = server.force_exit = True  # nothing that a test left running is waited for
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), "the gateway did not stop"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import multiprocessing.connection
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from moebius.config import (
 )
 from moebius.tls import configure_tls
 from protos.engine_pb2 import Constraint
+from tests.helpers.ports import free_port
 
 # Forked from a process that has imported torch: a fresh interpreter would take seconds per rank.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -75,12 +75,6 @@ def rank_config(
         ),
         placement=PlacementConfig(gpu_experts_ratio=gpu_experts_ratio),
     )
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def with_rank(config: MoebiusConfig, rank: int) -> MoebiusConfig:

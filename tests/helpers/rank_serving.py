@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,15 +20,22 @@ TOKENS = 150
 LIMIT_S = 180.0
 
 
-def generate(address: str, prompt_len: int = 25, tokens: int = TOKENS) -> list[int]:
-    """Greedy tokens."""
+def generate(
+    address: str, prompt_len: int = 25, tokens: int = TOKENS, begun: threading.Event | None = None
+) -> list[int]:
+    """Greedy tokens; `begun` is set once the first of them is there."""
     request = pb.GenerateRequest(
         request_id=f"r{prompt_len}",
         tokenized=pb.TokenizedInput(input_ids=[5 + (k * 7 + k // 9) % 90 for k in range(prompt_len)]),
         sampling_params=pb.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
+        stream=begun is not None,
     )
     with open_channel(address) as channel:
-        answers = list(EngineStub(channel).Generate(request, timeout=LIMIT_S))  # type: ignore[no-untyped-call]
+        answers = []
+        for answer in EngineStub(channel).Generate(request, timeout=LIMIT_S):  # type: ignore[no-untyped-call]
+            answers.append(answer)
+            if begun is not None:
+                begun.set()
     return list(answers[-1].complete.output_ids)
 
 

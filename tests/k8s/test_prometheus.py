@@ -17,7 +17,7 @@ import yaml
 
 from tests.helpers.fake_engine import MODEL as SERVED
 from tests.helpers.fake_engine import FakeEngine, serving
-from tests.helpers.stack import free_port
+from tests.helpers.ports import free_port
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")

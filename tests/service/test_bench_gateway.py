@@ -29,8 +29,8 @@ def test_every_figure_is_measured_together_with_its_limit(tmp_path: Path) -> Non
     assert all(row.ours > 0 and row.limit > 0 for row in rows.values())
     paced = rows["tokens per second meanwhile"]
     # 4 streams, 50 tokens a second each; a busy machine makes it fewer, nothing makes it more.
-    assert 20 < paced.ours < 260
-    assert 20 < paced.limit < 260
+    assert 2 < paced.ours < 260
+    assert 2 < paced.limit < 260
 
 
 def test_processor_time_is_that_of_the_process_and_not_of_the_clock() -> None:

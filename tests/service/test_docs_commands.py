@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.demo import demo_checkpoint
-from tests.helpers.stack import ROOT, Stack, free_port, running_stack, wait_ready
+from tests.helpers.ports import free_port
+from tests.helpers.stack import ROOT, Stack, running_stack, wait_ready
 
 # The pages' commands name http://; processes speak TLS with one another all the same.
 pytestmark = pytest.mark.plain_http

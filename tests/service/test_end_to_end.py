@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from moebius.app.cli import main
 from moebius.grpc_channels import open_channel
 from tests.helpers.demo import EXACT_FLAGS, MODEL, demo_checkpoint
+from tests.helpers.fake_programs import wait_until
 from tests.helpers.json_schemas import SuiteSchema, suite
 from tests.helpers.openai_checks import ALL_CHECKS
 from tests.helpers.profiled import check_profile, check_top
@@ -258,10 +259,7 @@ def test_disconnect_frees_the_engine(stack: Stack) -> None:
         lines = response.iter_lines()  # kept: dropping the iterator would close the connection
         next(lines)
         assert running_requests(stack) == 1
-    end = time.monotonic() + 10
-    while running_requests(stack) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert running_requests(stack) == 0
+    wait_until(lambda: running_requests(stack) == 0)
 
 
 def running_requests(stack: Stack) -> int:
@@ -271,7 +269,7 @@ def running_requests(stack: Stack) -> int:
 
     socket_path = next(Path(stack.state_dir).rglob("gpu*.sock"))
     with open_channel(f"unix:{socket_path}") as channel:
-        load = engine_pb2_grpc.EngineStub(channel).GetLoad(engine_pb2.GetLoadRequest(), timeout=5)
+        load = engine_pb2_grpc.EngineStub(channel).GetLoad(engine_pb2.GetLoadRequest(), timeout=60)
     return int(load.num_total_reqs)
 
 
@@ -393,7 +391,7 @@ def test_expert_server_killed_while_decoding(stack: Stack) -> None:
     httpx.get(f"{stack.base_url}/health").raise_for_status()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(complete, stack, prompt) for prompt in prompts]
-        time.sleep(0.7)
+        wait_until(lambda: running_requests(stack) == len(prompts))
         victim = stack.children("expert")[0]
         assert not all(future.done() for future in futures), "the kill must hit running requests"
         os.kill(victim.pid, signal.SIGKILL)
@@ -401,6 +399,6 @@ def test_expert_server_killed_while_decoding(stack: Stack) -> None:
     assert answers == expected
     assert victim.pid not in [child.pid for child in stack.children("expert")]
     assert len(stack.children("expert")) == 2
-    # What it had packed was still there.
-    assert stack.log.read_text().count("experts loaded") == 3
+    # What it had packed was still there. Its lines come through a pipe and a thread of another process.
+    wait_until(lambda: stack.log.read_text().count("experts loaded") == 3)
     assert stack.log.read_text().count("packed experts are there already") == 1

@@ -19,7 +19,7 @@ def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
         children = psutil.Process(first.process.pid).children(recursive=True)
         first.process.kill()
         first.process.wait()
-        _, alive = psutil.wait_procs(children, timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert alive == []
         assert len(mailboxes_of(first)) == 1
         links = sorted(first.state_dir.rglob("*.weights"))

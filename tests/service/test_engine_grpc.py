@@ -81,8 +81,8 @@ async def idle(harness: Harness) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Polls what another thread changes; fails after ten seconds."""
-    for _ in range(2000):
+    """Polls what another thread changes; fails after a minute or more."""
+    for _ in range(12_000):
         if condition():
             return
         await asyncio.sleep(0.005)
@@ -181,7 +181,7 @@ async def test_bad_prompts_and_ids_are_named() -> None:
             assert field in (caught.value.details() or "")
         service.harness.model.gate.clear()
         first = service.stub.Generate(message("same"))
-        await asyncio.sleep(0.05)
+        await until(lambda: bool(service.harness.engine.scheduler.running))
         with pytest.raises(grpc.aio.AioRpcError, match="request_id"):
             await service.stub.Generate(message("same")).read()
         first.cancel()
@@ -194,7 +194,7 @@ async def test_cancel_aborts() -> None:
         await call.read()
         service.harness.model.gate.clear()
         call.cancel()
-        await asyncio.sleep(0.05)
+        await until(lambda: service.servicer.running == 0)
         service.harness.model.gate.set()
         await idle(service.harness)
         assert service.harness.engine.load.used_pages == 0
@@ -229,10 +229,12 @@ async def test_full_queue_is_resource_exhausted() -> None:
     """More outputs than may wait are refused at once, and the engine goes on."""
     async with served(max_waiting=2) as service:
         service.harness.model.gate.clear()
+        engine = service.harness.engine
         running = service.stub.Generate(message("running"))
-        await asyncio.sleep(0.1)  # its step has begun and waits at the gate
+        # Two steps are in flight and wait at the gate: nothing more is scheduled.
+        await until(lambda: any(one.scheduled_len > one.prompt_len for one in engine.scheduler.running))
         waiting = service.stub.Generate(message("waiting", n=2))
-        await asyncio.sleep(0.1)
+        await until(lambda: engine._inbox.num_added + len(engine.scheduler.waiting) == 2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await service.stub.Generate(message("refused")).read()
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,15 +30,9 @@ from tests.helpers.expert_cluster import (
     start_expert,
     wait_until,
 )
+from tests.helpers.ports import free_port
 
 EXPERT_HEALTH = "moebius.expert.v1.Expert"
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -52,7 +45,7 @@ def lonely(tmp_path: Path) -> Iterator[tuple[grpc.Channel, MoebiusConfig]]:
         grpc.channel_ready_future(channel).result(timeout=60)
         yield channel, config
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 0, (tmp_path / "log").read_text()
+    assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()
 
 
 def stub_of(channel: grpc.Channel) -> Any:
@@ -64,7 +57,7 @@ def stub_of(channel: grpc.Channel) -> Any:
 def health_of(channel: grpc.Channel, service: str) -> int:
     """The status of one health name."""
     make_stub: Callable[[grpc.Channel], Any] = health_pb2_grpc.HealthStub
-    answer = make_stub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+    answer = make_stub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
     return int(answer.status)
 
 
@@ -211,5 +204,5 @@ def test_bytes_that_are_no_message_do_not_keep_the_process(
     """They are refused (moebius/grpc_refusal.py); the fixture's SIGTERM ends the process with status 0."""
     call = lonely[0].stream_stream("/moebius.expert.v1.Expert/Compute")
     for _ in range(20):
-        code, _details = refusal(lambda: list(call(iter([b"\xff" * 20]), timeout=20)))
+        code, _details = refusal(lambda: list(call(iter([b"\xff" * 20]), timeout=60)))
         assert code == grpc.StatusCode.INVALID_ARGUMENT

@@ -86,7 +86,7 @@ def new_host(
 def end_of_verification() -> None:
     for thread in threading.enumerate():
         if thread.name == "segment-watch":
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
 
 

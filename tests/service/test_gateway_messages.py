@@ -174,7 +174,7 @@ def test_silence_is_filled_with_pings(setup: Setup) -> None:
     setup.engine.script = Script(delay_s=1.0, token_ids=[60, 61])
     body = {"model": MODEL, "max_tokens": 9, "messages": HELLO, "stream": True}
     names = []
-    with httpx.stream("POST", f"{setup.url}/v1/messages", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{setup.url}/v1/messages", json=body, timeout=60) as answer:
         names = [line[7:] for line in answer.iter_lines() if line.startswith("event: ")]
     assert names[0] == "ping"
     assert names[-1] == "message_stop"
@@ -185,7 +185,7 @@ def test_leaving_cancels(setup: Setup) -> None:
     setup.engine.script = Script(delay_s=0.05)
     with setup.client.messages.stream(model=MODEL, max_tokens=200, messages=HELLO) as stream:
         next(iter(stream.text_stream))
-    assert setup.engine.seen.cancelled.wait(20)
+    assert setup.engine.seen.cancelled.wait(60)
 
 
 def test_embeddings_are_refused(setup: Setup) -> None:
@@ -205,7 +205,7 @@ def test_metrics_count_messages(setup: Setup) -> None:
 
     before = finished()
     setup.client.messages.create(model=MODEL, max_tokens=9, messages=HELLO)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while finished() != before + 1:
         assert time.monotonic() < end
         time.sleep(0.02)

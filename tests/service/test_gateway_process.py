@@ -19,7 +19,8 @@ from moebius.config import SupervisorConfig
 from tests.helpers import tls_everywhere
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config
-from tests.helpers.stack import ROOT, free_port
+from tests.helpers.ports import free_port
+from tests.helpers.stack import ROOT
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 PROGRAM = """
@@ -55,7 +56,7 @@ def engine(tmp_path: Path) -> Iterator[tuple[FakeEngine, str]]:
 
 def wait_ready(url: str, process: subprocess.Popen[str]) -> None:
     """Blocks until /ready; fails when the process ended."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while time.monotonic() < end:
         assert process.poll() is None, process.communicate()[1]
         try:
@@ -82,7 +83,7 @@ def test_serves_then_stops_cleanly_on_sigterm(engine: tuple[FakeEngine, str]) ->
             process.send_signal(signal.SIGTERM)
             rest = list(lines)
         assert rest[-2:] == ["data: [DONE]", ""]
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0, log
@@ -98,7 +99,7 @@ def test_what_does_not_end_in_time_gets_an_error(engine: tuple[FakeEngine, str],
     new ones are refused with Retry-After. No traceback, status 0."""
     fake, address = engine
     port = free_port()
-    process = start(address, port, stop_timeout_s=2.0 if end == "time" else 600.0)
+    process = start(address, port, stop_timeout_s=5.0 if end == "time" else 600.0)
     try:
         url = f"{tls_everywhere.scheme()}://127.0.0.1:{port}"
         wait_ready(url, process)
@@ -115,7 +116,7 @@ def test_what_does_not_end_in_time_gets_an_error(engine: tuple[FakeEngine, str],
                     process.send_signal(signal.SIGTERM)
                 events = [line.removeprefix("data: ") for line in lines if line]
             answer = whole.result(timeout=60)
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate(timeout=60)
     finally:
         process.kill()
     for refused in (ready, late, answer):
@@ -134,7 +135,7 @@ def test_signal_without_requests_ends_at_once(engine: tuple[FakeEngine, str]) ->
     try:
         wait_ready(f"{tls_everywhere.scheme()}://127.0.0.1:{port}", process)
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0, log
@@ -143,7 +144,7 @@ def test_signal_without_requests_ends_at_once(engine: tuple[FakeEngine, str]) ->
 
 def until_refused(url: str) -> httpx.Response:
     """The first answer of a server that has begun to drain."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (answer := httpx.get(url)).status_code == 200:
         assert time.monotonic() < end, "it does not drain"
         time.sleep(0.02)
@@ -157,7 +158,7 @@ def test_taken_port_is_an_exit_code(engine: tuple[FakeEngine, str]) -> None:
         taken.listen()
         process = start(engine[1], taken.getsockname()[1])
         try:
-            _, log = process.communicate(timeout=30)
+            _, log = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 1

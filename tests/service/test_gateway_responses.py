@@ -208,7 +208,7 @@ def test_leaving_cancels(gateway: AgentGateway, client: openai.OpenAI) -> None:
     stream = client.responses.create(model=MODEL, input="x", stream=True)
     first = next(iter(stream))
     stream.close()
-    assert gateway.engine.seen.cancelled.wait(20)
+    assert gateway.engine.seen.cancelled.wait(60)
     assert first.type == "response.created"
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.response.id)

@@ -21,7 +21,7 @@ from moebius.app.bench.gateway.stalls import HEAVY
 from moebius.config import MoebiusConfig
 from tests.helpers import tls_everywhere
 from tests.helpers.fake_engine import FakeEngine, serving
-from tests.helpers.stack import free_port
+from tests.helpers.ports import free_port
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer
 from tests.helpers.tiny_tokenizer import write_tokenizer as write_small_tokenizer
 

@@ -22,7 +22,8 @@ from moebius.config import MoebiusConfig, SupervisorConfig
 from tests.helpers import tls_everywhere
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config
-from tests.helpers.stack import ROOT, free_port
+from tests.helpers.ports import free_port
+from tests.helpers.stack import ROOT
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 PROGRAM = """
@@ -90,12 +91,14 @@ class Gateway:
 
 
 @contextmanager
-def gateway(engine: tuple[FakeEngine, str], directory: Path, **settings: Any) -> Iterator[Gateway]:
+def gateway(
+    engine: tuple[FakeEngine, str], directory: Path, hang_timeout_s: float = 120.0, **settings: Any
+) -> Iterator[Gateway]:
     """Two processes, ready."""
     engine[0].reset()
     port, log = free_port(), directory / "log"
     config: MoebiusConfig = gateway_config(engine[1], port=port, workers=2, **settings)
-    config = config.model_copy(update={"supervisor": SupervisorConfig(hang_timeout_s=3.0)})
+    config = config.model_copy(update={"supervisor": SupervisorConfig(hang_timeout_s=hang_timeout_s)})
     config = tls_everywhere.with_https(config)
     with log.open("wb") as sink:
         command = [sys.executable, "-c", PROGRAM, config.model_dump_json()]
@@ -127,7 +130,7 @@ def test_to_clients_they_are_one(engine: tuple[FakeEngine, str], tmp_path: Path)
         answers = [httpx.post(f"{running.url}/v1/responses", json=follow) for _ in range(8)]
         assert {answer.status_code for answer in answers} == {200}
 
-        engine[0].script = Script(delay_s=0.2)
+        engine[0].script = Script(delay_s=0.3)
         with ThreadPoolExecutor(3) as pool:
             streams = [pool.submit(running.post, STREAM) for _ in range(3)]
             running.until(lambda: running.metric("moebius:gateway_requests_in_flight") == 3)
@@ -153,14 +156,14 @@ def test_to_clients_they_are_one(engine: tuple[FakeEngine, str], tmp_path: Path)
             workers = running.workers()
             running.process.terminate()
             assert stream.result().text.endswith("data: [DONE]\n\n")
-        assert running.process.wait(30) == 0
+        assert running.process.wait(60) == 0
         assert not [worker for worker in workers if worker.is_running()]
         assert "Traceback" not in running.log.read_text()
 
 
 def test_a_process_that_hangs_is_replaced(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
     """One whose event loop stands still shows no sign of life, though it has not ended."""
-    with gateway(engine, tmp_path) as running:
+    with gateway(engine, tmp_path, hang_timeout_s=3.0) as running:
         frozen = running.workers()[0]
         frozen.send_signal(signal.SIGSTOP)
         running.until(lambda: not frozen.is_running())
@@ -178,15 +181,16 @@ def test_sighup_replaces_all_and_loses_no_request(engine: tuple[FakeEngine, str]
             lines = response.iter_lines()
             next(lines)
             os.kill(running.process.pid, signal.SIGHUP)
-            statuses = []
+            statuses: list[int] = []
+            rest: list[str] = []
             while before & {worker.pid for worker in running.workers()}:
-                # A connection that was accepted by a process in its last moment may be reset, as with any
-                # server that is replaced: clients of HTTP try such a request again.
-                transport = httpx.HTTPTransport(retries=2)
-                with httpx.Client(transport=transport, timeout=60) as client:
-                    statuses.append(client.post(f"{running.url}/v1/completions", json=BODY).status_code)
+                # A connection that the kernel has given to a process in its last moment may be reset, as with
+                # any server that is replaced: clients of HTTP try such a request again.
+                with suppress(httpx.NetworkError, httpx.RemoteProtocolError):
+                    statuses.append(running.post(BODY).status_code)
                 if len(statuses) == 3:
                     rest = list(lines)
+            rest = rest or list(lines)
         assert set(statuses) == {200}
         assert rest[-2:] == ["data: [DONE]", ""]
         running.until(lambda: len(running.workers()) == 2 and running.answers())
@@ -205,7 +209,7 @@ def test_they_do_not_outlive_the_first(engine: tuple[FakeEngine, str], tmp_path:
         assert f"cannot serve HTTP on 127.0.0.1:{port}" in second.stderr
         workers = running.workers()
         running.process.kill()
-        _, alive = psutil.wait_procs(workers, timeout=30)
+        _, alive = psutil.wait_procs(workers, timeout=60)
         assert not alive
 
 

@@ -34,7 +34,7 @@ def test_a_killed_rank_ends_all_at_once(model: Path, tmp_path: Path, lost: int) 
 
 def test_a_rank_that_hangs_is_given_up(model: Path, tmp_path: Path) -> None:
     """A stopped process says nothing and closes nothing: its silence ends the group."""
-    with started_group(model, tmp_path, tp=2, pp=1, timeout_s=2) as group:
+    with started_group(model, tmp_path, tp=2, pp=1, timeout_s=5) as group:
         group.kill(1, signal.SIGSTOP)
         assert group.exit_codes(but=1) == [PEER_LOST_EXIT]
         assert "rank 1" in group.log(0)

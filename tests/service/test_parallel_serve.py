@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moebius.app.supervisor.supervisor import Supervisor
-from tests.helpers.rank_serving import TOKENS, back, generate, planned, watch
+from tests.helpers.rank_serving import LIMIT_S, TOKENS, back, generate, planned, watch
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
 MODEL = TinyModel("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2})
@@ -30,8 +31,9 @@ def test_ranks_share_experts_and_come_back_together(
         assert len(expected) == TOKENS
         by_name = {process.spec.name: process for process in supervisor.processes}
         ranks, expert = [by_name["gpu"], by_name["gpu-1"]], by_name["expert-0"]
-        delayed = pool.submit(generate, address)
-        time.sleep(0.1)
+        begun = threading.Event()
+        delayed = pool.submit(generate, address, begun=begun)
+        assert begun.wait(LIMIT_S)
         os.kill(expert.pid or 0, signal.SIGKILL)
         watch(supervisor, delayed.done)
         assert delayed.result() == expected

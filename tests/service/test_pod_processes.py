@@ -19,8 +19,10 @@ from moebius.app.supervisor.health import GrpcProbe
 from moebius.app.supervisor.plan import ENGINE_HEALTH, EXPERT_HEALTH
 from moebius.grpc_channels import open_channel
 from moebius.mailbox import Mailbox, server_health
+from tests.helpers.fake_programs import wait_until
+from tests.helpers.ports import free_port
 from tests.helpers.rank_serving import TOKENS, generate
-from tests.helpers.stack import ROOT, free_port
+from tests.helpers.stack import ROOT
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
 MODEL = TinyModel("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2})
@@ -116,7 +118,7 @@ def test_sidecars_are_ready_before_anybody_asks_for_them(containers: Containers)
     assert generate(address) == expected
     for process in (engine, *experts):
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0, containers.log
+        assert process.wait(timeout=60) == 0, containers.log
 
 
 def test_a_server_that_nobody_calls_says_so() -> None:
@@ -149,11 +151,10 @@ def test_a_standing_server_says_so_to_a_liveness_probe(containers: Containers) -
     containers.start_expert(0)
     containers.wait_serving(containers.experts[0], EXPERT_HEALTH)
     with open_channel(f"127.0.0.1:{containers.experts[0]}") as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     counted = server_health(containers.mailbox)[0].progress
-    time.sleep(1.0)
-    assert server_health(containers.mailbox)[0].progress > counted
+    wait_until(lambda: server_health(containers.mailbox)[0].progress > counted, LIMIT_S)
 
 
 def test_ranks_of_two_hosts_meet_late_and_end_together(containers: Containers) -> None:
@@ -164,17 +165,17 @@ def test_ranks_of_two_hosts_meet_late_and_end_together(containers: Containers) -
         tensor_parallel_size=2,
         rank_hosts=2,
         rank_address=f"127.0.0.1:{free_port()}",
-        rank_timeout_s=3.0,
+        rank_timeout_s=5.0,
     )
     for index in range(2):
         containers.start_expert(index)
     second = containers.start("ranks", "--host-index", "1")
-    time.sleep(8)
+    time.sleep(10)
     assert second.poll() is None, containers.log
     first = containers.start("ranks", "--host-index", "0")
     containers.wait_serving(containers.engine, ENGINE_HEALTH)
     assert len(generate(f"127.0.0.1:{containers.engine}")) == TOKENS
     for process in (second, first):
         process.send_signal(signal.SIGTERM)
-    assert [process.wait(timeout=40) for process in (first, second)] == [0, 0], containers.log
+    assert [process.wait(timeout=60) for process in (first, second)] == [0, 0], containers.log
     assert "did not stop in time" not in containers.log

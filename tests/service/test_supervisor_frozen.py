@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from structlog.testing import capture_logs
 
 from moebius.app.supervisor.supervisor import Supervisor
-from tests.helpers.rank_serving import TOKENS, back, generate, planned, watch
+from tests.helpers.rank_serving import LIMIT_S, TOKENS, back, generate, planned, watch
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
 MODEL = TinyModel("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2})
@@ -32,8 +32,9 @@ def test_frozen_processes_are_replaced_while_serving(tmp_path: Path) -> None:
         assert len(expected) == TOKENS
         by_name = {process.spec.name: process for process in supervisor.processes}
         engine, expert = by_name["gpu"], by_name["expert-0"]
-        delayed = pool.submit(generate, address)
-        time.sleep(0.1)
+        begun = threading.Event()
+        delayed = pool.submit(generate, address, begun=begun)
+        assert begun.wait(LIMIT_S)
         os.kill(expert.pid or 0, signal.SIGSTOP)
         watch(supervisor, delayed.done)
         assert delayed.result() == expected

@@ -74,7 +74,7 @@ def replaced(supervisor: Supervisor, process: ManagedProcess, former: int | None
     def is_back() -> bool:
         return process.ready and process.pid not in (None, former)
 
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     supervisor.run(lambda: is_back() or time.monotonic() > end)
     assert is_back()
 

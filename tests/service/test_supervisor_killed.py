@@ -40,7 +40,7 @@ def killed_supervisor(tmp_path: Path) -> list[int]:
     """Runs a supervisor in a process of its own, kills it with SIGKILL; returns its children's pids."""
     command = [sys.executable, "-c", SUPERVISOR_PROGRAM, str(tmp_path), SEGMENT]
     with subprocess.Popen(command, cwd=ROOT) as process:
-        wait_until((tmp_path / "up").exists, 20)
+        wait_until((tmp_path / "up").exists, 60)
         document = json.loads((tmp_path / "run" / "run.json").read_text())
         process.kill()
     return [entry["pid"] for entry in document["processes"]]
@@ -98,7 +98,7 @@ def test_survivor_is_killed_and_a_reused_pid_is_not(tmp_path: Path) -> None:
         ]
         crafted(tmp_path, {"supervisor": {"pid": 1}, "processes": entries, "segments": []})
         clean_up_stale(tmp_path)
-        assert survivor.wait(10) == -9
+        assert survivor.wait(60) == -9
         assert stranger.poll() is None
 
 

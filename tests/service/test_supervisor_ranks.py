@@ -52,7 +52,7 @@ def restarted(supervisor: Supervisor, before: list[int | None]) -> list[int | No
     def back() -> bool:
         return all(p.pid not in (None, old) and p.ready for p, old in zip(ranks, before, strict=True))
 
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     supervisor.run(until=lambda: back() or time.monotonic() > end)
     assert back(), "the group did not come back"
     return [process.pid for process in ranks]

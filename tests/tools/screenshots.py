@@ -30,7 +30,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from tests.helpers.stack import ROOT, free_port
+from tests.helpers.ports import free_port
+from tests.helpers.stack import ROOT
 
 COLUMNS, ROWS = 80, 40
 QUESTION = "What is the capital of France?"

@@ -26,7 +26,8 @@ WAIT_S = 60
 # Cleans up for longer than two signals are apart.
 SLOW_TO_CLEAN_UP = """
 import pathlib, sys, time
-from moebius.app.exits import exit_with
+from moebius.app import exits
+exits.TOGETHER_S = 60.0  # however long the sender of two signals waits for a processor between them
 def run():
     try:
         print("runs", flush=True)
@@ -34,7 +35,7 @@ def run():
     finally:
         time.sleep(0.2)
         pathlib.Path(sys.argv[1]).touch()
-exit_with(run)
+exits.exit_with(run)
 """
 
 # The first module that `main` imports takes its time.

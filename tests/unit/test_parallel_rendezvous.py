@@ -25,7 +25,7 @@ from moebius.tls import configure_tls
 from protos import ranks_pb2
 from tests.helpers.certificates import Authority, Pair, grpc_security, write_secret
 from tests.helpers.fake_programs import wait_until
-from tests.helpers.rank_group import free_port
+from tests.helpers.ports import free_port
 
 
 def welcome(store_port: int = 0) -> ranks_pb2.Welcome:
@@ -61,7 +61,7 @@ Trio = tuple[list[RankControl], list[queue.SimpleQueue[tuple[str, bool]]]]
 
 def rendezvous(size: int, **changes: Any) -> Rendezvous:
     """Rank 0's, at a free port."""
-    return replace(Rendezvous(0, size, f"127.0.0.1:{free_port()}", 10.0, "same"), **changes)
+    return replace(Rendezvous(0, size, f"127.0.0.1:{free_port()}", 60.0, "same"), **changes)
 
 
 def run(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -85,7 +85,7 @@ def trio(request: pytest.FixtureRequest, authority: Authority, tmp_path: Path) -
             connections, received = future.result(10)
             assert received == welcome(7)
             lost = lost_by_rank[rank]
-            controls.append(RankControl(rank, 3, connections, 10.0, lambda *end, lost=lost: lost.put(end)))
+            controls.append(RankControl(rank, 3, connections, 60.0, lambda *end, lost=lost: lost.put(end)))
     yield controls, lost_by_rank
     for control in controls:
         control.close()
@@ -106,8 +106,8 @@ def test_ranks_that_ask_for_different_things_part(trio: Trio) -> None:
     for future in futures:
         with pytest.raises(GroupLost):
             future.result(10)
-    assert lost_by_rank[0].get(timeout=10) == ("rank 0: waits for 'pages', but rank 2 for 'loaded'", True)
-    assert lost_by_rank[1].get(timeout=10) == ("rank 0: waits for 'pages', but rank 2 for 'loaded'", False)
+    assert lost_by_rank[0].get(timeout=60) == ("rank 0: waits for 'pages', but rank 2 for 'loaded'", True)
+    assert lost_by_rank[1].get(timeout=60) == ("rank 0: waits for 'pages', but rank 2 for 'loaded'", False)
 
 
 def test_messages_arrive_once_each_and_in_order(trio: Trio) -> None:
@@ -164,11 +164,11 @@ def test_a_failure_is_sent_to_all(trio: Trio) -> None:
     controls, lost_by_rank = trio
     waiting = run(controls[1].next_iteration)
     controls[2].fail("out of memory")
-    assert lost_by_rank[2].get(timeout=10) == ("rank 2: out of memory", True)
+    assert lost_by_rank[2].get(timeout=60) == ("rank 2: out of memory", True)
     for rank in (0, 1):
-        assert lost_by_rank[rank].get(timeout=10) == ("rank 2: out of memory", False)
+        assert lost_by_rank[rank].get(timeout=60) == ("rank 2: out of memory", False)
     with pytest.raises(GroupLost, match="rank 2: out of memory"):
-        waiting.result(10)
+        waiting.result(60)
     with pytest.raises(GroupLost):
         controls[0].publish(iteration("late"))
 
@@ -249,7 +249,7 @@ def test_prompts_can_not_be_read_on_the_way(authority: Authority, tmp_path: Path
     with nullcontext() if is_plain else secured(tmp_path, authority.issue("rank"), authority.pem, mode):
         first = rendezvous(2)
         gathered = run(meet, first, welcome())
-        wait_until(lambda: is_listening(first), 10)
+        wait_until(lambda: is_listening(first), 60)
         tap = Tapped(first.host_port)
         joined, _ = meet(replace(first, rank=1, address=tap.address), welcome())
         (ours,) = gathered.result(10)[0].values()
@@ -291,7 +291,7 @@ def test_ranks_of_others_are_refused_and_named(
     with structlog.testing.capture_logs() as logs:
         with secured(tmp_path / "own", own, authority.pem):
             gathered = run(meet, first, welcome())
-            wait_until(lambda: is_listening(first), 10)
+            wait_until(lambda: is_listening(first), 60)
         if who == "plain":
             context: Any = nullcontext()
         elif who == "nobody":
@@ -359,14 +359,14 @@ def test_nobody_goes_on_while_a_loss_ends_the_process(trio: Trio, monkeypatch: p
 
     def end(reason: str, own: bool) -> None:
         ending.set()
-        ended.wait(10)
+        ended.wait(60)
 
     monkeypatch.setattr(controls[0], "_on_lost", end)
     run(controls[2].fail, "gone")
-    assert ending.wait(10)
+    assert ending.wait(60)
     late = [run(controls[0].fail, "an echo"), run(controls[0].publish, iteration("more"))]
     assert not wait(late, timeout=0.2).done
     ended.set()
-    late[0].result(10)
+    late[0].result(60)
     with pytest.raises(GroupLost, match="rank 2: gone"):
         late[1].result(10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -41,8 +42,9 @@ def restored_logging() -> Iterator[None]:
 
 
 def wait_for(logs: list[structlog.typing.EventDict], count: int) -> None:
-    end = time.monotonic() + 30
-    while len(logs) < count and time.monotonic() < end:
+    end = time.monotonic() + 60
+    while len(logs) < count:
+        assert time.monotonic() < end, logs
         time.sleep(0.005)
 
 
@@ -71,8 +73,8 @@ def test_a_long_phase_says_how_far_it_is_while_its_work_blocks() -> None:
             before = len(logs)
             wait_for(logs, before + 1)
         events = [line["event"] for line in logs]
-    assert text_of_line(events[before]) == "loading, 5.2 of 17.0 GB, 0 s"
-    assert events[-1] == "finished: loading, 5.2 of 17.0 GB, 0 s"
+    assert re.fullmatch(r"loading, 5\.2 of 17\.0 GB, \d+ s", text_of_line(events[before]) or "")
+    assert re.fullmatch(r"finished: loading, 5\.2 of 17\.0 GB, \d+ s", events[-1])
 
 
 def test_a_phase_that_fails_ends() -> None:
@@ -96,14 +98,18 @@ def test_a_phase_that_fails_ends() -> None:
 def test_lines_are_found_in_a_process_output(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Rendered as any process does, progress is found as its text alone, and other lines are not."""
     configure_logging(TelemetryConfig(log_format=log_format), "gpu")  # type: ignore[arg-type]
+    written, end = "", time.monotonic() + 60
     with phase("compiling modules", 4, first_s=0.01) as progress:
         progress.advance(3)
-        time.sleep(0.1)
+        while "3 of 4" not in written:
+            assert time.monotonic() < end, written
+            time.sleep(0.01)
+            written += capsys.readouterr().err
     structlog.get_logger("moebius.test").info("kernels calibrated", seconds=3)
-    lines = capsys.readouterr().err.splitlines()
+    lines = (written + capsys.readouterr().err).splitlines()
     # On a busy machine the first line may come before the advance.
-    assert text_of_line(lines[0]) in ("compiling modules, 0 of 4, 0 s", "compiling modules, 3 of 4, 0 s")
-    assert text_of_line(lines[-3]) == "compiling modules, 3 of 4, 0 s"
+    assert re.fullmatch(r"compiling modules, [03] of 4, \d+ s", text_of_line(lines[0]) or "")
+    assert re.fullmatch(r"compiling modules, 3 of 4, \d+ s", text_of_line(lines[-3]) or "")
     assert [text_of_line(line) for line in lines[-2:]] == [None, None]
     assert [is_end_of_phase(line) for line in lines[-2:]] == [True, False]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -25,11 +26,11 @@ from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 def children() -> set[int]:
     """Prompt processes of this test process."""
-    return {
-        child.pid
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "gateway.prompts.worker" in child.cmdline()
-    }
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended, a moment ago or unnoticed yet
+            found |= {child.pid} if "gateway.prompts.worker" in child.cmdline() else set()
+    return found
 
 
 def setup_for(directory: Path) -> tuple[ModelFiles, WorkerSetup]:

@@ -250,7 +250,7 @@ class Replicas:
 
     async def until(self, condition: Any) -> None:
         """Waits for it."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110 - what the set's own tasks find out
                 await asyncio.sleep(0.01)
 

@@ -19,13 +19,7 @@ from moebius.operations import (
     registry_text,
     start_operations,
 )
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.helpers.ports import free_port
 
 
 def start(
