@@ -250,8 +250,6 @@ def _engine(
     cache = make_request_cache(gpu, runner.states, num_pages)
     scheduler = Scheduler(limits, cache)
     builder = InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope)
-    if group.parallel.size == 1:
-        scheduler.holds = builder.token_masks.holds
     engine = Engine(
         scheduler,
         builder,

@@ -57,8 +57,9 @@ from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.scheduler.turns import TurnPace
 
 _log = structlog.get_logger(__name__)
-# An operation of every engine, and how often its first rank looks whether it is called for.
+# Operations of every engine, and how often its first rank looks whether the first of them is called for.
 _STREAM_PROMPTS, _LOOK_S = "stream prompts", 0.1
+_SIT_OUT = "sit out"
 
 
 class Engine:
@@ -91,7 +92,9 @@ class Engine:
         self._observer = observer or NullObserver()
         self._max_waiting = max_waiting
         self._inbox = inbox or Inbox()
-        self._operations = dict(operations or {}) | {_STREAM_PROMPTS: scheduler.turns.read}
+        own = {_STREAM_PROMPTS: scheduler.turns.read, _SIT_OUT: builder.token_masks.read}
+        self._operations = dict(operations or {}) | own
+        scheduler.holds = builder.token_masks.holds
         self._look_again = 0.0
         self._stopping = False
         # Called once, by the engine thread, when every request has ended because no step can be computed.
@@ -196,6 +199,10 @@ class Engine:
 
     def receive(self, wait: bool) -> bool:
         """Applies all messages; blocks for one if `wait` and there is no work. False: end the loop."""
+        if self._inbox.is_entry:
+            changed = self._builder.token_masks.message(self.scheduler.running)
+            if changed is not None:
+                self.call(_SIT_OUT, changed)
         idle = wait and not (self._in_flight or self.scheduler.has_work or self._lane_is_open)
         if idle:
             self._check_integrity()
@@ -238,11 +245,11 @@ class Engine:
     def _schedule(self) -> Batch | None:
         batch = self.scheduler.schedule()
         waits = self._in_flight or self._lane_is_open
-        while batch is None and not waits and self._builder.token_masks.wait_for_held():
-            batch = self.scheduler.schedule()
-        if batch is None and self.scheduler.has_work and not waits:
+        if batch is not None or waits or not self.scheduler.has_work:
+            return batch
+        if not self._builder.token_masks.wait_for_held():
             raise RuntimeError("requests are unfinished, but none can be scheduled")
-        return batch
+        return None
 
     @property
     def _lane_is_open(self) -> bool:

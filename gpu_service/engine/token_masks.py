@@ -3,14 +3,18 @@
 A row's mask follows from the tokens before it, so a step that is launched before the last of them is known
 awaits its masks: the layers run meanwhile, and sampling is launched when the step before is committed. A
 step none of whose rows has a constraint is never held up. Where a row's own mask takes long, as those of
-ambiguous grammars do, the row is left out of steps until a thread has computed it.
+ambiguous grammars do, the row is left out of steps until a thread has computed it. Which rows those are
+depends on time: it is decided where messages enter the engine, and ranks are told of it as of all else that
+steps follow from, so that they plan alike.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
@@ -40,30 +44,63 @@ class MaskBuilder:
         # The latest masks took long together: whose it was is found out by the next ones.
         self._looks_closer = False
         self._pool: ThreadPoolExecutor | None = None
-        self._begun: set[Future[Words]] = set()
+        # Who sits out, by `Request.key`: as was said last, and as is said here, which is where it is decided.
+        self._held: frozenset[str] = frozenset()
+        self._said: set[str] = set()
+        # What those who sit out wait for; an output that is gone takes its own along.
+        self._awaited: weakref.WeakKeyDictionary[OutputConstraint, Future[Words]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def message(self, running: Collection[Request]) -> str | None:
+        """Who is to sit out from now on, for `read` of all ranks; None: nothing has changed.
+
+        Depends on time, so it is asked on the rank where messages enter only.
+        """
+        held = {request.key for request in running if request.constraint is not None and self._waits(request)}
+        if held == self._said:
+            return None
+        self._said = held
+        return json.dumps(sorted(held))
+
+    def read(self, message: str) -> None:
+        """What `message` has said, at the same place on every rank. Raises ValueError for anything else."""
+        self._held = frozenset(json.loads(message))
 
     def holds(self, request: Request) -> bool:
-        """Whether the next step is better without the request: its mask takes long, and is being computed.
+        """Whether the request sits out: its mask takes long, and was being computed when that was said."""
+        if request.key not in self._held or request.constraint is None:
+            return False
+        if request.inflight_tokens == 0:
+            self._begin(request.constraint)
+        return True
 
-        Depends on time: ranks that have to schedule alike may not ask.
-        """
+    def wait_for_held(self) -> bool:
+        """Where nothing can be scheduled: whether a request sits out. Where that is decided it blocks until
+        a mask is there; elsewhere the next message says so."""
+        if self._awaited and self._said:
+            wait(list(self._awaited.values()), return_when=FIRST_COMPLETED)
+            for constraint, ahead in list(self._awaited.items()):
+                if ahead.done():
+                    del self._awaited[constraint]
+        return bool(self._held)
+
+    def _waits(self, request: Request) -> bool:
         constraint = request.constraint
         if constraint is None or not (constraint.is_slow and constraint.follows_grammar):
             return False
         if request.inflight_tokens > 0:
             return True
+        if self._begin(constraint).done():
+            self._awaited.pop(constraint, None)
+            return False
+        return True
+
+    def _begin(self, constraint: OutputConstraint) -> Future[Words]:
         if constraint.ahead is None:
             self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="slow masks")
-            constraint.ahead = self._pool.submit(_mask_of, constraint)
-            self._begun.add(constraint.ahead)
-        return not constraint.ahead.done()
-
-    def wait_for_held(self) -> bool:
-        """Blocks until one of the masks that requests wait for is there; False: there is none to come."""
-        if not self._begun:
-            return False
-        _, self._begun = wait(self._begun, return_when=FIRST_COMPLETED)
-        return True
+            constraint.ahead = self._awaited[constraint] = self._pool.submit(_mask_of, constraint)
+        return constraint.ahead
 
     def plan(self, batch: Batch, sampling: SamplingPlan) -> SamplingPlan:
         """The same with the batch's masks, or awaiting them."""

@@ -57,7 +57,7 @@ class Scheduler:
         self.lane = LaneBooks()
         # Where there is no lane.
         self.turns = PromptTurns()
-        # Whether a request that decodes sits out for now; depends on time, so it is set on an only rank.
+        # Whether a request that decodes sits out for now; set by the engine, alike on every rank.
         self.holds: Callable[[Request], bool] = lambda request: False
         self._free_slots = list(range(limits.max_num_seqs))
         self._arrivals = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from gpu_service.constraint import OutputConstraint, Words
+from gpu_service.engine import token_masks
+from gpu_service.request import Request
+from protos.engine_pb2 import Constraint
 from tests.helpers.rank_graphs import use_recordings
-from tests.helpers.rank_group import Outcome, rank_config, run_group
+from tests.helpers.rank_group import WAIT_S, Outcome, Script, rank_config, run_group
 from tests.helpers.rank_models import MODELS
 from tests.helpers.tiny_models import write_tiny_model
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
@@ -79,6 +84,56 @@ def test_replayed_decode_steps_do_not_show(truth: Truth, name: str, tp: int, pp:
     """
     directory, expected = truth(name)
     assert_same(run_group(rank_config(directory, tp, pp), use_recordings), expected)
+
+
+# In rank 0's process: whose tokens a mask that takes long waits for, and how many came meanwhile.
+_others: list[Request] = []
+_meanwhile: list[int] = []
+
+
+def make_masks_slow() -> None:
+    """Called in each rank's process: every mask takes long, where it is computed and on the other ranks."""
+    computed = token_masks._mask_of
+
+    def late(constraint: OutputConstraint) -> Words:
+        time.sleep(0.002)
+        end = time.monotonic() + WAIT_S / 2
+        for other in _others:
+            before = len(other.output_token_ids)
+            while len(other.output_token_ids) < before + 3 and not other.finished and time.monotonic() < end:
+                time.sleep(0.001)
+            _meanwhile.append(len(other.output_token_ids) - before)
+        return computed(constraint)
+
+    token_masks._SLOW_S = -1.0
+    token_masks._mask_of = late
+
+
+def outputs_that_sit_out(script: Script) -> dict[str, list[Outcome]]:
+    """The constrained outputs of all cases, then one with a grammar next to one without."""
+    found = {"constrained": script.run_constrained()}
+    prompts = script.prompts
+    slow = script.make("slow", prompts[0], constraint=Constraint(regex="[ab]{6}"))
+    _others.append(script.make("other", prompts[1], max_tokens=90, ignore_eos=True))
+    script.built.engine.submit([slow, *_others])
+    found["slow"] = script.wait([slow, *_others])
+    found["meanwhile"] = [Outcome(list(_meanwhile), "", 0)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "overlap"), [(2, 1, True), pytest.param(1, 2, False, marks=pytest.mark.full)]
+)
+def test_ranks_let_the_same_outputs_sit_out(truth: Truth, tp: int, pp: int, overlap: bool) -> None:
+    """An output whose mask takes long is left out of the steps of all ranks until rank 0 has the mask: others
+    go on meanwhile, and it becomes what it becomes on one rank whose steps wait for it."""
+    directory, expected = truth("qwen3_bias_tied")
+    config = rank_config(directory, tp, pp, overlap_scheduling=overlap)
+    found = run_group(config, make_masks_slow, outputs_that_sit_out)
+    tokens = [outcome.token_ids for outcome in expected["constrained"]]
+    assert [outcome.token_ids for outcome in found["constrained"]] == tokens
+    assert [outcome.finish_reason for outcome in found["slow"]] == ["stop", "length"]
+    assert max(found["meanwhile"][0].token_ids) >= 3
 
 
 def assert_same(found: dict[str, list[Outcome]], expected: dict[str, list[Outcome]]) -> None:

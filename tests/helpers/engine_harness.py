@@ -178,7 +178,6 @@ def running_engine(
     )
     harness = Harness.__new__(Harness)
     builder = InputBuilder(scheduler.limits, knobs.page_size)
-    scheduler.holds = builder.token_masks.holds
     engine = Engine(
         scheduler,
         builder,

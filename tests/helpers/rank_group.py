@@ -105,7 +105,13 @@ class Script:
                     self._ended.add(delta.request.key)
             self._changed.notify_all()
 
-    def submit(
+    def submit(self, name: str, prompt: list[int], *chosen: Any, **params: Any) -> Request:
+        """Starts a request, see `make`."""
+        request = self.make(name, prompt, *chosen, **params)
+        self.built.engine.submit([request])
+        return request
+
+    def make(
         self,
         name: str,
         prompt: list[int],
@@ -113,13 +119,12 @@ class Script:
         constraint: Constraint | None = None,
         **params: Any,
     ) -> Request:
-        """Starts a request."""
+        """A request."""
         chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | params))
         request = Request(name, prompt, chosen, vision=vision)
         if constraint is not None:
             assert self.built.compiler is not None, "the checkpoint has no tokenizer"
             (request.constraint,) = self.built.compiler.make(constraint)
-        self.built.engine.submit([request])
         return request
 
     def wait(self, requests: list[Request], tokens: int | None = None) -> list[Outcome]:
@@ -133,12 +138,29 @@ class Script:
             assert self._changed.wait_for(done, WAIT_S), "requests did not end"
         return [_outcome(request) for request in requests]
 
-    def run_cases(self) -> dict[str, list[Outcome]]:
-        """Mixed chunked batches, prefix hits, seeds and penalties, scores, an abort, a flush, a recording."""
-        prompts = [
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Of the lengths `LENGTHS`."""
+        return [
             [(i * 37 + k * k * 5 + k) % (self.vocab_size - 3) + 3 for k in range(n)]
             for i, n in enumerate(LENGTHS)
         ]
+
+    def run_constrained(self) -> list[Outcome]:
+        """Outputs with grammars, one of them after a thought, and one without."""
+        pattern, after = Constraint(regex="[a-f]{2,4}-[0-9]{3}"), {"after_token_ids": [70]}
+        thought = Constraint(regex="(ab|cd){3}", max_reasoning_tokens=4, **after)
+        grammars = [pattern, None, thought, pattern]
+        return self.wait(
+            [
+                self.submit(f"f{i}", p, constraint=grammar, seed=i, temperature=0.9)
+                for i, (p, grammar) in enumerate(zip(self.prompts, grammars, strict=True))
+            ]
+        )
+
+    def run_cases(self) -> dict[str, list[Outcome]]:
+        """Mixed chunked batches, prefix hits, seeds and penalties, scores, an abort, a flush, a recording."""
+        prompts = self.prompts
         cases = {"chunked": self.wait([self.submit(f"a{i}", p) for i, p in enumerate(prompts)])}
         cases["prefix"] = self.wait([self.submit(f"b{i}", [*p, 5, 6]) for i, p in enumerate(prompts)])
         sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.3}
@@ -153,15 +175,7 @@ class Script:
         ]
         cases["scored"] = self.wait(scored)
         if self.built.compiler is not None:
-            pattern, after = Constraint(regex="[a-f]{2,4}-[0-9]{3}"), {"after_token_ids": [70]}
-            thought = Constraint(regex="(ab|cd){3}", max_reasoning_tokens=4, **after)
-            grammars = [pattern, None, thought, pattern]
-            cases["constrained"] = self.wait(
-                [
-                    self.submit(f"f{i}", p, constraint=grammar, seed=i, temperature=0.9)
-                    for i, (p, grammar) in enumerate(zip(prompts, grammars, strict=True))
-                ]
-            )
+            cases["constrained"] = self.run_constrained()
         long = self.submit("long", prompts[0], max_tokens=200, ignore_eos=True)
         concurrent = self.submit("concurrent", prompts[3], ignore_eos=True)
         self.wait([long], tokens=3)
