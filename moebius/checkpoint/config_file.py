@@ -10,9 +10,11 @@ from typing import Any
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 
 _TEXT = "text_config"
-# What the outer object decides although the inner one may say something else: which family it is, and
-# whether the head is the embedding (transformers writes a default of its own into the inner one).
-_OUTER = ("model_type", "architectures", "tie_word_embeddings")
+# Two spellings of one key, new and old.
+_DTYPE = ("dtype", "torch_dtype")
+# What the outer object decides although the inner one may say something else: which family it is, the type of
+# weights, and whether the head is the embedding (transformers writes defaults of its own into the inner one).
+_OUTER = ("model_type", "architectures", "tie_word_embeddings", *_DTYPE)
 
 
 # Keys of the inner object whose null is not their absence.
@@ -30,6 +32,8 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     flat = {key: value for key, value in config.items() if key != _TEXT}
     inner = {key: value for key, value in text.items() if value is not None or key in _NULL_COUNTS}
     decided = {key: config[key] for key in _OUTER if config.get(key) is not None}
+    if decided.keys() & _DTYPE:
+        inner = {key: value for key, value in inner.items() if key not in _DTYPE}
     return flat | inner | decided
 
 

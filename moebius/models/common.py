@@ -205,6 +205,16 @@ def read_one_window(hf: HfKeys, num_layers: int, *, used: bool | None = None) ->
     return (hf.integer("sliding_window"),) * num_layers
 
 
+def read_from_section(
+    hf: HfKeys, section: HfKeys | None, name: str, outside: str, default: int, minimum: int = 1
+) -> int:
+    """An integer of a section that a family was published with. What it lacks, or all of it, may stand
+    `outside` by another name, where transformers writes it in any case.
+    """
+    found = hf.integer(outside, default=default, minimum=minimum)
+    return found if section is None else section.integer(name, default=found, minimum=minimum)
+
+
 def refuse_bias(hf: HfKeys, common: dict[str, Any]) -> None:
     """Raises where a family without biases in attention is said to have them."""
     if common["attention_bias"]:

@@ -3,10 +3,14 @@ tensor they need is there with its shape, none is left over, and all experts are
 
 from __future__ import annotations
 
+import copy
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gpu_service.loader.load import find_sources
 from gpu_service.loader.names import expected_names, wanted_name
@@ -110,6 +114,63 @@ def test_all_experts_are_found(name: str, tmp_path: Path) -> None:
             found = checkpoint.expert(layer, expert)
             found.check_kept()
             assert found.formats[0] == FORMATS.get(name, "bfloat16")
+
+
+# Spellings that transformers has no configuration class for, and where it knows them as others.
+_KNOWN_AS = {"ernie4_5_moe_vl": "ernie4_5_vl_moe", "kimi_k2": "deepseek_v3"}
+# Read of generation_config.json or the tokenizer as well; classes have defaults where a model has none.
+_OF_ENDS = ("bos_token_id", "eos_token_ids", "unread_keys")
+
+
+def _saved_again(raw: dict[str, Any]) -> dict[str, Any]:
+    """By transformers 5: `dtype`, `rope_parameters`, lists for layers, and every default spelled out."""
+    known = _KNOWN_AS.get(raw["model_type"], raw["model_type"])
+    found = CONFIG_MAPPING[known].from_dict(copy.deepcopy(raw) | {"model_type": known})
+    saved: dict[str, Any] = json.loads(found.to_json_string(use_diff=False))
+    return saved | {"model_type": raw["model_type"]}
+
+
+def _with_base(saved: dict[str, Any], factor: float, *, old: bool) -> dict[str, Any]:
+    """With another base of rotation, if `old` in keys of transformers 4: `torch_dtype`, `rope_theta` and
+    `rope_scaling`. By kinds of layers, rotation has always been spelled as now and stays as it is.
+    """
+    found = dict(saved)
+    if isinstance(found.get("text_config"), dict):
+        found["text_config"] = _with_base(found["text_config"], factor, old=old)
+    rope = found.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        found["rope_parameters"] = rope = {**rope, "rope_theta": rope["rope_theta"] * factor}
+        if old:
+            del found["rope_parameters"]
+            outside = ("rope_theta", "partial_rotary_factor")
+            found |= {key: rope[key] for key in outside if key in rope}
+            found["rope_scaling"] = {key: value for key, value in rope.items() if key not in outside}
+    if old and "dtype" in found:
+        found["torch_dtype"] = found.pop("dtype")
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_new_and_old_spellings_are_read_alike(name: str, tmp_path: Path) -> None:
+    """What was published, and the same saved again by transformers 5 or in the keys of transformers 4, as
+    fine-tunes and quantised copies are. A key that only one spelling is read from would keep its default.
+    """
+
+    def read(config: dict[str, Any] | None = None) -> dict[str, Any]:
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        found = read_model_config(tmp_path, TEXT_ONLY)
+        assert found.unread_keys == ()
+        return {key: value for key, value in asdict(found).items() if key not in _OF_ENDS}
+
+    Published.load(name).index(tmp_path)
+    published = read()
+    saved = _saved_again(json.loads((tmp_path / "config.json").read_text()))
+    assert read(saved) == read(_with_base(saved, 1.0, old=True)) == published
+    if "rope_theta" in ((saved.get("text_config") or saved).get("rope_parameters") or {}):
+        new, old = (read(_with_base(saved, 3.0, old=old)) for old in (False, True))
+        assert new == old
+        assert (new != published) == (published["rope"] is not None)
 
 
 def test_every_family_has_a_published_model() -> None:

@@ -7,10 +7,11 @@ Source: the configuration class of transformers 5.23.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from moebius.models.attention_config import HyperConnectionConfig, IndexerConfig, MlaConfig
-from moebius.models.common import read_common, read_mtp_layers
+from moebius.models.common import read_common, read_from_section, read_mtp_layers
 from moebius.models.config import (
     LinearAttentionConfig,
     ModelConfig,
@@ -54,13 +55,20 @@ def _attending_layers(hf: HfKeys, num_layers: int) -> tuple[int, ...]:
 def _read_linear(hf: HfKeys, linear: frozenset[int]) -> LinearAttentionConfig:
     """In a section, or among the others with a prefix. A bound may be switched off by null."""
     section = hf.section("linear_attn_config")
-    own, prefix = (hf, "linear_") if section is None else (section, "")
-    heads = own.integer(f"{prefix}num_heads", default=64)
-    head_dim = own.integer(f"{prefix}head_dim", default=128)
+    read = partial(read_from_section, hf, section)
+    heads = read("num_heads", "linear_num_heads", 64)
+    head_dim = read("head_dim", "linear_head_dim", 128)
+    width = read("short_conv_kernel_size", "linear_conv_kernel_dim", 4, minimum=2)
     bound: Any = -5.0
-    name = "linear_lower_bound" if section is None else "gate_lower_bound"
-    if own.has(name) or (section is None and own.is_null(name)):
-        bound = own.value(name)
+    own, name = hf, "linear_lower_bound"
+    if hf.has(name) or hf.is_null(name):
+        bound = hf.value(name)
+    if section is not None:
+        if section.has("gate_lower_bound") or section.is_null("gate_lower_bound"):
+            own, name = section, "gate_lower_bound"
+            bound = section.value(name)
+        # `safe_gate`, which has to be true, asks for some bound.
+        bound = -5.0 if bound is None else bound
     if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or bound >= 0):
         raise own.error(name, bound, "a number below 0, or null")
     found = LinearAttentionConfig(
@@ -68,9 +76,7 @@ def _read_linear(hf: HfKeys, linear: frozenset[int]) -> LinearAttentionConfig:
         num_value_heads=heads,
         key_head_dim=head_dim,
         value_head_dim=head_dim,
-        conv_width=own.integer(
-            "linear_conv_kernel_dim" if section is None else "short_conv_kernel_size", default=4, minimum=2
-        ),
+        conv_width=width,
         layers=linear,
         channel_decay=True,
         decay_bound=None if bound is None else float(bound),

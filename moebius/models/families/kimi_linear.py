@@ -5,6 +5,7 @@ Sources: Kimi Linear (arXiv:2510.26692), and the configuration class of transfor
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import Config, GgufFamily, latent
@@ -14,6 +15,7 @@ from moebius.models.common import (
     listed_or_after_dense,
     read_biased_router,
     read_common,
+    read_from_section,
     read_mtp_layers,
 )
 from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig
@@ -54,17 +56,17 @@ def _attending_layers(hf: HfKeys, section: HfKeys | None, num_layers: int) -> fr
 
 def _read_linear(hf: HfKeys, num_layers: int) -> LinearAttentionConfig:
     section = hf.section("linear_attn_config")
-    own = hf if section is None else section
-    heads = own.integer("num_heads" if section else "linear_num_heads", default=32)
-    head_dim = own.integer("head_dim" if section else "linear_head_dim", default=128)
-    width = "short_conv_kernel_size" if section else "linear_conv_kernel_dim"
+    read = partial(read_from_section, hf, section)
+    heads = read("num_heads", "linear_num_heads", 32)
+    head_dim = read("head_dim", "linear_head_dim", 128)
+    width = read("short_conv_kernel_size", "linear_conv_kernel_dim", 4, minimum=2)
     attending = _attending_layers(hf, section, num_layers)
     found = LinearAttentionConfig(
         num_key_heads=heads,
         num_value_heads=heads,
         key_head_dim=head_dim,
         value_head_dim=head_dim,
-        conv_width=own.integer(width, default=4, minimum=2),
+        conv_width=width,
         layers=frozenset(range(num_layers)) - attending,
         channel_decay=True,
         decay_has_axes=True,

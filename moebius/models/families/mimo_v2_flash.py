@@ -64,6 +64,7 @@ def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
 
 def _ropes(hf: HfKeys, kinds: list[str], head_dim: int) -> tuple[RopeConfig, ...]:
     if hf.has("rope_parameters") or not hf.has("rope_theta"):
+        hf.skip("swa_rope_theta")  # which transformers writes again
         return read_layer_ropes(hf, kinds, head_dim, _ROPES)
     thetas = {FULL: hf.number("rope_theta"), SLIDING: hf.number("swa_rope_theta", default=1e4)}
     by_kind = {

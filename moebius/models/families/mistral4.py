@@ -45,22 +45,28 @@ _VISION = (
 )
 
 
-def _rope(hf: HfKeys) -> tuple[dict[str, Any], QueryGrowth]:
-    """`rope_parameters` without the keys that are this family's own, and the growth of queries."""
-    rope = hf.section("rope_parameters")
+def _rope(hf: HfKeys) -> tuple[HfKeys, QueryGrowth]:
+    """The keys without those that are this family's own, and the growth of queries."""
+    name = "rope_parameters" if hf.has("rope_parameters") else "rope_scaling"
+    rope = hf.section(name)
     if rope is None:
-        return _YARN, (_GROWTH, float(_YARN["original_max_position_embeddings"]))
+        return hf.with_values(rope_parameters=_YARN), (
+            _GROWTH,
+            float(_YARN["original_max_position_embeddings"]),
+        )
     rope_dim = hf.integer("qk_rope_head_dim", minimum=2)
     whole = hf.integer("qk_nope_head_dim") + rope_dim
-    if rope.has("partial_rotary_factor") and rope.number("partial_rotary_factor") != rope_dim / whole:
-        raise rope.error("partial_rotary_factor", rope.value("partial_rotary_factor"), f"{rope_dim / whole}")
+    for keys in (rope, hf):
+        factor = keys.number("partial_rotary_factor", default=rope_dim / whole)
+        if factor != rope_dim / whole:
+            raise keys.error("partial_rotary_factor", factor, f"{rope_dim / whole}")
     growth = (0.0, 1.0)
     if rope.value("llama_4_scaling_beta"):
         length = rope.number("original_max_position_embeddings")
         growth = rope.number("llama_4_scaling_beta"), length
     own = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
-    values: dict[str, Any] = hf.value("rope_parameters")
-    return {key: value for key, value in values.items() if key not in own}, growth
+    values = {key: value for key, value in hf.value(name).items() if key not in own}
+    return hf.with_values(rope_parameters=values, partial_rotary_factor=None), growth
 
 
 def _read_router(hf: HfKeys) -> RouterConfig:
@@ -78,9 +84,9 @@ def _read_router(hf: HfKeys) -> RouterConfig:
 
 def read_mistral4(hf: HfKeys) -> ModelConfig:
     """Every layer is MoE unless `first_k_dense_replace` says otherwise."""
-    rope, growth = _rope(hf)
+    keys, growth = _rope(hf)
     hf.refuse("sliding_window")
-    common = read_mla_common(hf.with_values(rope_parameters=rope), growth)
+    common = read_mla_common(keys, growth)
     moe = read_moe(hf, _read_router(hf), after_dense(hf, common["num_layers"], 0))
     return ModelConfig(**common, model_type="mistral4", moe=moe)
 

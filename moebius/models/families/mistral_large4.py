@@ -111,7 +111,7 @@ def read_mistral_large4(hf: HfKeys) -> ModelConfig:
     hf.refuse("q_lora_rank")
     hf.refuse("mlp_bias")
     cap = hf.number("final_logit_softcapping", default=30.0)
-    rope = hf.value("rope_parameters") or _YARN
+    rope = hf.value("rope_parameters") or hf.value("rope_scaling") or _YARN
     common = read_mla_common(hf.with_values(rope_parameters=rope, final_logit_softcapping=None))
     mla, num_layers = common.pop("mla"), common["num_layers"]
     learned = replace(common["rope"], learned=True)

@@ -22,6 +22,7 @@ from moebius.models.common import (
     read_common,
     read_mtp_layers,
     read_windows,
+    refuse_bias,
 )
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig, VisionConfig
 from moebius.models.family import Family, VisionFamily
@@ -110,7 +111,8 @@ def _ropes(hf: HfKeys, kinds: tuple[str, ...], head_dim: int) -> tuple[RopeConfi
     """Rotary embedding of each layer; those that slide have no scaling."""
     by_kind = hf.section("rope_parameters")
     if by_kind is not None and all(by_kind.has(kind) for kind in kinds):
-        # As transformers writes it.
+        # As transformers writes it, with what other keys have said before.
+        hf.skip("yarn_only_types")
         return read_layer_ropes(hf, kinds, head_dim, dict.fromkeys(kinds, (10000.0, 1.0)))
     thetas = _numbers(hf, "rope_theta", len(kinds), 10000.0)
     factors = _numbers(hf, "partial_rotary_factors", len(kinds), 1.0)
@@ -209,12 +211,15 @@ def read_step3p5(hf: HfKeys) -> ModelConfig:
             max_position_embeddings=hf.integer("max_position_embeddings", "max_seq_len"),
         )
     )
-    if common["attention_bias"]:
-        raise hf.error("attention_bias", True, "false")
+    refuse_bias(hf, common)
+    hf.refuse("mlp_bias")
+    head_dim = common["head_dim"]
+    if hf.number("query_pre_attn_scalar", default=head_dim) != head_dim:
+        raise hf.error("query_pre_attn_scalar", hf.number("query_pre_attn_scalar"), f"head_dim ({head_dim})")
     num_layers = common["num_layers"]
     kinds = _per_layer(hf, "layer_types", num_layers) or (FULL,) * num_layers
     heads = _num_heads(hf, kinds, common)
-    ropes = _ropes(hf, kinds, common["head_dim"])
+    ropes = _ropes(hf, kinds, head_dim)
     return ModelConfig(
         # Of layers that differ, what plans memory takes the largest.
         **(common | {"num_heads": max(heads)}),
@@ -235,10 +240,6 @@ def read_step3p5(hf: HfKeys) -> ModelConfig:
 def read_step3p7(hf: HfKeys) -> ModelConfig:
     """Step-3.7-Flash: the text model of Step-3.5 in `text_config`."""
     hf.skip(*_VISION)
-    hf.refuse("mlp_bias")
-    head_dim = hf.integer("head_dim")
-    if hf.number("query_pre_attn_scalar", default=head_dim) != head_dim:
-        raise hf.error("query_pre_attn_scalar", hf.number("query_pre_attn_scalar"), f"head_dim ({head_dim})")
     return replace(read_step3p5(hf), model_type="step3p7")
 
 
