@@ -71,7 +71,13 @@ def _try_once(encoder: ImageEncoder, preparer: ImagePreparer, hidden_size: int) 
     image = preparer.prepare(buffer.getvalue())
     with torch.inference_mode():
         features = encoder.encode(image)
-    if features.shape[1:] != (image.num_tokens, hidden_size) or not bool(features.isfinite().all()):
+    finite = bool(features.isfinite().all())
+    if not finite and features.dtype == torch.float16:
+        raise UserError(
+            "dtype: float16 holds at most 65504, which the vision tower exceeds; allowed: bfloat16, float32, "
+            "or language_model_only"
+        )
+    if features.shape[1:] != (image.num_tokens, hidden_size) or not finite:
         raise UserError(
             f"the vision tower makes {list(features.shape)} of an image of {image.num_tokens} tokens; "
             f"expected are finite features of {hidden_size} elements for each token"

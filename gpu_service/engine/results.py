@@ -20,6 +20,13 @@ NON_FINITE_LOGITS = (
 # Where float16 is what overflowed, but after all layers, or was asked for too much.
 NON_FINITE_IN_FLOAT16 = f"{NON_FINITE_LOGITS} (float16 holds at most 65504; --dtype bfloat16 holds more)"
 FLOAT16_OVERFLOW = "float16 overflow:"
+# Of an image's rows, what comes before all layers.
+TOWER = EMBEDDING - 1
+_PLACES = {
+    TOWER: "in the vision tower",
+    EMBEDDING: "in the embedding",
+    FINAL_NORM: "in the norm after the last layer",
+}
 # Of N rows: the chosen tokens' log-probabilities [N], the best ids [N, top] and their values [N, top].
 Logprobs = tuple[Tensor, Tensor, Tensor]
 
@@ -82,6 +89,11 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
 def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]) -> None:
     """Errors of the requests one of whose rows overflowed, whether or not it is sampled from."""
     bounds = plan.query_start_loc
+    if plan.images is not None:
+        # Before all layers, rows of images hold what the tower made of them.
+        first_overflow = first_overflow.clone()
+        seen = first_overflow[plan.images.rows]
+        first_overflow[plan.images.rows] = seen.where(seen != EMBEDDING, TOWER)
     for row, begin, end in zip(rows, bounds, bounds[1:], strict=False):
         layer = int(first_overflow[begin:end].min())
         if layer != NO_OVERFLOW:
@@ -90,8 +102,7 @@ def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]
 
 def overflow_error(layer: int) -> str:
     """What a request is told whose hidden states first overflowed there."""
-    places = {EMBEDDING: "in the embedding", FINAL_NORM: "in the norm after the last layer"}
-    place = places.get(layer, f"in layer {layer}")
+    place = _PLACES.get(layer, f"in layer {layer}")
     return (
         f"{FLOAT16_OVERFLOW} hidden states exceeded 65504 {place}; --dtype bfloat16 has room for what this "
         "model computes"

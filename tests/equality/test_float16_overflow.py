@@ -14,11 +14,14 @@ import torch
 
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
-from gpu_service.engine.results import FLOAT16_OVERFLOW, overflow_error
+from gpu_service.engine.results import FLOAT16_OVERFLOW, TOWER, overflow_error
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step import ForwardContext
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, NO_OVERFLOW
 from gpu_service.parallel.steps import RankModelRunner
+from gpu_service.vision.features import ImageEncoder
+from gpu_service.vision.prompt import PreparedImage
+from moebius.config import GpuConfig
 from tests.helpers.built_engine import running_engine
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts
@@ -26,6 +29,8 @@ from tests.helpers.family_answers import family_config
 from tests.helpers.host_graphs import RecordedOperations
 from tests.helpers.overflowing import LAYER, NUM_EXPERTS, check_overflows, make_overflowing
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
+from tests.helpers.tiny_vision_models import IMAGE_TOKEN, noise, write_vision_model
+from tests.helpers.vision_engine import Prompt, vision_engine
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +82,36 @@ def test_all_ranks_hear_of_the_first_layer_of_any_stage() -> None:
         assert found is not None
         assert found.tolist() == [none, 1, 6]
         assert runner.first_overflow(cast(ForwardContext, SimpleNamespace(first_overflow=None))) is None
+
+
+def test_an_image_whose_features_overflow_ends_its_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks end within images here. That its tower made them is said of images, not that tokens did; others
+    get the tokens that they get without it.
+    """
+    write_vision_model("qwen3_vl_moe", tmp_path)
+    prompt = [11, 48, 190, 3, IMAGE_TOKEN, 66, 71, 28]
+    text: Prompt = ([10, 110, 4], [])
+    wide, tall = (prompt, [noise(1, 40, 16)]), (prompt, [noise(2, 16, 32)])
+    small = GpuConfig(page_size=4, num_pages=64, max_num_batched_tokens=16, gpu_threads=1)
+    with vision_engine(tmp_path, small, dtype="float16") as engine:
+        expected = [request.output_token_ids for request in engine.run([wide, text])]
+        original = ImageEncoder.encode
+
+        def encode(self: ImageEncoder, image: PreparedImage) -> torch.Tensor:
+            features = original(self, image)
+            _, height, width = image.grid
+            if height > width:
+                features[0, -1, 5] = torch.inf  # of its last token, which is beyond the first chunk
+            return features
+
+        monkeypatch.setattr(ImageEncoder, "encode", encode)
+        for _ in range(2):
+            found = engine.run([wide, tall, text], may_fail=True)
+            assert [request.error_message for request in found] == ["", overflow_error(TOWER), ""]
+            assert [found[0].output_token_ids, found[2].output_token_ids] == expected
+    assert "in the vision tower;" in overflow_error(TOWER)
 
 
 def test_what_clients_are_told() -> None:
