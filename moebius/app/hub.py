@@ -49,14 +49,20 @@ def hub_model(given: str) -> HubModel | None:
 
 
 def fetch_model(
-    model: HubModel, revision: str, offline: bool, progress: Progress, needs_weights: bool = True
+    model: HubModel,
+    revision: str,
+    offline: bool,
+    progress: Progress,
+    needs_weights: bool = True,
+    check: Callable[[Path], None] = lambda directory: None,
 ) -> Path:
     """The checkpoint's directory, or its (first) GGUF file, in the cache; downloads what is missing there.
 
     `revision`: branch, tag or commit; empty: main. Without `needs_weights` only what describes the model.
+    `check` raises where it is of no use; it is asked when all is there but the safetensors that are missing.
 
     Raises:
-        UserError: naming what is missing, and what can be done.
+        UserError: naming what is missing, and what can be done; and what `check` raises.
     """
     from huggingface_hub import constants
 
@@ -73,8 +79,11 @@ def fetch_model(
         )
     chosen = chosen_files(model, [file.rfilename for file in listed.siblings], needs_weights)
     sizes = {file.rfilename: file.size or 0 for file in listed.siblings if file.rfilename in chosen}
-    snapshot = _fetch(model, revision, listed.sha, sizes, progress)
-    return _place(snapshot, chosen)
+    described = {name: size for name, size in sizes.items() if not name.endswith(_WEIGHTS)}
+    missing = _missing(model, listed.sha, sizes)
+    if "config.json" in described and any(name.endswith(_WEIGHTS) for name in missing):
+        check(_fetch(model, revision, described, _missing(model, listed.sha, described), progress))
+    return _place(_fetch(model, revision, sizes, missing, progress), chosen)
 
 
 def chosen_files(model: HubModel, names: Sequence[str], needs_weights: bool = True) -> list[str]:
@@ -131,17 +140,25 @@ def _listed(model: HubModel, revision: str) -> Any:
         raise UserError(f"{page}: {str(error).splitlines()[0]}") from None
 
 
-def _fetch(model: HubModel, revision: str, commit: str, sizes: dict[str, int], progress: Progress) -> Path:
-    """Downloads what is not in the cache yet. Raises UserError."""
-    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+def _missing(model: HubModel, commit: str, sizes: dict[str, int]) -> dict[str, int]:
+    """Of files those that are not in the cache yet."""
+    from huggingface_hub import try_to_load_from_cache
 
-    missing = {
+    return {
         name: size
         for name, size in sizes.items()
         if not isinstance(try_to_load_from_cache(model.repository, name, revision=commit), str)
     }
+
+
+def _fetch(
+    model: HubModel, revision: str, sizes: dict[str, int], missing: dict[str, int], progress: Progress
+) -> Path:
+    """Downloads what is missing of the files in `sizes`. Raises UserError."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
     cache = Path(constants.HF_HUB_CACHE)
     blobs = cache / f"models--{model.repository.replace('/', '--')}" / "blobs"
     total = sum(missing.values())

@@ -22,7 +22,7 @@ from moebius.models.config import (
 )
 from moebius.models.geometry import MoeGeometry
 from moebius.models.keys import HfKeys
-from moebius.models.registry import FAMILIES, gguf_family
+from moebius.models.registry import FAMILIES, gguf_family, known_families
 from moebius.models.tied_head import has_own_head
 from moebius.models.vision import read_vision
 
@@ -79,6 +79,14 @@ def read_geometry(directory: str | Path, top_k: int | None = None) -> MoeGeometr
     return MoeGeometry.of(_described(Path(directory), ModelOverrides(top_k=top_k)))
 
 
+def check_described(directory: str | Path) -> None:
+    """Raises ModelConfigError where no model of this configuration could be served, whatever is asked for.
+
+    Reads no weights: they need not be there yet.
+    """
+    _described(Path(directory), ModelOverrides(language_model_only=True))
+
+
 def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
     """From the configuration alone: no tensor is read."""
     source = str(directory if is_gguf(directory) else directory / "config.json")
@@ -90,7 +98,7 @@ def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
         raise ModelConfigError(str(error)) from error
     family = FAMILIES.get(hf.string("model_type"))
     if family is None:
-        raise hf.error("model_type", hf.string("model_type"), ", ".join(sorted(FAMILIES)))
+        raise hf.error("model_type", hf.string("model_type"), known_families(hf.string("model_type")))
     config = _apply_overrides(hf, family.read(hf), overrides)
     vision = read_vision(hf, family, wanted=not overrides.language_model_only)
     _check_router(hf, config.moe.router)

@@ -5,6 +5,7 @@ Commands run in processes of their own: the hub's library reads its environment 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -76,10 +77,25 @@ def test_needed_files_once_and_offline(files: dict[str, bytes], tmp_path: Path) 
     assert "give the directory of a copy as MODEL" in err
 
 
-def test_a_download_that_broke_off_goes_on(tmp_path: Path) -> None:
+def test_what_can_not_be_served_is_refused_before_its_weights_are_downloaded(tmp_path: Path) -> None:
+    """Hundreds of gigabytes would come for nothing."""
+    config = json.dumps({"model_type": "deepseek_v41", "text_config": {"hidden_size": 5120}}).encode()
+    with hub_server({NAME: {"config.json": config, "model.safetensors": b"w" * 1000}}) as server:
+        for arguments in (("serve", NAME), ("models", "fetch", NAME)):
+            status, _, err = moebius(server.url, tmp_path, *arguments)
+            assert status == 2
+            # Before it there may be a line about the download.
+            refusal = err.splitlines()[-1]
+            assert "'deepseek_v41' is not supported" in refusal
+            assert "DeepSeek-V4.1 is another architecture" in refusal
+        assert set(server.sent) == {"config.json"}
+
+
+def test_a_download_that_broke_off_goes_on(files: dict[str, bytes], tmp_path: Path) -> None:
     """Bytes that came are not fetched again, by the library's retries or by the next command."""
     weights = os.urandom(24 << 20)  # more than the library writes at once
-    with hub_server({NAME: {"config.json": b"{}", "model.safetensors": weights}}) as server:
+    repository = {"config.json": files["config.json"], "model.safetensors": weights}
+    with hub_server({NAME: repository}) as server:
         server.breaks_after["model.safetensors"] = 22 << 20
         status, out, err = fetch(server, tmp_path)
         if status != 0:

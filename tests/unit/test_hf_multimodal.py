@@ -10,6 +10,7 @@ import pytest
 
 from moebius.checkpoint.config_file import flat_config
 from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.keys import HfKeys
 from moebius.models.read import read_geometry, read_model_config
 
 TEXT: dict[str, Any] = {
@@ -56,6 +57,12 @@ def test_inner_keys_count_before_outer_ones_but_not_when_null() -> None:
     assert flat == {**outer, "hidden_size": 8, "vision_config": {"depth": 2}}
     assert flat_config({"model_type": "outer", "text_config": text})["tie_word_embeddings"] is True
     assert flat_config(outer) == outer
+    # The type of all weights, in either spelling; without it that of the text.
+    typed = {"dtype": "float32"}
+    assert flat_config({"text_config": typed}) == typed
+    for spelling in ("dtype", "torch_dtype"):
+        flat = flat_config({"model_type": "outer", spelling: "bfloat16", "text_config": typed})
+        assert HfKeys("c", flat).string("dtype", "torch_dtype") == "bfloat16"
 
 
 def test_qwen_renormalises_whatever_the_checkpoint_says(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from moebius.models.config import ModelConfig, ModelConfigError, ModelOverrides
 from moebius.models.read import read_model_config
+from tests.helpers.published_checkpoints import Published
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -79,6 +80,11 @@ def test_old_and_new_rope_spellings_agree(tmp_path: Path) -> None:
     ("base", "changes", "message"),
     [
         (QWEN, {"model_type": "llama"}, "model_type = 'llama'.*glm4_moe.*qwen3_moe"),
+        (
+            QWEN,
+            {"model_type": "deepseek_v41"},
+            "'deepseek_v41' is not.*another architecture than DeepSeek-V4",
+        ),
         (QWEN, {"hidden_size": "absent"}, "hidden_size is missing"),
         (QWEN, {"hidden_size": "32"}, "hidden_size = '32'.*integer"),
         (QWEN, {"num_key_value_heads": 3}, "num_key_value_heads = 3.*divisor"),
@@ -101,6 +107,15 @@ def test_what_is_not_supported_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelConfigError, match=message):
         _read(tmp_path, base, **changes)
+
+
+@pytest.mark.parametrize("key", ["engram_layer_ids", "kv_source_layer_ids", "kv_source_layers"])
+def test_deepseek_v4_1_by_the_name_of_v4_is_refused(key: str, tmp_path: Path) -> None:
+    """Which shares keys between layers, and has tables of n-grams: read as V4, it would answer nonsense."""
+    base = Published.load("deepseek-v4-flash").config
+    assert _read(tmp_path, base).model_type == "deepseek_v4"
+    with pytest.raises(ModelConfigError, match=rf"{key} = \[1, 14\] is not supported; allowed: absent"):
+        _read(tmp_path, base, **{key: [1, 14]})
 
 
 def test_overrides_out_of_range_are_refused(tmp_path: Path) -> None:

@@ -69,8 +69,11 @@ def _expert_checkpoint(config: MoebiusConfig, needs_weights: bool) -> Path:
 
 def _downloaded(named: HubModel, config: MoebiusConfig, needs_weights: bool) -> Path:
     """Where it lies in the cache, downloaded with a progress display. Raises UserError."""
+    from moebius.models.read import check_described
+
+    chosen = config.model
     with _download_progress() as progress:
-        return fetch_model(named, config.model.revision, config.model.offline, progress, needs_weights)
+        return fetch_model(named, chosen.revision, chosen.offline, progress, needs_weights, check_described)
 
 
 @contextlib.contextmanager
@@ -244,9 +247,11 @@ def fetch(
     offline: Annotated[bool, typer.Option("--offline", help="Only say where it was downloaded to")] = False,
 ) -> None:
     """Download a model from the Hugging Face hub. Into its cache, as `serve` does; prints where."""
+    from moebius.models.read import check_described
+
     named = hub_model(model)
     if named is None:
         raise UserError(f"{model!r} is not a model name of the Hugging Face hub; allowed: owner/name")
     with _download_progress() as progress:
-        place = fetch_model(named, revision, offline, progress)
+        place = fetch_model(named, revision, offline, progress, check=check_described)
     print(place)

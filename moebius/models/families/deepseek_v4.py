@@ -50,6 +50,17 @@ _HARMLESS = (
     "router_jitter_noise",
 )
 
+# Of DeepSeek-V4.1, another architecture, which some engines read as this family with more keys.
+_OF_V41 = (
+    "candidate_topk_blocks",
+    "engram_layer_ids",
+    "hc_post_alpha",
+    "index_source_layer_ids",
+    "index_source_layers",
+    "kv_source_layer_ids",
+    "kv_source_layers",
+)
+
 
 def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
     """The kind of attention of each layer; numbers beyond the last one are of multi-token prediction."""
@@ -173,6 +184,8 @@ def _read_moe(hf: HfKeys, num_layers: int, limit: float) -> MoeConfig:
 def read_deepseek_v4(hf: HfKeys) -> ModelConfig:
     """DeepSeek-V4-Flash and -Pro."""
     hf.skip(*_HARMLESS)
+    for name in _OF_V41:
+        hf.refuse(name, [])
     hf.refuse("mlp_bias")
     common = read_common(hf, dense_size=0)
     refuse_bias(hf, common)
