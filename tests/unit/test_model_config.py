@@ -115,7 +115,7 @@ def test_deepseek_v4_1_by_the_name_of_v4_is_refused(key: str, tmp_path: Path) ->
     base = Published.load("deepseek-v4-flash").config
     assert _read(tmp_path, base).model_type == "deepseek_v4"
     with pytest.raises(ModelConfigError, match=rf"{key} = \[1, 14\] is not supported; allowed: absent"):
-        _read(tmp_path, base, **{key: [1, 14]})
+        _read(tmp_path, base | {key: [1, 14]})
 
 
 def test_overrides_out_of_range_are_refused(tmp_path: Path) -> None:
