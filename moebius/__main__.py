@@ -30,7 +30,9 @@ def direct(arguments: Sequence[str]) -> Callable[[], object] | None:
         # An eighth of the time that the imports of an engine take; services switch it on when they are done.
         gc.disable()
         from moebius.config_loader import load_config
+        from moebius.limits import check_limits
 
+        check_limits(arguments[0])  # type: ignore[arg-type]  # one of its three
         config = load_config(arguments[2], {})
         if not _is_complete(config):
             from moebius.app.cli import main

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import sys
 
 USER_ERROR_EXIT = 2
@@ -18,9 +20,28 @@ FAILURE_MARK = "moebius: error: "
 """What the last line of a process that could not start begins with."""
 
 
+# How the kernel, Python, C++ and torch say that they got no memory, or no thread, whose stack is memory.
+_NO_MEMORY = re.compile(
+    "allocate memory|out of memory|MemoryError|bad_alloc|start new thread|Resource temporarily unavailable",
+    re.I,
+)
+
+
 def report_failure(cause: str) -> None:
     """Prints why this process ends, as one line on stderr: its last one, which the supervisor repeats."""
-    print(FAILURE_MARK + " ".join(cause.split()), file=sys.stderr, flush=True)
+    print(FAILURE_MARK + " ".join(cause.split()) + shortage(cause), file=sys.stderr, flush=True)
+
+
+def shortage(cause: str) -> str:
+    """Which limit of the process may be behind a failure, to be added to its message; empty: none."""
+    if not _NO_MEMORY.search(cause):
+        return ""
+    limits = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA, "-u": resource.RLIMIT_NPROC}
+    found = {option: resource.getrlimit(limit)[0] for option, limit in limits.items()}
+    said = [f"ulimit {option} is {found[option] >> 20} MiB" for option in ("-v", "-d") if found[option] >= 0]
+    if "thread" in cause and found["-u"] >= 0:
+        said.append(f"ulimit -u is {found['-u']} threads and processes")
+    return f"; {', '.join(said)}: raise what is too low" if said else ""
 
 
 class UserError(Exception):

@@ -20,6 +20,7 @@ import typer
 from moebius.config import MoebiusConfig
 from moebius.config_loader import Leaf, leaves, load_config, printable_config
 from moebius.errors import UserError
+from moebius.limits import check_limits
 
 PrintConfig = Annotated[
     bool, typer.Option("--print-config", help="Print the effective configuration, all settings, at start-up")
@@ -64,8 +65,8 @@ def with_settings(
 
     `section_names` limits the options to those sections (all when empty); a YAML file may hold the whole
     tree in any case. With `model_argument` the leaf `model` is the positional argument MODEL. With
-    `needs_device` a GPU that is asked for and not there is refused before the command imports anything,
-    unless it was given `--dry-run`.
+    `needs_device` too low limits of the process, and a GPU that is asked for and not there, are refused
+    before the command imports anything, unless it was given `--dry-run`.
     """
     chosen = [leaf for leaf in leaves() if not section_names or leaf.section in section_names]
     options = [leaf for leaf in chosen if leaf.name != MODEL_LEAF]
@@ -83,6 +84,7 @@ def with_settings(
             path = values.pop("config_file")
             config = load_config(path, values)
             if needs_device and not own_values.get("dry_run"):
+                check_limits("gpu")
                 check_device(config)
             function(config=config, **own_values)
 

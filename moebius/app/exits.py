@@ -179,6 +179,10 @@ def _user_message(error: Exception) -> str | None:
         return "this needs torch, which is not installed for this Python: `make setup` or `pip install torch`"
     if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home directory"):
         return "a path begins with ~, but that home directory is not known: give the whole path, or set HOME"
+    if isinstance(error, MemoryError):
+        return "MemoryError: there is not enough memory"
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        return str(error)
     if isinstance(error, OSError) and (said := _lacking(error)) is not None:
         return said
     kinds: list[type[BaseException]] = [UserError]
@@ -197,6 +201,8 @@ def _lacking(error: OSError) -> str | None:
         return f"no room left to write{where or ' the output'} ({error.strerror})"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"{error.strerror}{where}: raise `ulimit -n`"
+    if error.errno == errno.ENOMEM:
+        return f"{error.strerror}{where}"
     if isinstance(error, FileNotFoundError) and not error.filename:
         try:
             os.getcwd()

@@ -181,7 +181,7 @@ def files_no_larger_than(nbytes: int) -> Iterator[None]:
 def test_short_shared_memory_is_one_sentence(model: Path) -> None:
     """All of it is taken when it is made, never on first touch; the error names place, need and remedy."""
     segment = planned(model, expert_servers="1")[0].plan.segments[0]
-    message = r"needs \d+ bytes of shared memory .*; /dev/shm .* with \d+ MiB free \(docker: --shm-size"
+    message = r"share \d+ MiB of memory in /dev/shm, but .* needs \d+ bytes .* docker, podman: --shm-size"
     with files_no_larger_than(100_000), pytest.raises(StartupError, match=message):
         segment.create()
     assert not Path("/dev/shm", segment.name).exists()

@@ -9,6 +9,7 @@ import typer
 from moebius.app.cli_options import PrintConfig, print_configuration, with_settings
 from moebius.app.commands.models import check_files, with_checkpoint
 from moebius.config import MoebiusConfig
+from moebius.limits import check_limits
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the memory plan and whether it fits; start nothing")
@@ -93,6 +94,7 @@ def _add_services(app: typer.Typer) -> None:
     @with_settings("model", "images", "gateway", "security", "telemetry")
     def gateway(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
         """Run the HTTP process alone. It serves the engine at --engine-address."""
+        check_limits("gateway")
         config = _prepared(config, print_config)
         from gateway.main import run
 
@@ -106,6 +108,7 @@ def _add_services(app: typer.Typer) -> None:
         What the placement settings put on GPUs is left out; the engine needs the same settings.
         Without MODEL it waits for a gRPC Expert.Load.
         """
+        check_limits("expert")
         config = _prepared(config, print_config, needs_model=False)
         from expert_service.main import run
 

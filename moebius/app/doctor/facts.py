@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moebius.app.supervisor.placement import find_gpus
+from moebius.limits import MOST_FILES
 from moebius.topology import Topology, parse_cpu_list
 
 HUGE_PAGE = 2 << 20
@@ -88,7 +89,7 @@ def read_facts(root: Path = Path("/")) -> Facts:
     known = tuple(node.id for node in topology.nodes)
     allowed = parse_cpu_list(memory_nodes[1]) if memory_nodes else known
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # every process takes what is allowed
     isolated = _text(sys / "devices/system/cpu/isolated")
     governors = {_text(path) for path in sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")}
     version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", _text(proc / "driver/nvidia/version"))
@@ -107,7 +108,7 @@ def read_facts(root: Path = Path("/")) -> Facts:
         swap_bytes=_swap(proc / "swaps"),
         page_size=os.sysconf("SC_PAGE_SIZE"),
         memlock=None if soft == resource.RLIM_INFINITY else soft,
-        open_files=files,
+        open_files=files if files >= 0 else MOST_FILES,
         num_gpus=len(find_gpus(root)),
         gpu_links=read_gpu_links(root),
         driver=version[1] if version else "",

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import structlog
 
+from moebius.app.doctor.facts import Volume, read_volume
 from moebius.app.supervisor.health import (
     GrpcProbe,
     HttpProbe,
@@ -39,7 +40,7 @@ from moebius.app.supervisor.placement import (
     runs_on_gpus,
     usable_cpus,
 )
-from moebius.app.supervisor.runfile import clean_up_stale, own_state_directory
+from moebius.app.supervisor.runfile import SHARED_MEMORY, clean_up_stale, own_state_directory
 from moebius.app.supervisor.weight_files import WeightFile, free_reserved_bytes
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig, Section
@@ -378,13 +379,29 @@ def _mailbox(config: MoebiusConfig, model: MoeGeometry) -> Segment:
         try:
             return Mailbox.create(name, geometry)
         except MailboxError as error:
-            needed_mib = -(-geometry.regions().total // 2**20)
             raise StartupError(
-                f"cannot make the shared memory between the processes: {error}; /dev/shm has to be writable, "
-                f"with {needed_mib} MiB free (docker: --shm-size; else: mount -o remount,size=… /dev/shm)"
+                _shared_memory_problem(geometry.regions().total, str(error), read_volume(SHARED_MEMORY))
             ) from None
 
     return Segment(name, create)
+
+
+def _shared_memory_problem(needed: int, error: str, found: Volume) -> str:
+    """Why the mailbox could not be made, and what mends that; `needed`: its bytes."""
+    needed_mib, free_mib = -(-needed // 2**20), found.free_bytes // 2**20
+    size = f"{1 + needed_mib // 1024}g"
+    reason = error
+    if not found.exists:
+        reason = "it does not exist"
+    elif not found.writable:
+        reason = "it is read-only, or another user's"
+    elif found.free_bytes < needed:
+        reason = f"it holds {found.total_bytes // 2**20} MiB, and {free_mib} MiB are free"
+    return (
+        f"the processes share {needed_mib} MiB of memory in {SHARED_MEMORY}, but {reason}. docker, podman: "
+        f"--shm-size={size}; Kubernetes: an emptyDir with medium: Memory, mounted there; else: "
+        f"mount -o remount,rw,size={size} {SHARED_MEMORY}; or less memory by a smaller --mailbox-rows"
+    )
 
 
 def _socket(directory: Path, name: str) -> str:

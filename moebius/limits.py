@@ -1,0 +1,106 @@
+"""Limits of the system (ulimit, cgroups) below which a process of ours ends in the middle of its start.
+
+They are checked before it begins, by name; what depends on the model is explained when it runs out
+(`errors.report_failure`).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from moebius.errors import UserError
+
+Role = Literal["gateway", "expert", "gpu"]
+"""What a process does; "gpu" also for commands that start all of them."""
+
+# Of a process and its libraries, without any client.
+FEWEST_FILES = 128
+# Clients' connections are files. What is allowed is taken, as other servers do, but not without a bound.
+MOST_FILES = 65536
+# Of address space, without the model: what the libraries and their threads' stacks reserve (bytes).
+FEWEST_BYTES: dict[Role, int] = {"gateway": 1280 << 20, "expert": 1536 << 20, "gpu": 2816 << 20}
+# Of a process's threads; those that compute come on top, as many as CPUs.
+_THREADS: dict[Role, int] = {"gateway": 40, "expert": 40, "gpu": 120}
+
+
+def check_limits(role: Role, root: Path = Path("/")) -> None:
+    """Takes as many open files as are allowed. Raises UserError naming the limit that is too low."""
+    _check_files()
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if 0 <= address_space < FEWEST_BYTES[role]:
+        model = "" if role == "gateway" else " and the size of the model"
+        raise UserError(
+            f"ulimit -v: a process may use {address_space >> 20} MiB of address space; needed: unlimited, or "
+            f"{FEWEST_BYTES[role] >> 20} MiB{model} (batch systems: ask for more memory)"
+        )
+    needed = _THREADS[role] + len(os.sched_getaffinity(0))
+    for limit, left, fix in _thread_limits(root):
+        if left < needed:
+            raise UserError(f"{limit}: {max(0, left)} more threads may be started; needed: {needed}. {fix}")
+
+
+def _check_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < FEWEST_FILES:
+        raise UserError(
+            f"ulimit -n: a process may open {wanted} files; needed: {FEWEST_FILES}, better 65536: each "
+            "client is one (systemd: LimitNOFILE=65536; docker, podman: --ulimit nofile=65536:65536)"
+        )
+
+
+def _thread_limits(root: Path) -> Iterator[tuple[str, int, str]]:
+    """Each limit that there is: its name, how many threads are left, and how it is raised."""
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if processes >= 0 and os.geteuid() != 0:  # root is exempt
+        left = processes - _threads_of(root / "proc", os.getuid())
+        yield "ulimit -u", left, "systemd: LimitNPROC=, docker, podman: --ulimit nproc="
+    for directory in _pid_groups(root):
+        most, now = _number(directory / "pids.max"), _number(directory / "pids.current")
+        if most is not None and now is not None:
+            fix = "docker, podman: --pids-limit; systemd: TasksMax=; Kubernetes: the kubelet's podPidsLimit"
+            yield f"{directory / 'pids.max'} is {most}", most - now, fix
+
+
+def _threads_of(proc: Path, user: int) -> int:
+    """Of all processes of a user."""
+    count = 0
+    for process in proc.glob("[0-9]*"):
+        try:
+            if process.stat().st_uid == user:
+                count += len(os.listdir(process / "task"))
+        except OSError:  # it has ended
+            continue
+    return count
+
+
+def _pid_groups(root: Path) -> list[Path]:
+    """This process's groups of both versions, each with all above it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    base, found = root / "sys/fs/cgroup", []
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "pids" not in controllers.split(","):
+            continue
+        top = base if number == "0" else base / "pids"
+        place = top / path.lstrip("/")
+        found += [directory for directory in (place, *place.parents) if directory.is_relative_to(top)]
+    return found
+
+
+def _number(path: Path) -> int | None:
+    """None: there is no such file, or it says "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
