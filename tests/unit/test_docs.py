@@ -30,7 +30,13 @@ FILE = re.compile(r"(?<![\w./*{<-])([a-z_][\w/]*\.(?:py|cc|h|cu|proto|mk|sh))(?!
 COMMAND = re.compile(r"(?:^|[\s`(/])moebius ((?:[a-z][\w-]*)(?: .*)?)")
 OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
 # Of pytest, pip, containers and other programs, which this test can not ask.
-FOREIGN = {"--help", "--hypothesis-profile", "--no-deps", "--pids-limit", "--shm-size", "--ulimit", "--version"}
+FOREIGN = {"--help", "--hypothesis-profile"} | {
+    "--no-deps",
+    "--pids-limit",
+    "--shm-size",
+    "--ulimit",
+    "--version",
+}
 
 
 def code_of(page: Path) -> Iterator[str]:
