@@ -176,7 +176,8 @@ class MLAttention(nn.Module):
     computed and cached by every rank. `bias` is that of the projections from and to the hidden size; gates
     and sinks are switches of `config`. `layer_id` counts the pipeline stage's layers that attend.
 
-    Without `has_latents`, the layer attends to those of an earlier layer, whose cache `layer_id` names.
+    Without `has_latents`, the layer attends to those of an earlier layer, whose cache `layer_id` names and
+    which `shares_latents`.
     `rotates`: whether part of queries and keys is rotated.
 
     Sparse attention: `selection` is what the model's layers share; a layer without an `indexer` attends to
@@ -194,6 +195,7 @@ class MLAttention(nn.Module):
         indexer: Indexer | None = None,
         selection: StepSelection | None = None,
         has_latents: bool = True,
+        shares_latents: bool = False,
         rotates: bool = True,
     ) -> None:
         super().__init__()
@@ -208,7 +210,7 @@ class MLAttention(nn.Module):
         # Elements of a head's key from the latent, and of the part that all heads share.
         self._shared_dim = 0 if mla.unrotated_from_latent and not rotates else mla.qk_rope_head_dim
         self._nope_dim = mla.qk_head_dim - self._shared_dim
-        self._is_shared = has_latents and bool(mla.latent_sources)
+        self._shares_latents = shares_latents
         latent_rows = {"kv_a_proj_with_mqa": ShardRange.whole(mla.kv_lora_rank + self._shared_dim)}
         self.a_proj: FusedLinear | None = None
         if mla.q_lora_rank is None:
@@ -262,7 +264,7 @@ class MLAttention(nn.Module):
         if backend.non_absorbed:
             if latent is not None and key_rope is not None:
                 of_step = latent, key_rope
-                if self._is_shared:
+                if self._shares_latents:
                     backend.step_latents[self._shared_dim] = of_step
             else:
                 of_step = backend.step_latents[self._shared_dim]

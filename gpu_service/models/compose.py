@@ -170,6 +170,7 @@ def _latent_attention(
             indexer=indexer,
             selection=selection,
             has_latents=source == layer_id,
+            shares_latents=layer_id in sources[layer_id + 1 :],
             rotates=config.shortcut_experts or rotates(first_layer + layer_id),
         )
 

@@ -1,0 +1,37 @@
+"""Invariant: switches agree with transformers also in company; cases that `tests.tools.fuzz_families` found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.gguf_models import reference_logits
+from tests.helpers.paged_runner import load_runner
+from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
+from tests.tolerances import LOGITS_FLOAT32_VS_TRANSFORMERS
+
+PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2, 110, 77, 31, 9, 180, 12, 13, 14, 15]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    # Layer 2 has latents of its own between those of layer 0 and a layer that attends to them.
+    "latents of an earlier layer but one": (
+        "mistral_large4",
+        {"no_rope_layers": [1, 1, 1, 1], "kv_source_layers": [0, 0, 2, 0]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Whole and in chunks."""
+    name, changes = CASES[case]
+    tiny = TINY_MODELS[name]
+    reference = write_tiny_model(replace(tiny, changes=tiny.changes | changes), tmp_path, seed=3)
+    expected = reference_logits(reference, PROMPT)
+    runner = load_runner(tmp_path)
+    for chunk in (None, 4):
+        _, logits = runner.prefill(PROMPT, chunk=chunk)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
