@@ -24,8 +24,10 @@ from gguf import (
 )
 from numpy.typing import NDArray
 
-from tests.helpers.gguf_linear import Converted, linear_tensors
+from tests.helpers.gguf_conversion import Converted
+from tests.helpers.gguf_linear import linear_tensors
 from tests.helpers.gguf_metadata import ARCHITECTURES, NEWER, write_metadata
+from tests.helpers.gguf_newer import ARCHITECTURES_OF_TODAY, newer_tensors
 
 FLOATS = ("F32", "F16", "BF16")
 # Position of the float16 factors in a block of types that the package can only dequantise.
@@ -158,14 +160,33 @@ def _converted(
 
 
 def _text_config(model: Any) -> Any:
-    """Of the language model: transformers has Step-3.5 inside of its successor."""
-    return model.config.get_text_config() if model.config.model_type == "step3p7" else model.config
+    """Of the language model, which transformers may have inside of another."""
+    inner = model.config.get_text_config()
+    is_inside = model.config.model_type == "step3p7" or inner.model_type in ARCHITECTURES_OF_TODAY
+    return inner if is_inside else model.config
+
+
+def _gguf_names(config: Any, architecture: str) -> Any:
+    """The package's table of the architecture; None: it has none."""
+    if config.model_type in ARCHITECTURES_OF_TODAY:
+        return None
+    return get_tensor_name_map(_package_architecture(config, architecture), config.num_hidden_layers)
+
+
+def _package_architecture(config: Any, architecture: str) -> MODEL_ARCH:
+    return MODEL_ARCH[architecture or ARCHITECTURES[config.model_type]]
+
+
+def _architecture(config: Any, architecture: str) -> str:
+    """`general.architecture`."""
+    own = NEWER.get(config.model_type)
+    return own or MODEL_ARCH_NAMES[_package_architecture(config, architecture)]
 
 
 def _text_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Names of the language model by itself."""
     for name, values in model.state_dict().items():
-        if not name.startswith(("model.vision", "model.multi_modal_projector")):
+        if not name.startswith(("model.vision", "model.visual", "model.multi_modal_projector")):
             yield name.replace("model.language_model.", "model."), values
 
 
@@ -176,14 +197,19 @@ def gguf_tensors(
     """Stored arrays and their types by GGUF name; rounds the model's own weights to what they say."""
     random = np.random.default_rng(7)
     config = _text_config(model)
-    arch = MODEL_ARCH[architecture or ARCHITECTURES[config.model_type]]
-    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    names = _gguf_names(config, architecture)
     found: dict[str, tuple[NDArray[Any], str]] = {}
     for name, values in _text_tensors(model):
         is_copy = name == "lm_head.weight" and config.tie_word_embeddings
+        if name.endswith(".tid2eid"):
+            layer = name.split(".")[2]
+            found[f"blk.{layer}.ffn_gate_tid2eid.weight"] = values.numpy().astype(np.int32), "I32"
         if is_copy or not values.is_floating_point():
             continue
-        linear = list(linear_tensors(config, name, values.shape, latent_split))
+        if names is None:
+            linear = list(newer_tensors(config, name, values.shape))
+        else:
+            linear = list(linear_tensors(config, name, values.shape, latent_split))
         if linear:
             found |= {_named(names, one): _converted(values, one, types, names, random) for one in linear}
             continue
@@ -248,13 +274,11 @@ def write_gguf(
     `describe`: adds metadata.
     """
     config = _text_config(model)
-    arch = MODEL_ARCH[architecture or ARCHITECTURES[config.model_type]]
-    architecture_name = NEWER.get(config.model_type, MODEL_ARCH_NAMES[arch])
-    writer = GGUFWriter(path, architecture_name, split_max_tensors=max_tensors)
+    writer = GGUFWriter(path, _architecture(config, architecture), split_max_tensors=max_tensors)
     write_metadata(writer, config, latent_split=latent_split, prediction_layers=int(prediction_layer))
     if describe is not None:
         describe(writer)
-    if arch == MODEL_ARCH.QWEN3VLMOE:
+    if architecture == "QWEN3VLMOE":
         writer.add_rope_dimension_sections([3, 3, 2, 0])
         writer.add_num_deepstack_layers(3)
     tensors = gguf_tensors(model, types, latent_split=latent_split, architecture=architecture)

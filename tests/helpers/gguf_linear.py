@@ -6,32 +6,13 @@ that values that were quantised find their way back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from tests.helpers.gguf_conversion import Converted, Function, same
 from tests.helpers.gguf_metadata import LINEAR, MAMBA2
-
-Function = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _same(values: torch.Tensor) -> torch.Tensor:
-    return values
-
-
-@dataclass(frozen=True)
-class Converted:
-    """One tensor of the file."""
-
-    # As the package's table knows it; `gguf`: its name in the file.
-    name: str
-    # int64, in the stored shape: positions in the flattened weights.
-    places: torch.Tensor
-    forward: Function = _same
-    backward: Function = _same
-    gguf: bool = False
 
 
 def _tiled(config: Any, places: torch.Tensor, axis: int = 0) -> torch.Tensor:
@@ -130,7 +111,7 @@ def _qwen4_tensors(config: Any, name: str, places: torch.Tensor) -> Iterator[Con
     if last in _MIXED:
         kind = {"attn_hyper_connection": "hc_attn", "mlp_hyper_connection": "hc_ffn"}
         stem = f"{block}.{kind[module.rpartition('.')[2]]}" if ".layers." in name else "output_hc"
-        forward, backward = plus_one if last == "hc_norm" else (_same, _same)
+        forward, backward = plus_one if last == "hc_norm" else (same, same)
         yield Converted(f"{stem}_{_MIXED[last]}.weight", places, forward, backward, gguf=True)
     elif last == "index_qk_proj":
         rows = config.indexer_n_heads * config.indexer_head_dim

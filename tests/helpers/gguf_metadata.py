@@ -10,6 +10,7 @@ from gguf import ExpertGatingFuncType, GGUFValueType, GGUFWriter, RopeScalingTyp
 
 from moebius.models.attention_config import NGramConfig
 from moebius.models.ngrams import hash_factors, hash_primes
+from tests.helpers.gguf_newer import ARCHITECTURES_OF_TODAY, write_newer
 
 # Names in gguf.MODEL_ARCH.
 ARCHITECTURES = {
@@ -43,6 +44,7 @@ ARCHITECTURES = {
 # Architectures that the package does not know, here with the one whose names it has for most tensors.
 NEWER = {"qwen4_exp_text": "qwen4exp"}
 ARCHITECTURES["qwen4_exp_text"] = "QWEN35MOE"
+NEWER |= ARCHITECTURES_OF_TODAY
 _SIGMOID = ("afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm_moe_dsa", "minimax_m2")
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm_moe_dsa", "mistral4")
 LINEAR = ("qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text")
@@ -70,6 +72,9 @@ def write_metadata(
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
     writer.add_pad_token_id(config.pad_token_id)
+    if kind in ARCHITECTURES_OF_TODAY:
+        write_newer(writer, config)
+        return
     if kind in _SIGMOID:
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if kind in MAMBA2:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.helpers.gguf_files import GgufTypes, write_gguf
+from tests.helpers.gguf_newer_models import NEWER_CASES
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
 
@@ -578,6 +579,7 @@ CASES: dict[str, GgufModelCase] = {
         },
     ),
 }
+CASES |= {name: GgufModelCase(**fields) for name, fields in NEWER_CASES.items()}
 
 
 @dataclass(frozen=True)

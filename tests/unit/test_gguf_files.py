@@ -83,8 +83,8 @@ def test_what_is_not_gguf_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Path) -> None:
     path = small_file(tmp_path / "m.gguf", "gemma3")
-    refused(path, "general.architecture is 'gemma3'; allowed: afmoe, deepseek2, .*qwen3moe")
-    refused(small_file(tmp_path / "v32.gguf", "deepseek32"), "general.architecture is 'deepseek32'")
+    refused(path, "general.architecture is 'gemma3'; allowed: afmoe, bailingmoe3, .*qwen3moe")
+    refused(small_file(tmp_path / "k3.gguf", "kimi-k3"), "general.architecture is 'kimi-k3'")
     with pytest.raises(ModelConfigError, match="gemma3"):
         read_model_config(path)
     refused(small_file(tmp_path / "dense.gguf", "llama", 0), "llama.expert_count is 0")
@@ -126,6 +126,12 @@ def test_an_unknown_type_is_named_with_its_tensor(kind: int, tmp_path: Path) -> 
     known = {member.value: member.name for member in GGMLQuantizationType}
     message = f"'token_embd.weight' is of GGUF type {known.get(kind, kind)}; allowed: F32, .*Q6_K"
     refused(small_file(tmp_path / "m.gguf", kind=kind), message)
+
+
+def test_a_table_that_is_not_of_whole_numbers_is_refused(tmp_path: Path) -> None:
+    """What a token's id alone chooses are experts' numbers."""
+    path = small_file(tmp_path / "m.gguf", "deepseek4", name="blk.0.ffn_gate_tid2eid.weight")
+    refused(path, r"'blk.0.ffn_gate_tid2eid.weight' is F32; allowed: I32")
 
 
 def test_rows_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:

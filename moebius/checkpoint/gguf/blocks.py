@@ -19,6 +19,8 @@ from moebius.checkpoint.gguf.decoders import DECODERS
 
 # As safetensors headers spell what needs no arithmetic.
 FLOAT_TYPES: Mapping[str, str] = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+# Whole numbers, of which few architectures have tables.
+INTEGER_TYPES: Mapping[str, str] = {"I32": "I32"}
 # Those that are quantised, as far as published files have them and the package decodes them.
 QUANTISED_TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
@@ -43,6 +45,11 @@ class BlockType:
         """Whether it stores floats as they are."""
         return self.name in FLOAT_TYPES
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether it stores whole numbers as they are."""
+        return self.name in INTEGER_TYPES
+
     def pieces(self, count: int) -> Iterator[slice]:
         """Of `count` blocks, such that arithmetic on one stays in a core's cache."""
         step = max(1, _CHUNK // self.weights)
@@ -62,11 +69,18 @@ class BlockType:
 @cache
 def _block_types() -> Mapping[int, BlockType]:
     found: dict[int, BlockType] = {}
-    for name in (*FLOAT_TYPES, *QUANTISED_TYPES):
+    for name in (*FLOAT_TYPES, *INTEGER_TYPES, *QUANTISED_TYPES):
         kind = GGMLQuantizationType[name]
         weights, nbytes = GGML_QUANT_SIZES[kind]
         found[kind.value] = BlockType(name, weights, nbytes)
     return found
+
+
+def unusable(kind: object, tensor: str) -> CheckpointError:
+    """The error for a tensor of a type that no weight is read of."""
+    return CheckpointError(
+        f"tensor {tensor!r} is of GGUF type {kind}; allowed: {', '.join((*FLOAT_TYPES, *QUANTISED_TYPES))}"
+    )
 
 
 def block_type(number: int, tensor: str) -> BlockType:
@@ -74,8 +88,5 @@ def block_type(number: int, tensor: str) -> BlockType:
     found = _block_types().get(number)
     if found is None:
         known = {kind.value: kind.name for kind in GGMLQuantizationType}
-        raise CheckpointError(
-            f"tensor {tensor!r} is of GGUF type {known.get(number, number)}; "
-            f"allowed: {', '.join(kind.name for kind in _block_types().values())}"
-        )
+        raise unusable(known.get(number, number), tensor)
     return found

@@ -81,6 +81,12 @@ MLA_KEYS = DEEPSEEK_KEYS | {
     "attention.q_lora_rank": "q_lora_rank",
 }
 
+INDEXED_KEYS = MLA_KEYS | {
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+}
+
 
 def rotated(keys: MetadataKeys, config: Config) -> Config:
     """The part of a head that is rotated; without a key all of it."""
@@ -115,6 +121,38 @@ def latent(keys: MetadataKeys, config: Config) -> Config:
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": query - rope,
         "v_head_dim": value,
+    }
+
+
+def indexed(keys: MetadataKeys, config: Config) -> Config:
+    """`latent`, where layers that choose tokens have an indexer; others take over an earlier one's choice."""
+    count = config["num_hidden_layers"]
+    name = "attention.indexer.types"
+    keys.skip(name)
+    listed = keys.model.value(name)
+    if listed is not None and (not isinstance(listed, list) or len(listed) < count):
+        raise keys.error(name, listed, f"true or false for each of {count} layers")
+    own = keys.layers_with("indexer.attn_k.weight")
+    full = [layer in own for layer in range(count)] if listed is None else listed[:count]
+    return latent(keys, config) | {"indexer_types": ["full" if one else "shared" for one in full]}
+
+
+def linear_layers(keys: MetadataKeys) -> list[int]:
+    """Layers with a decay, which have linear attention. Raises CheckpointError where there are none."""
+    own = keys.layers_with("ssm_a")
+    if not own:
+        raise keys.error("block_count", keys.integer("block_count"), "a layer with ssm_a")
+    return own
+
+
+def linear_heads_of(keys: MetadataKeys, linear: list[int]) -> Config:
+    """Sizes of Kimi Delta Attention, of as many heads as the queries of its layers say."""
+    head_dim = keys.integer("kda.head_dim")
+    rows = keys.model.tensors[f"blk.{linear[0]}.attn_q.weight"].shape[0]
+    return {
+        "head_dim": head_dim,
+        "num_heads": rows // head_dim,
+        "short_conv_kernel_size": keys.integer("ssm.conv_kernel"),
     }
 
 

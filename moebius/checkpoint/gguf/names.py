@@ -26,6 +26,8 @@ from typing import Literal
 #   axes_decay   decays that here have the shape [1, 1, heads, 1]
 #   taps         a convolution's weights, here with an axis of one input channel
 #   channel_taps the same of a convolution over another number of channels
+#   flat_log     numbers of decays whose logarithm is here
+#   table        whole numbers, as they are
 #   gate_half    the gate matrix of what here is one matrix of gates, then ups
 #   up_half      the other one
 #   first_rows   what comes first of a matrix whose rows are in two
@@ -46,6 +48,8 @@ Change = Literal[
     "flat",
     "flat_decay",
     "axes_decay",
+    "flat_log",
+    "table",
     "taps",
     "channel_taps",
     "gate_half",
@@ -142,6 +146,41 @@ ONE_PLUS_WEIGHT_NORM_RULES = (
     gguf_layer("attn_q_norm.weight", "self_attn.q_norm.weight", "one_plus_weight"),
     gguf_layer("attn_k_norm.weight", "self_attn.k_norm.weight", "one_plus_weight"),
     gguf_layer("ssm_norm.weight", "linear_attn.norm.weight"),
+)
+
+# Of families that choose tokens as DeepSeek-V3.2 does.
+INDEXER_RULES = (
+    *gguf_linear("indexer.attn_q_b", "self_attn.indexer.wq_b"),
+    *gguf_linear("indexer.attn_k", "self_attn.indexer.wk"),
+    *gguf_linear("indexer.k_norm", "self_attn.indexer.k_norm", *BOTH),
+    *gguf_linear("indexer.proj", "self_attn.indexer.weights_proj"),
+)
+# Of Kimi Delta Attention, but for its decays, whose shapes and signs differ from family to family.
+KDA_RULES = (
+    *(
+        gguf_layer(f"ssm_conv1d_{part}.weight", f"self_attn.{part}_conv1d.weight", "channel_taps")
+        for part in ("q", "k", "v")
+    ),
+    *gguf_linear("ssm_beta", "self_attn.b_proj"),
+    gguf_layer("ssm_dt.bias", "self_attn.dt_bias"),
+    *gguf_linear("ssm_norm", "self_attn.o_norm"),
+)
+# Of its decays and gates that come through a bottleneck.
+KDA_BOTTLENECK_RULES = (
+    *gguf_linear("ssm_f_a", "self_attn.f_a_proj"),
+    *gguf_linear("ssm_f_b", "self_attn.f_b_proj"),
+    *gguf_linear("ssm_g_a", "self_attn.g_a_proj"),
+    *gguf_linear("ssm_g_b", "self_attn.g_b_proj"),
+)
+_HYPER_PARTS = ("fn", "base", "scale")
+# Of hyper-connections: within layers, and what is mixed last.
+HYPER_RULES = (
+    *(
+        gguf_layer(f"hc_{half}_{part}.weight", f"{half}_hc.{part}")
+        for half in ("attn", "ffn")
+        for part in _HYPER_PARTS
+    ),
+    *(gguf_top(f"output_hc_{part}.weight", f"model.hc_head.hc_{part}") for part in _HYPER_PARTS),
 )
 
 

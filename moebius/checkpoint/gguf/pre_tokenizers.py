@@ -69,19 +69,35 @@ class PreTokenizer:
         return pre_tokenizers.Sequence([*cuts, spell])
 
 
+# Line breaks stay together, apart from all else.
+_LAGUNA = (r"[^\n]+|\n+", _words(r"\p{N}"))
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+)
+_SINGLE_DIGITS = PreTokenizer((_words(r"\p{N}"),))
 _QWEN2 = PreTokenizer((_words(r"\p{N}"),), composes=True)
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "bailingmoe": PreTokenizer(_BAILING),
+    "bailingmoe2": PreTokenizer(_BAILING),
     "chatglm-bpe": PreTokenizer(_THREE_DIGITS),
     "deepseek-r1-qwen": _QWEN2,
     "deepseek-v3": PreTokenizer(_DEEPSEEK_V3),
     "glm4": PreTokenizer(_THREE_DIGITS),
+    "glm5": PreTokenizer(_THREE_DIGITS),
     "gpt-2": PreTokenizer(),
     "gpt-4o": PreTokenizer(_GPT_4O),
+    "hunyuan": _SINGLE_DIGITS,
+    "hunyuan-dense": PreTokenizer(_DEEPSEEK_V3),
+    "hy_v4": PreTokenizer(_DEEPSEEK_V3),
+    "joyai-llm": PreTokenizer(_DEEPSEEK_V3),
     "kimi-k2": PreTokenizer(_KIMI_K2),
+    "laguna": PreTokenizer(_LAGUNA),
     "llama-bpe": PreTokenizer(_THREE_DIGITS),
     "minimax-m2": PreTokenizer(_GPT_4O),
     "olmo": PreTokenizer(composes=True),
     "qwen2": _QWEN2,
     "qwen35": PreTokenizer((_MARKED_WORDS,), composes=True),
     "smollm": PreTokenizer(single_digits=True),
+    "solar-open": _SINGLE_DIGITS,
 }

@@ -92,6 +92,10 @@ def _log_of_negative(values: Floats) -> Floats:
     return np.log(-values)
 
 
+def _log(values: Floats) -> Floats:
+    return np.log(values)
+
+
 def _applied(function: Callable[[Floats], Floats]) -> Callable[[GgufModel, TensorInfo], TensorInfo]:
     def change(model: GgufModel, info: TensorInfo) -> TensorInfo:
         return replace(info, dtype="F32", derived=Applied(info, function))
@@ -189,6 +193,7 @@ _STEPS: Mapping[Change, tuple[_Step, ...]] = {
     "decay": (_applied(_log_of_negative),),
     "flat": (_flat,),
     "flat_decay": (_flat, _applied(_log_of_negative)),
+    "flat_log": (_flat, _applied(_log)),
     "axes_decay": (_axes, _applied(_log_of_negative)),
     "taps": (_taps,),
     "channel_taps": (_channel_taps,),

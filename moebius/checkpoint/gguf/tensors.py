@@ -9,7 +9,7 @@ from pathlib import Path
 from moebius.checkpoint.derived import DerivedValues
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.block_parts import BLOCK_PARTS
-from moebius.checkpoint.gguf.blocks import FLOAT_TYPES
+from moebius.checkpoint.gguf.blocks import FLOAT_TYPES, INTEGER_TYPES, unusable
 from moebius.checkpoint.gguf.model import GgufModel, StoredBlocks
 from moebius.checkpoint.gguf.names import Change, GgufRule, canonical_name
 from moebius.checkpoint.gguf.rearranged import is_part, merged, rearranged
@@ -82,14 +82,32 @@ def _tensors(model: GgufModel, stored: StoredBlocks, name: str, change: Change) 
     """The tensor, or the several that a packed format takes it as."""
     if _is_packed(model, stored, name):
         return _packed(stored, name)
+    if change == "table":
+        return {name: _in_integers(stored, name)}
     return {name: rearranged(model, in_floats(stored, name), change)}
 
 
+def _in_integers(stored: StoredBlocks, name: str) -> TensorInfo:
+    """The tensor as it lies. Raises CheckpointError unless it has whole numbers."""
+    if not stored.type.is_integer:
+        raise CheckpointError(
+            f"{stored.file}: tensor {stored.name!r} is {stored.type.name}; "
+            f"allowed: {', '.join(INTEGER_TYPES)}"
+        )
+    kind = INTEGER_TYPES[stored.type.name]
+    return TensorInfo(name, stored.file, kind, stored.shape, stored.offset, stored.nbytes)
+
+
 def in_floats(stored: StoredBlocks, name: str) -> TensorInfo:
-    """The tensor in floats: as they lie, or dequantised when they are read."""
+    """The tensor in floats: as they lie, or dequantised when they are read.
+
+    Raises CheckpointError naming a tensor of whole numbers, or a quantised one of one axis or of four.
+    """
     if stored.type.is_float:
         kind = FLOAT_TYPES[stored.type.name]
         return TensorInfo(name, stored.file, kind, stored.shape, stored.offset, stored.nbytes)
+    if stored.type.is_integer:
+        raise unusable(stored.type.name, stored.name)
     if len(stored.shape) not in (2, 3):
         raise CheckpointError(
             f"{stored.file}: tensor {stored.name!r} of {len(stored.shape)} axes is {stored.type.name}; "

@@ -5,12 +5,26 @@ Sources: the configuration class and the checkpoint conversion of transformers 5
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from moebius.checkpoint.gguf.family import (
+    MLA_KEYS,
+    Config,
+    GgufFamily,
+    latent,
+    linear_heads_of,
+    linear_layers,
+)
+from moebius.checkpoint.gguf.names import KDA_RULES, GgufRule, gguf_layer, gguf_linear
 from moebius.models.common import FULL, listed_or_after_dense, read_biased_router, read_mtp_layers
 from moebius.models.config import LinearAttentionConfig, ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla_common, read_moe
 from moebius.models.names import ROTARY, TensorNames, rename
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 LINEAR = "linear_attention"
 # Of training; sizes that follow from other keys.
@@ -62,6 +76,39 @@ def read_bailing_hybrid(hf: HfKeys) -> ModelConfig:
     )
 
 
+def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
+    """Layers with a decay have linear attention; shared experts are as wide as routed ones."""
+    if keys.get("kda.safe_gate") is False:
+        raise keys.error("kda.safe_gate", False, "true")
+    shared = config["n_shared_experts"] * config["moe_intermediate_size"]
+    if keys.integer("expert_shared_feed_forward_length", shared) != shared:
+        found = keys.integer("expert_shared_feed_forward_length")
+        raise keys.error("expert_shared_feed_forward_length", found, f"{shared}")
+    for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+        if keys.get(name):
+            raise keys.error(name, keys.get(name), "0 in all layers")
+    # Zeros where attention is linear, which decays say as well.
+    keys.skip("attention.head_count_kv")
+    linear, count = linear_layers(keys), config["num_hidden_layers"]
+    sizes = linear_heads_of(keys, linear)
+    return latent(keys, config) | {
+        "layer_types": [LINEAR if layer in linear else FULL for layer in range(count)],
+        "linear_head_dim": sizes["head_dim"],
+        "short_conv_kernel_size": sizes["short_conv_kernel_size"],
+        "kda_lower_bound": keys.get("kda.gate_lower_bound"),
+    }
+
+
+_GGUF_RULES = (
+    # Decays and gates without a bottleneck, under the names of its first half.
+    *gguf_linear("ssm_f_a", "self_attn.f_proj"),
+    *gguf_linear("ssm_g_a", "self_attn.g_proj"),
+    *gguf_linear("attn_gate", "self_attn.g_proj"),
+    gguf_layer("ssm_a", "self_attn.A_log", "flat_log"),
+    *KDA_RULES,
+    # Norms of multi-token prediction.
+    GgufRule(r"blk\.\d+\.layer_output_norm\.weight", None, ("blk.42.layer_output_norm.weight", None)),
+)
 _LAYER = "model.layers.*."
 FAMILIES = (
     Family(
@@ -76,6 +123,16 @@ FAMILIES = (
                 rename(_LAYER + "mlp.gate.expert_bias", _LAYER + "mlp.gate.e_score_correction_bias"),
             ),
             mtp_layers=True,
+        ),
+        gguf=(
+            GgufFamily(
+                "bailingmoe3",
+                MLA_KEYS,
+                2,
+                derive=_gguf_config,
+                rules=_GGUF_RULES,
+                by_layer=("attention.head_count_kv",),
+            ),
         ),
     ),
 )

@@ -7,10 +7,9 @@ the configuration classes of transformers 5.23.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from moebius.checkpoint.gguf.family import MLA_KEYS, Config, GgufFamily, deepseek_yarn, latent
-from moebius.checkpoint.gguf.names import BOTH, gguf_linear
+from moebius.checkpoint.gguf.family import INDEXED_KEYS, GgufFamily, deepseek_yarn, indexed, latent
+from moebius.checkpoint.gguf.names import INDEXER_RULES
 from moebius.models.attention_config import IndexerConfig
 from moebius.models.common import listed_or_after_dense, read_mtp_layers
 from moebius.models.config import ModelConfig
@@ -18,9 +17,6 @@ from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla_common, read_moe, read_v3_router
 from moebius.models.names import ROTARY, TensorNames
-
-if TYPE_CHECKING:
-    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 _FULL, _SHARED = "full", "shared"
 _PATTERN = {"F": _FULL, "S": _SHARED}
@@ -107,28 +103,22 @@ def read_glm_moe_dsa(hf: HfKeys) -> ModelConfig:
     return _read_sparse(hf, shares=True, interleaved=True)
 
 
-_INDEXED_KEYS = MLA_KEYS | {
-    "attention.indexer.head_count": "index_n_heads",
-    "attention.indexer.key_length": "index_head_dim",
-    "attention.indexer.top_k": "index_topk",
-}
-
-
-def _indexed(keys: MetadataKeys, config: Config) -> Config:
-    """Layers that choose tokens have an indexer; others take over what an earlier one chose."""
-    count = config["num_hidden_layers"]
-    name = "attention.indexer.types"
-    keys.skip(name)
-    listed = keys.model.value(name)
-    if listed is not None and (not isinstance(listed, list) or len(listed) < count):
-        raise keys.error(name, listed, f"true or false for each of {count} layers")
-    own = keys.layers_with("indexer.attn_k.weight")
-    full = [layer in own for layer in range(count)] if listed is None else listed[:count]
-    return latent(keys, config) | {"indexer_types": ["full" if one else "shared" for one in full]}
-
-
 FAMILIES = (
-    Family("deepseek_v32", read_deepseek_v32, TensorNames((ROTARY,), mtp_layers=True)),
+    Family(
+        "deepseek_v32",
+        read_deepseek_v32,
+        TensorNames((ROTARY,), mtp_layers=True),
+        gguf=(
+            GgufFamily(
+                "deepseek32",
+                INDEXED_KEYS,
+                2,
+                derive=latent,
+                yarn=deepseek_yarn,
+                rules=INDEXER_RULES,
+            ),
+        ),
+    ),
     Family(
         "glm_moe_dsa",
         read_glm_moe_dsa,
@@ -136,16 +126,11 @@ FAMILIES = (
         gguf=(
             GgufFamily(
                 "glm-dsa",
-                _INDEXED_KEYS,
+                INDEXED_KEYS,
                 2,
-                derive=_indexed,
+                derive=indexed,
                 yarn=deepseek_yarn,
-                rules=(
-                    *gguf_linear("indexer.attn_q_b", "self_attn.indexer.wq_b"),
-                    *gguf_linear("indexer.attn_k", "self_attn.indexer.wk"),
-                    *gguf_linear("indexer.k_norm", "self_attn.indexer.k_norm", *BOTH),
-                    *gguf_linear("indexer.proj", "self_attn.indexer.weights_proj"),
-                ),
+                rules=INDEXER_RULES,
             ),
         ),
     ),

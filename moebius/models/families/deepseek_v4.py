@@ -7,8 +7,10 @@ published name attention by `compress_ratios`, those that transformers writes by
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from moebius.checkpoint.gguf.family import DEEPSEEK_KEYS, Config, GgufFamily
+from moebius.checkpoint.gguf.names import HYPER_RULES, GgufRule, gguf_layer, gguf_linear
 from moebius.models.attention_config import CompressedAttentionConfig, HyperConnectionConfig
 from moebius.models.common import read_common, read_mtp_layers, refuse_bias
 from moebius.models.config import (
@@ -22,6 +24,9 @@ from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.names import MTP, TensorNames, rename
 from moebius.models.rope import read_rope
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 _SLIDING, _SPARSE, _HEAVY = (
     "sliding_attention",
@@ -253,6 +258,62 @@ _RULES = tuple(
     for stored, canonical in names.items()
 )
 
+_GGUF_KEYS = DEEPSEEK_KEYS | {
+    "attention.compress_rope_freq_base": "compress_rope_theta",
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+    "attention.output_group_count": "o_groups",
+    "attention.output_lora_rank": "o_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "expert_weights_norm": "norm_topk_prob",
+    "hash_layer_count": "num_hash_layers",
+    "hyper_connection.count": "hc_mult",
+    "hyper_connection.epsilon": "hc_eps",
+    "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+    "rope.dimension_count": "qk_rope_head_dim",
+    "swiglu_clamp_exp": "swiglu_limit",
+}
+
+
+def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
+    """Rates of layers are listed as published, those of multi-token prediction may follow."""
+    # The width of all streams; and a factor of rotation that llama.cpp takes out again.
+    keys.skip("embedding_length_out", "rope.scaling.yarn_attn_factor")
+    limit, shared = config.get("swiglu_limit"), keys.get("swiglu_clamp_shexp")
+    if shared not in (None, limit):
+        raise keys.error("swiglu_clamp_shexp", shared, f"what swiglu_clamp_exp is, {limit}")
+    ratios = keys.listed("attention.compress_ratios", config["num_hidden_layers"])
+    return {"compress_ratios": ratios}
+
+
+_GGUF_COMPRESSOR = {"kv": "wkv", "gate": "wgate", "norm": "norm"}
+_GGUF_RULES = (
+    *HYPER_RULES,
+    *gguf_linear("attn_q_a_norm", "self_attn.q_a_norm"),
+    *gguf_linear("attn_kv", "self_attn.kv_proj"),
+    *gguf_linear("attn_kv_a_norm", "self_attn.kv_norm"),
+    *gguf_linear("attn_output_a", "self_attn.o_a_proj"),
+    *gguf_linear("attn_output_b", "self_attn.o_b_proj"),
+    *(
+        rule
+        for prefix, module in (("attn", "self_attn"), ("indexer", "self_attn.indexer"))
+        for rule in (
+            *(
+                one
+                for stored, canonical in _GGUF_COMPRESSOR.items()
+                for one in gguf_linear(f"{prefix}_compressor_{stored}", f"{module}.compressor.{canonical}")
+            ),
+            gguf_layer(f"{prefix}_compressor_ape.weight", f"{module}.compressor.ape"),
+        )
+    ),
+    *gguf_linear("indexer.attn_q_b", "self_attn.indexer.wq_b"),
+    *gguf_linear("indexer.proj", "self_attn.indexer.weights_proj"),
+    gguf_layer("ffn_gate_tid2eid.weight", "mlp.gate.tid2eid", "table"),
+    # Corrects the choice for tokens of images, which are not served.
+    GgufRule(r"blk\.\d+\.exp_probs_b_vl\.bias", None, ("blk.3.exp_probs_b_vl.bias", None)),
+)
+
 FAMILIES = (
     Family(
         "deepseek_v4",
@@ -261,5 +322,6 @@ FAMILIES = (
             (MTP, *_RULES, *(rename(stored, canonical) for stored, canonical in _TOP.items())),
             layouts=("per_expert_ffn",),
         ),
+        gguf=(GgufFamily("deepseek4", _GGUF_KEYS, 4, derive=_gguf_config, rules=_GGUF_RULES),),
     ),
 )

@@ -8,8 +8,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from moebius.checkpoint.gguf.family import (
+    INDEXED_KEYS,
+    Config,
+    GgufFamily,
+    latent,
+    linear_heads_of,
+    linear_layers,
+)
+from moebius.checkpoint.gguf.names import (
+    HYPER_RULES,
+    INDEXER_RULES,
+    KDA_BOTTLENECK_RULES,
+    KDA_RULES,
+    gguf_layer,
+)
 from moebius.models.attention_config import HyperConnectionConfig, IndexerConfig, MlaConfig
 from moebius.models.common import read_common, read_from_section, read_mtp_layers
 from moebius.models.config import (
@@ -22,6 +37,9 @@ from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla, read_moe, read_v3_router
 from moebius.models.names import TEXT, VISION, VISUAL, TensorNames, rename
 from moebius.models.vision import read_grid_vision
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 _LINEAR, _FULL, _SHARED = "linear_attention", "full", "shared"
 _INDEXED = ("indexed_attention", "full_attention")
@@ -173,11 +191,61 @@ _HYPER = tuple(
     for part in ("fn", "base", "scale")
 )
 
+_GGUF_KEYS = INDEXED_KEYS | {
+    "attention.indexer.kpool": "index_kpool",
+    "attention.indexer.kpool_select_tail": "index_kpool_always_select_tail",
+    "hyper_connection.count": "hc_mult",
+    "hyper_connection.epsilon": "hc_eps",
+    "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+    "swiglu_clamp_exp": "swiglu_limit",
+}
+_INDEXER_EPSILON = 1e-6
+
+
+def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
+    """Layers with a decay have linear attention; all others choose for themselves."""
+    epsilon = keys.get("attention.layer_norm_epsilon")
+    if epsilon not in (None, _INDEXER_EPSILON):
+        raise keys.error("attention.layer_norm_epsilon", epsilon, f"{_INDEXER_EPSILON}")
+    limit, shared = config.get("swiglu_limit"), keys.get("swiglu_clamp_shexp")
+    if limit is None or shared != limit:
+        raise keys.error("swiglu_clamp_shexp", shared, f"what swiglu_clamp_exp is, {limit}")
+    linear, count = linear_layers(keys), config["num_hidden_layers"]
+    sizes = linear_heads_of(keys, linear)
+    kinds = [_LINEAR if layer in linear else _INDEXED[0] for layer in range(count)]
+    dense = config.get("first_k_dense_replace", 0)
+    # Whether a layer of linear attention has an indexer means nothing.
+    keys.skip("attention.indexer.types")
+    return latent(keys, config) | {
+        "layer_types": kinds,
+        "linear_num_heads": sizes["num_heads"],
+        "linear_head_dim": sizes["head_dim"],
+        "linear_conv_kernel_dim": sizes["short_conv_kernel_size"],
+        # Without a bound there is none.
+        "linear_lower_bound": keys.get("kda.gate_lower_bound"),
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (count - dense),
+    }
+
+
+_GGUF_RULES = (
+    *KDA_RULES,
+    *KDA_BOTTLENECK_RULES,
+    *INDEXER_RULES,
+    *HYPER_RULES,
+    gguf_layer("ssm_a", "self_attn.A_log", "flat_decay"),
+    *(
+        gguf_layer(f"indexer_compressor_{part}.weight", f"self_attn.indexer.index_kpool_compress_{part}")
+        for part in ("ape", "gate")
+    ),
+)
+
 FAMILIES = (
     Family(
         "glm5_next",
         read_glm5_next,
         TensorNames((VISION, *_HYPER, TEXT), mtp_layers=True),
         VisionFamily(read_grid_vision, (VISUAL,), tower="Glm5Next", processor="glm5"),
+        # Without the vision tower, which is a file of another kind.
+        (GgufFamily("glm5-next", _GGUF_KEYS, 2, derive=_gguf_config, rules=_GGUF_RULES),),
     ),
 )

@@ -7,13 +7,18 @@ Sources: the published config.json and, for the function that its keys ask for, 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily
 from moebius.models.common import listed_or_after_dense, read_biased_router, read_common, read_mtp_layers
 from moebius.models.config import ModelConfig, MoeConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 # Precisions of sums here are float32 whatever they say; the rest is of training and of other engines.
 _HARMLESS = (
@@ -49,6 +54,22 @@ def read_hy_v3(hf: HfKeys) -> ModelConfig:
     )
 
 
+_GGUF_KEYS = SPARSE_KEYS | {"expert_weights_scale": "router_scaling_factor"}
+
+
+def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
+    """Dense layers are those without a router; shared experts are as wide as all of them together."""
+    if not keys.get("expert_weights_norm"):
+        raise keys.error("expert_weights_norm", False, "true")
+    size, name = config["moe_intermediate_size"], "expert_shared_feed_forward_length"
+    shared = keys.integer(name, size)
+    if shared % size:
+        raise keys.error(name, shared, f"a multiple of expert_feed_forward_length ({size})")
+    sparse = keys.layers_with("ffn_gate_inp.weight")
+    kinds = ["sparse" if layer in sparse else "dense" for layer in range(config["num_hidden_layers"])]
+    return {"num_shared_experts": shared // size, "mlp_layer_types": kinds}
+
+
 FAMILIES = (
     Family(
         "hy_v3",
@@ -62,5 +83,6 @@ FAMILIES = (
             ),
             mtp_layers=True,
         ),
+        gguf=(GgufFamily("hy_v3", _GGUF_KEYS, 2, derive=_gguf_config),),
     ),
 )

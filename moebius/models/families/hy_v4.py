@@ -12,7 +12,10 @@ transformers knows nothing, stand for the one, and a configuration without them 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from moebius.checkpoint.gguf.family import INDEXED_KEYS, Config, GgufFamily, deepseek_yarn, indexed
+from moebius.checkpoint.gguf.names import HYPER_RULES, INDEXER_RULES, gguf_linear
 from moebius.models.attention_config import HyperConnectionConfig, IndexerConfig
 from moebius.models.common import listed_or_after_dense, read_mtp_layers
 from moebius.models.config import ModelConfig
@@ -20,6 +23,9 @@ from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla_common, read_moe, read_v3_router
 from moebius.models.names import ROTARY, TensorNames, drop, rename
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 _FULL, _SHARED = "full", "shared"
 _SPARSE = ("indexed_attention", "deepseek_sparse_attention", "sparse_attention")
@@ -132,6 +138,22 @@ _SAVED = tuple(
     for mlp in ("mlp", "mlp.shared_experts")
 )
 
+_GGUF_KEYS = INDEXED_KEYS | {
+    "hyper_connection.count": "hc_mult",
+    "hyper_connection.epsilon": "hc_eps",
+    "hyper_connection.magnitude": "hc_magnitude",
+}
+
+
+def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
+    """Without a limit experts do not clamp; without an indexer the model is another."""
+    if not config.get("index_topk"):
+        raise keys.error("attention.indexer.top_k", None, "an integer >= 1")
+    return indexed(keys, config) | {"swiglu_limit": keys.get("swiglu_clamp_exp") or 0.0}
+
+
+_GGUF_RULES = (*INDEXER_RULES, *HYPER_RULES, *gguf_linear("attn_gate", "self_attn.g_proj"))
+
 FAMILIES = (
     Family(
         "hy_v4",
@@ -151,6 +173,17 @@ FAMILIES = (
             ),
             ("fused", "per_expert"),
             mtp_layers=True,
+        ),
+        gguf=(
+            GgufFamily(
+                "hy_v4",
+                _GGUF_KEYS,
+                2,
+                {"rope_interleave": True},
+                _gguf_config,
+                deepseek_yarn,
+                rules=_GGUF_RULES,
+            ),
         ),
     ),
 )

@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moebius.checkpoint.gguf.family import Config, GgufFamily, latent
-from moebius.checkpoint.gguf.names import gguf_layer, gguf_linear
+from moebius.checkpoint.gguf.family import Config, GgufFamily, latent, linear_heads_of, linear_layers
+from moebius.checkpoint.gguf.names import KDA_BOTTLENECK_RULES, KDA_RULES, gguf_layer
 from moebius.models.common import (
     FULL,
     listed_or_after_dense,
@@ -123,10 +123,7 @@ _GGUF_KEYS = {
 
 def _gguf(keys: MetadataKeys, config: Config) -> Config:
     """Layers with a decay have linear attention, of as many heads as their queries say."""
-    own, count = keys.layers_with("ssm_a"), config["num_hidden_layers"]
-    if not own:
-        raise keys.error("block_count", count, "a layer with ssm_a")
-    head_dim = keys.integer("kda.head_dim")
+    own, count = linear_layers(keys), config["num_hidden_layers"]
     # What the file does not say, llama.cpp's code decides.
     norms = keys.get("expert_weights_norm")
     return latent(keys, config) | {
@@ -134,27 +131,12 @@ def _gguf(keys: MetadataKeys, config: Config) -> Config:
         "linear_attn_config": {
             "full_attn_layers": [layer + 1 for layer in range(count) if layer not in own],
             "kda_layers": [layer + 1 for layer in own],
-            "head_dim": head_dim,
-            "num_heads": keys.model.tensors[f"blk.{own[0]}.attn_q.weight"].shape[0] // head_dim,
-            "short_conv_kernel_size": keys.integer("ssm.conv_kernel"),
+            **linear_heads_of(keys, own),
         },
     }
 
 
-_GGUF_RULES = (
-    *(
-        gguf_layer(f"ssm_conv1d_{part}.weight", f"self_attn.{part}_conv1d.weight", "channel_taps")
-        for part in ("q", "k", "v")
-    ),
-    *gguf_linear("ssm_f_a", "self_attn.f_a_proj"),
-    *gguf_linear("ssm_f_b", "self_attn.f_b_proj"),
-    *gguf_linear("ssm_g_a", "self_attn.g_a_proj"),
-    *gguf_linear("ssm_g_b", "self_attn.g_b_proj"),
-    *gguf_linear("ssm_beta", "self_attn.b_proj"),
-    gguf_layer("ssm_a", "self_attn.A_log", "axes_decay"),
-    gguf_layer("ssm_dt.bias", "self_attn.dt_bias"),
-    *gguf_linear("ssm_norm", "self_attn.o_norm"),
-)
+_GGUF_RULES = (*KDA_RULES, *KDA_BOTTLENECK_RULES, gguf_layer("ssm_a", "self_attn.A_log", "axes_decay"))
 # Transformers writes the dense layers' MLPs under this name as well.
 _MLP = rename("model.layers.*.block_sparse_moe.**", "model.layers.*.mlp.**")
 

@@ -6,14 +6,19 @@ Sources: the published config.json and, for the function that its keys ask for, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily
+from moebius.checkpoint.gguf.names import gguf_linear
 from moebius.models.common import FULL, SLIDING, listed_or_after_dense, read_common, read_windows
 from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, SHARED, TensorNames, rename
 from moebius.models.rope import read_layer_ropes
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 # Theta and partial factor where a checkpoint has none.
 _ROPES = {FULL: (500000.0, 0.5), SLIDING: (10000.0, 1.0)}
@@ -87,6 +92,63 @@ def read_laguna(hf: HfKeys) -> ModelConfig:
     )
 
 
+_GGUF_KEYS = SPARSE_KEYS | {
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_weights_scale": "moe_routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+
+
+def _gguf_kinds(keys: MetadataKeys, config: Config) -> list[str]:
+    """What the file says; without a list, the first of each four layers sees everything."""
+    count, name = config["num_hidden_layers"], "attention.sliding_window_pattern"
+    keys.skip(name)
+    listed = keys.model.value(name)
+    if not config.get("sliding_window"):
+        return [FULL] * count
+    if not isinstance(listed, list):
+        every = 4 if listed is None else keys.integer(name)
+        listed = [layer % every != 0 for layer in range(count)]
+    if len(listed) < count:
+        raise keys.error(name, listed, f"one for each of {count} layers")
+    return [SLIDING if slides else FULL for slides in listed[:count]]
+
+
+def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
+    """Sizes by layer, and either kind of rotation, of which one may be scaled; gates as wide as stored."""
+    if not keys.get("expert_weights_norm"):
+        raise keys.error("expert_weights_norm", False, "true")
+    count, head_dim = config["num_hidden_layers"], config["head_dim"]
+    heads = keys.listed("attention.head_count", count)
+    rows = {
+        keys.model.tensors[f"blk.{layer}.attn_gate.weight"].shape[0] // heads[layer]
+        for layer in keys.layers_with("attn_gate.weight")
+    }
+    if rows not in ({1}, {head_dim}):
+        raise keys.error("attention.head_count", heads, f"as many rows of attn_gate, or {head_dim} times so")
+    theta = config["rope_theta"]
+    full = {"rope_type": "default"} | config.get("rope_scaling", {}) | {"rope_theta": theta}
+    sliding = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa") or theta}
+    for rope, suffix in ((full, ""), (sliding, "_swa")):
+        rotated = keys.integer(f"rope.dimension_count{suffix}", head_dim)
+        rope["partial_rotary_factor"] = rotated / head_dim
+    kinds = _gguf_kinds(keys, config)
+    return {
+        "num_attention_heads": max(heads),
+        "num_attention_heads_per_layer": heads,
+        "layer_types": kinds,
+        "gating": "per-head" if rows == {1} else "per-element",
+        "rope_scaling": None,
+        "rope_parameters": {FULL: full, SLIDING: sliding},
+    }
+
+
+def _gguf_yarn(keys: MetadataKeys) -> Config:
+    """The temperature is YaRN's own, whatever is written, as llama.cpp has it."""
+    keys.skip("rope.scaling.yarn_attn_factor")
+    return {}
+
+
 FAMILIES = (
     Family(
         "laguna",
@@ -100,6 +162,17 @@ FAMILIES = (
                     "model.layers.*.mlp.gate.e_score_correction_bias",
                 ),
             )
+        ),
+        gguf=(
+            GgufFamily(
+                "laguna",
+                _GGUF_KEYS,
+                2,
+                derive=_gguf_config,
+                yarn=_gguf_yarn,
+                by_layer=("attention.head_count",),
+                rules=tuple(gguf_linear("attn_gate", "self_attn.g_proj")),
+            ),
         ),
     ),
 )

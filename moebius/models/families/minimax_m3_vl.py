@@ -6,6 +6,10 @@ as public tests of other engines spell it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from moebius.checkpoint.gguf.family import Config, GgufFamily
+from moebius.checkpoint.gguf.names import ONE_PLUS_WEIGHT_NORM_RULES, gguf_layer, gguf_linear
 from moebius.models.attention_config import BlockIndexerConfig
 from moebius.models.common import (
     FULL,
@@ -21,6 +25,9 @@ from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_rope
 from moebius.models.vision import read_grid_vision
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 _SPARSE = "minimax_m3_sparse"
 # Of training, of images (what their processor says as well), and of parts that these models do not have.
@@ -150,6 +157,40 @@ _VISION = VisionFamily(
     processor="minimax",
     tokens={"start": "]<]start of image[>[", "end": "]<]end of image[>["},
 )
+_GGUF_KEYS = {
+    "attention.indexer.block_size": "index_block_size",
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.local_blocks": "index_local_blocks",
+    "attention.indexer.top_k": "index_topk_blocks",
+    "expert_count": "num_local_experts",
+    "expert_feed_forward_length": "intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "feed_forward_length": "dense_intermediate_size",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "rope.dimension_count": "rotary_dim",
+}
+
+
+def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
+    """Layers with an indexer choose; shared experts are as wide as routed ones."""
+    if not keys.get("expert_weights_norm"):
+        raise keys.error("expert_weights_norm", False, "true")
+    own = keys.layers_with("indexer.q_proj.weight")
+    kinds = [_SPARSE if layer in own else FULL for layer in range(config["num_hidden_layers"])]
+    shared = config.get("n_shared_experts", 1) * config["intermediate_size"]
+    return {"layer_types": kinds, "shared_intermediate_size": shared}
+
+
+_GGUF_RULES = (
+    *ONE_PLUS_WEIGHT_NORM_RULES,
+    gguf_layer("ffn_norm.weight", "post_attention_layernorm.weight", "one_plus_weight"),
+    *gguf_linear("indexer.q_proj", "self_attn.indexer.q_proj"),
+    *gguf_linear("indexer.k_proj", "self_attn.indexer.k_proj"),
+    gguf_layer("indexer.q_norm.weight", "self_attn.indexer.q_norm.weight", "one_plus_weight"),
+    gguf_layer("indexer.k_norm.weight", "self_attn.indexer.k_norm.weight", "one_plus_weight"),
+)
 _PUBLISHED, _LAYER = "language_model.model.", "model.layers.*."
 _BLOCK, _ATTENTION = _PUBLISHED + "layers.*.block_sparse_moe.", _PUBLISHED + "layers.*.self_attn."
 FAMILIES = (
@@ -179,5 +220,7 @@ FAMILIES = (
             mtp_layers=True,
         ),
         _VISION,
+        # Without the vision tower, which is a file of another kind.
+        gguf=(GgufFamily("minimax-m3", _GGUF_KEYS, 2, derive=_gguf_config, rules=_GGUF_RULES),),
     ),
 )
