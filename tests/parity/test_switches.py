@@ -1,4 +1,4 @@
-"""Invariant: switches agree with transformers also in company; cases that `tests.tools.fuzz_families` found."""
+"""Invariant: switches agree with transformers in company, too; `tests.tools.fuzz_families` found these."""
 
 from __future__ import annotations
 
