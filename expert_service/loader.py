@@ -10,7 +10,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from expert_service.errors import LoadCancelled
 from moebius.checkpoint.errors import CheckpointError
@@ -19,7 +19,6 @@ from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.checkpoint.matrix_finder import is_ignored
 from moebius.expert_slices import REQUANTISED, ExpertDtype, ExpertSlice
 from moebius.kernels import ExpertEngine, LoadError
-from moebius.kernels_source import SourceMatrix
 from moebius.models.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.models.geometry import MoeGeometry
 from moebius.progress import Progress, phase
@@ -38,6 +37,7 @@ class LoadPlan:
     experts: Mapping[tuple[int, int], ExpertMatrices]
     # The intermediate dimension can be divided at multiples of this: groups and blocks stay whole.
     group: int
+    keeps: bool  # Formats are those of the checkpoint.
     # What packing rounds, for people, although formats are kept; ascending.
     roundings: tuple[str, ...] = ()
 
@@ -100,6 +100,7 @@ def plan_load(
         any(biased),
         experts,
         math.lcm(*groups),
+        target is None,
         tuple(sorted(roundings)),
     )
 
@@ -270,25 +271,13 @@ def _load(engine: ExpertEngine, plan: LoadPlan, part: ExpertSlice, progress: _Pr
                 layer, expert = item
                 reader.reset()
                 found = plan.experts[layer, expert]
-                error = engine.load_expert(layer, expert, *_read_expert(reader, found, part))
+                matrices = found.read(reader, part.intermediate_begin, part.intermediate_end, plan.keeps)
+                error = engine.load_expert(layer, expert, *matrices)
                 progress.add(layer, _source_bytes(found, part, plan), error)
     except BaseException as error:
         progress.finish(error)
     else:
         progress.finish(None)
-
-
-def _read_expert(
-    reader: MappedReader, found: ExpertMatrices, part: ExpertSlice
-) -> tuple[SourceMatrix | None, SourceMatrix, SourceMatrix]:
-    """gate (None: there is none) and up `[I, H]`, down `[H, I]` of this slice."""
-    channels = slice(part.intermediate_begin, part.intermediate_end)
-    down = found.down.read(reader, cols=channels)
-    if part.intermediate_begin > 0:
-        # Servers' outputs are summed: the bias is the first one's.
-        down = replace(down, bias=None)
-    gate = None if found.gate is None else found.gate.read(reader, rows=channels)
-    return gate, found.up.read(reader, rows=channels), down
 
 
 def _source_bytes(found: ExpertMatrices, part: ExpertSlice, plan: LoadPlan) -> int:

@@ -59,6 +59,8 @@ class SourceMatrix:
     # Per-tensor or global scale, as a factor (reciprocals are resolved by the reader).
     tensor_scale: float = 1.0
     bias: NDArray[np.float32] | None = None  # float32 [rows].
+    # uint32 [cols]: columns are sorted by group, column c being the checkpoint's order[c]. None: as there.
+    order: NDArray[np.uint32] | None = None
 
     def take_rows(self, begin: int, end: int) -> SourceMatrix:
         """Rows [begin, end) as views; `begin` must be a multiple of 8 where words hold codes or zeros."""

@@ -21,7 +21,7 @@ same layout serves every instruction set, and GPUs. Names, sizes and offsets are
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 from moebius import _kernels
@@ -51,16 +51,29 @@ class WeightFormat:
     mins: bool
     column_scale: bool
     quantised_rows: bool  # Rows are quantised to int8 before they are multiplied (W8A8).
+    # Columns (k) are sorted by group; the packed expert says where each was: GPTQ's order of activations.
+    ordered: bool
 
 
 WEIGHT_FORMATS = {name: WeightFormat(name, **fields) for name, fields in _kernels.weight_formats().items()}
 
 
+# The end of the names of formats of gate and up whose columns are sorted by group.
+_ORDERED = "_ordered"
+
+
+def ordered_format(name: str) -> str:
+    """The name of a format of group scales with its columns sorted; of no format none."""
+    return f"{name}{_ORDERED}" if name else ""
+
+
 def weight_format(name: str) -> WeightFormat:
     """The format of a name. Raises ValueError listing the names."""
-    if name not in WEIGHT_FORMATS:
+    base = name.removesuffix(_ORDERED)
+    if base not in WEIGHT_FORMATS:
         raise ValueError(f"weight format {name!r} is unknown; allowed: {', '.join(WEIGHT_FORMATS)}")
-    return WEIGHT_FORMATS[name]
+    found = WEIGHT_FORMATS[base]
+    return found if base == name else replace(found, name=name, ordered=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class PanelLayout(WeightFormat):
 
 @dataclass(frozen=True)
 class PackedExpertLayout:
-    """One expert: gate and up panels alternating (gate 0, up 0, gate 1, ...), then the down panels.
+    """One expert: gate and up panels alternating (gate 0, up 0, gate 1, ...), down panels, an order if any.
 
     Without a gate the up panels stand alone. Filled by `expert_layout`; offsets and sizes in bytes.
     """
@@ -99,6 +112,9 @@ class PackedExpertLayout:
     intermediate_blocks: int
     down_panels: int
     down_offset: int
+    # int32 [k of gate and up] where they are `ordered`: element i that meets their panels is element order[i]
+    # of the row.
+    order_offset: int
     expert_bytes: int
 
 

@@ -82,13 +82,13 @@ class _Linear:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return functional.linear(rows, self.weight, self.bias)
 
-    def rows(self, begin: int, end: int) -> _Linear:
-        """The layer that computes outputs [begin, end) only."""
-        return _Linear(self.weight[begin:end], None if self.bias is None else self.bias[begin:end])
+    def rows(self, picked: torch.Tensor) -> _Linear:
+        """The layer that computes some of the outputs only."""
+        return _Linear(self.weight[picked], None if self.bias is None else self.bias[picked])
 
-    def columns(self, begin: int, end: int) -> _Linear:
-        """What some of the inputs add; the bias comes with the first."""
-        return _Linear(self.weight[:, begin:end], self.bias if begin == 0 else None)
+    def columns(self, picked: torch.Tensor, with_bias: bool) -> _Linear:
+        """What some of the inputs add."""
+        return _Linear(self.weight[:, picked], self.bias if with_bias else None)
 
 
 # Gate (None: experts have none), up and down.
@@ -111,7 +111,8 @@ class LocalExpertClient(ExpertClient):
         """Not `keeps`: an expert is read at every use and freed after it, so that one is held at a time.
 
         `intermediate_range` `[begin, end)`: compute only these channels of every expert, as a server that
-        holds just these. `expert_checkpoint`: see `ExpertCheckpoint.open`.
+        holds just these, in the order in which it packs them. `expert_checkpoint`: see
+        `ExpertCheckpoint.open`.
         """
         self.geometry = geometry
         self._keeps = keeps
@@ -167,9 +168,12 @@ class LocalExpertClient(ExpertClient):
         with SliceReader() as reader:
             gate = None if found.gate is None else self._linear(reader, found.gate)
             up, down = self._linear(reader, found.up), self._linear(reader, found.down)
+            order = found.channel_order(reader) if self._weight_dtype == "keep" else None
         if self._intermediate_range is not None:
-            gate = None if gate is None else gate.rows(*self._intermediate_range)
-            up, down = up.rows(*self._intermediate_range), down.columns(*self._intermediate_range)
+            begin, end = self._intermediate_range
+            picked = torch.arange(begin, end) if order is None else torch.from_numpy(order[begin:end]).long()
+            gate = None if gate is None else gate.rows(picked)
+            up, down = up.rows(picked), down.columns(picked, with_bias=begin == 0)
         if self._keeps:
             self._experts[layer, expert] = gate, up, down
         return gate, up, down

@@ -157,6 +157,7 @@ py::dict weight_formats() {
     fields["mins"] = format.mins;
     fields["column_scale"] = format.column_scale;
     fields["quantised_rows"] = format.quantised_rows;
+    fields["ordered"] = format.ordered;
     result[py::str(name)] = fields;
   }
   return result;
@@ -191,6 +192,7 @@ py::dict expert_layout(const std::string& gate_up_format, const std::string& dow
   result["intermediate_blocks"] = layout.intermediate_blocks;
   result["down_panels"] = layout.down_panels;
   result["down_offset"] = layout.down_offset;
+  result["order_offset"] = layout.order_offset;
   result["expert_bytes"] = layout.expert_bytes;
   return result;
 }

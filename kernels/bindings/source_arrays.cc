@@ -47,6 +47,7 @@ class Reader {
       read_zeros();
       read_mins();
       read_columns();
+      read_order();
     }
     try {
       check_source(matrix());
@@ -224,6 +225,18 @@ class Reader {
     }
     result_.arrays.push_back(array);
     return array.data();
+  }
+
+  void read_order() {
+    const py::object value = attribute("order");
+    if (value.is_none()) return;
+    if (!py::isinstance<py::array_t<uint32_t>>(value)) fail("order", "it must be a numpy array of uint32");
+    const auto array = py::array_t<uint32_t, py::array::c_style>::ensure(value);
+    if (array.ndim() != 1 || array.shape(0) != static_cast<py::ssize_t>(matrix().cols)) {
+      fail("order", "it must have shape [" + std::to_string(matrix().cols) + "]");
+    }
+    result_.arrays.push_back(array);
+    matrix().order = array.data();
   }
 
   void read_columns() {

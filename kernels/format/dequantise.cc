@@ -136,6 +136,7 @@ void dequantise_run(const SourceMatrix& source, uint32_t row, uint32_t begin, ui
 
 void dequantise_rows(const SourceMatrix& source, uint32_t first, uint32_t count, float* target, size_t stride) {
   check_source(source);
+  if (source.order != nullptr) throw std::invalid_argument("the columns are sorted: they can only be packed exactly");
   if (first >= source.rows || count > source.rows - first) {
     throw std::invalid_argument(std::to_string(count) + " rows from " + std::to_string(first) + " on of a matrix of " +
                                 std::to_string(source.rows));

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -168,6 +170,29 @@ PackError pack_named(const char* name, const SourceMatrix& source, const PanelLa
   }
 }
 
+// Gate and up meet the same rows, so they have one order; without one the order is that of the checkpoint.
+void pack_order(const ExpertLayout& layout, const ExpertSource& source, std::byte* target) {
+  const uint32_t count = layout.hidden_size;
+  std::vector<uint32_t> order(count);
+  std::iota(order.begin(), order.end(), 0u);
+  const std::vector<uint32_t> all = order;
+  const uint32_t* const found = source.up.order;
+  if (layout.gated) {
+    const uint32_t* const other = source.gate.order;
+    if ((found == nullptr) != (other == nullptr) || (found != nullptr && !std::equal(found, found + count, other))) {
+      throw std::invalid_argument("gate and up have their columns in different orders");
+    }
+  }
+  if (found != nullptr) {
+    std::copy(found, found + count, order.begin());
+    std::vector<uint32_t> sorted = order;
+    std::sort(sorted.begin(), sorted.end());
+    if (sorted != all) throw std::invalid_argument("order: it must have each of the columns once");
+  }
+  std::memset(target + layout.order_offset, 0, layout.expert_bytes - layout.order_offset);
+  std::memcpy(target + layout.order_offset, order.data(), count * sizeof(uint32_t));
+}
+
 }  // namespace
 
 uint32_t expert_parts(const ExpertLayout& layout) { return layout.intermediate_blocks + layout.down_panels; }
@@ -181,6 +206,7 @@ PackError pack_expert_parts(const ExpertLayout& layout, const ExpertSource& sour
   if (layout.gated) check_shape("gate", source.gate, layout.intermediate_size, layout.hidden_size);
   check_shape("up", source.up, layout.intermediate_size, layout.hidden_size);
   check_shape("down", source.down, layout.hidden_size, layout.intermediate_size);
+  if (begin == 0 && layout.gate_up.format.ordered) pack_order(layout, source, target);
   PackError sum;
   const uint32_t blocks_end = std::min(end, layout.intermediate_blocks);
   if (begin < blocks_end) {

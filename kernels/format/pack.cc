@@ -49,6 +49,7 @@ std::string unsupported_reason(const SourceMatrix& source, const WeightFormat& f
   if (!widens(source.code, format.code)) {
     return std::string("its elements are ") + code_name(source.code) + ", the format's " + code_name(format.code);
   }
+  if (source.order != nullptr && !format.ordered) return "its columns are sorted, the format has no order";
   if (source.zeros != nullptr && !format.zeros) return "it has zero points, the format none";
   if ((source.mins != nullptr) != format.mins) {
     return format.mins ? "it has no mins, the format has" : "it has mins, the format none";

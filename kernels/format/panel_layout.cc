@@ -40,13 +40,15 @@ ExpertLayout::ExpertLayout(const WeightFormat& gate_up_format, const WeightForma
     : hidden_size(hidden), intermediate_size(intermediate), gated(with_gate) {
   check_size("hidden_size", hidden);
   check_size("intermediate_size", intermediate);
+  if (down_format.ordered) throw std::invalid_argument("the format of down is ordered; allowed for gate and up only");
   gate_up = PanelLayout(gate_up_format, hidden, has_bias);
   down = PanelLayout(down_format, intermediate, has_bias);
   panels_per_column_block = gated ? 2 : 1;
   intermediate_blocks = ceil_div(intermediate, kPanelColumns);
   down_panels = ceil_div(hidden, kPanelColumns);
   down_offset = size_t{intermediate_blocks} * panels_per_column_block * gate_up.panel_bytes;
-  expert_bytes = down_offset + down_panels * down.panel_bytes;
+  order_offset = down_offset + down_panels * down.panel_bytes;
+  expert_bytes = order_offset + (gate_up_format.ordered ? align64(size_t{hidden} * sizeof(uint32_t)) : 0);
 }
 
 }  // namespace moebius

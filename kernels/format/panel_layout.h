@@ -20,7 +20,10 @@
 // zero or meets zeros in the rows, whose own padding is zero.
 //
 // An expert: gate and up panels alternating (gate 0, up 0, gate 1, up 1, ...; up only where the activation has
-// no gate), then the down panels.
+// no gate), then the down panels. Where gate's and up's format is ordered, then
+//
+//   order         [hidden_size] uint32: element i of a row that meets the panels is element order[i] of the
+//                 request's row. Down needs none: gate's and up's columns are packed in the order of its k.
 #pragma once
 
 #include <cstddef>
@@ -67,6 +70,7 @@ struct ExpertLayout {
   uint32_t intermediate_blocks = 0;      // ceil(intermediate_size / 16)
   uint32_t down_panels = 0;              // ceil(hidden_size / 16)
   size_t down_offset = 0;
+  size_t order_offset = 0;               // without an order, where it would be
   size_t expert_bytes = 0;               // a multiple of 64
 };
 

@@ -54,6 +54,8 @@ struct SourceMatrix {
   const float* column_scale = nullptr;  // [rows] float32 scale per logical row; null: 1
   float tensor_scale = 1.0f;            // times column_scale: per-tensor and global scales
   const float* bias = nullptr;          // [rows]; null: none
+  // Columns are sorted: column c here is column order[c] of the checkpoint's matrix. Null: they are as there.
+  const uint32_t* order = nullptr;      // [cols]
 };
 
 }  // namespace moebius

@@ -1,6 +1,7 @@
 #include "kernels/format/weight_format.h"
 
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -93,6 +94,9 @@ const std::vector<NamedFormat>& formats() {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("weight format: " + what); }
 
+// The end of the names of formats whose columns are sorted by group.
+constexpr std::string_view kOrdered = "_ordered";
+
 }  // namespace
 
 uint32_t code_bits(Code code) {
@@ -152,6 +156,13 @@ std::vector<std::string> weight_format_names() {
 }
 
 WeightFormat parse_weight_format(const std::string& name) {
+  if (name.ends_with(kOrdered)) {
+    WeightFormat format = parse_weight_format(name.substr(0, name.size() - kOrdered.size()));
+    if (format.ordered) refuse("'" + name + "' is ordered twice");
+    format.ordered = true;
+    check_weight_format(format);
+    return format;
+  }
   std::string allowed;
   for (const auto& [known, format] : formats()) {
     if (known == name) return format;
@@ -161,6 +172,12 @@ WeightFormat parse_weight_format(const std::string& name) {
 }
 
 std::string weight_format_name(const WeightFormat& format) {
+  if (format.ordered) {
+    WeightFormat sorted = format;
+    sorted.ordered = false;
+    const std::string name = weight_format_name(sorted);
+    return name == "custom" ? name : name + std::string(kOrdered);
+  }
   for (const auto& [name, known] : formats()) {
     if (known == format) return name;
   }
@@ -189,6 +206,8 @@ void check_weight_format(const WeightFormat& format) {
     refuse("mins need a float16 scale per column and group, and nothing else");
   }
   if (format.quantised_rows && format.code != Code::kInt8) refuse("quantised rows are supported for int8 codes only");
+  const bool integers = format.code == Code::kInt4 || format.code == Code::kInt8;
+  if (format.ordered && (size == 0 || !integers)) refuse("an order is supported for integer codes with group scales only");
 }
 
 }  // namespace moebius

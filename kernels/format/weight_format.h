@@ -35,6 +35,9 @@ struct WeightFormat {
   bool mins = false;           // kInt4, kInt8: per column and group what code 0 means, in the scales' type
   bool column_scale = false;       // a float32 per column, applied after the sum over k
   bool quantised_rows = false;     // kInt8: rows are quantised to int8 as well (W8A8)
+  // Columns of the checkpoint's matrix (k) were sorted by group, and the packed expert says which one came where
+  // (panel_layout.h): rows meet the panels in that order. GPTQ's act-order. GEMMs do not look at it.
+  bool ordered = false;
 
   bool operator==(const WeightFormat&) const = default;
 };
@@ -61,10 +64,11 @@ const char* scale_name(ScaleType scale);  // "no" for kNone, "float32", "bfloat1
 //   int4_g16_mins int4_g32_mins int8_g32_mins     float16 scale and minimum
 //   mxfp4            e2m1, e8m0 scale per 32
 //   nvfp4            e2m1, e4m3 scale per 16, column scale (the global scale)
+// "_ordered" after a name of integer codes with group scales: sorted by group, see `ordered`.
 // Throws std::invalid_argument listing the allowed names.
 WeightFormat parse_weight_format(const std::string& name);
 std::string weight_format_name(const WeightFormat& format);  // inverse of the above; "custom" when it has no name
-std::vector<std::string> weight_format_names();
+std::vector<std::string> weight_format_names();              // without the "_ordered" ones
 
 // Throws std::invalid_argument saying which combination is not supported (zeros without kInt4, mins without
 // integer codes and float16 scales of their own, a group size that is none of those above, quantised_rows without

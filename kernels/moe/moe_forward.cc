@@ -96,6 +96,11 @@ NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& g
                    const TaskScope scope = of_call(TaskKind::kRows, worker);
                    rows_.run_task(task, request, groups);
                  }),
+      pool_phase(rows_.num_order_tasks(),
+                 [&](uint32_t task, uint32_t worker) {
+                   const TaskScope scope = of_call(TaskKind::kRows, worker);
+                   rows_.run_order_task(task, call);
+                 }),
       pool_phase(gate_up_tasks_.size(),
                  [&](uint32_t task, uint32_t worker) {
                    const RowGroups::Group& group = groups.groups[gate_up_tasks_[task].group];
@@ -211,9 +216,13 @@ void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint
                      nullptr,
                      0,
                      nullptr};
-    const uint32_t* const row_ids = call.groups.pair_rows.data() + group.begin + row;
-    scratch_[worker].gate_up_rows.prepare(*weights.gate_up, call.request.rows, call_number_,
-                                          [&](uint32_t i) { return row_ids[i]; }, work);
+    // With an order a row is another one for each of its experts.
+    const bool has_order = layout.format.ordered;
+    const uint32_t first = group.begin + row;
+    const uint32_t* const row_ids = call.groups.pair_rows.data() + first;
+    const auto total = has_order ? static_cast<uint32_t>(call.groups.num_pairs()) : call.request.rows;
+    scratch_[worker].gate_up_rows.prepare(*weights.gate_up, total, call_number_,
+                                          [&](uint32_t i) { return has_order ? first + i : row_ids[i]; }, work);
     multiply(*weights.gate_up, work, worker);
     const float limit = options_.limits[call.request.layer];
     const ActivationWork results{options_.activation, options_.alpha,  limit,   work.result, work.result_stride,

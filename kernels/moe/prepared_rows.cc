@@ -33,6 +33,12 @@ bool has_many_loose_rows(const LayerCall& call, RowType type) {
   return false;
 }
 
+template <class T>
+void take(const T* source, const uint32_t* order, uint32_t count, std::byte* target) {
+  auto* const to = reinterpret_cast<T*>(target);
+  for (uint32_t i = 0; i < count; ++i) to[i] = source[order[i]];
+}
+
 bool has_type(DType dtype, RowType type) {
   return (dtype == DType::kFloat32 && type == RowType::kFloat32) ||
          (dtype == DType::kBFloat16 && type == RowType::kBFloat16);
@@ -57,6 +63,7 @@ void PreparedRows::plan(const LayerCall& call) {
     bytes += call.request.rows * row_bytes;
   }
   for (uint32_t group = 0; group < call.groups.groups.size(); ++group) bytes += plan_group(call, group);
+  plan_order(call);
   rows_per_task_ = call.request.rows;
   num_tasks_ = bytes == 0 ? 0 : 1;
   if (bytes > kAtOnceBytes) {
@@ -92,7 +99,8 @@ size_t PreparedRows::plan_group(const LayerCall& call, uint32_t group_index) {
   const RowType type = kernel.row_type;
   const uint32_t* rows = call.groups.pair_rows.data() + group.begin;
   size_t stride = natural_stride(rows, group.rows, source_stride(type));
-  const bool gather = group.rows > 1 && group.rows <= kernel.spaced_rows && stride == 0;
+  const bool has_order = call.layout.gate_up.format.ordered;
+  const bool gather = has_order || (group.rows > 1 && group.rows <= kernel.spaced_rows && stride == 0);
   RowBuffer& gathered = gathered_[static_cast<size_t>(type)];
   if (gather) {
     gathered.grow(call.groups.num_pairs(), call.layout.gate_up.k_padded * element_bytes(type));
@@ -101,11 +109,43 @@ size_t PreparedRows::plan_group(const LayerCall& call, uint32_t group_index) {
   for (uint32_t i = 0; i < group.rows; ++i) {
     const uint32_t pair = group.begin + i;
     pointers_[pair] = gather ? gathered.row(pair) : row_source(type, rows[i]);
-    is_gathered_[pair] = gather;
+    is_gathered_[pair] = gather && !has_order;
     pair_types_[pair] = type;
   }
   strides_[group_index] = stride;
-  return gather ? group.rows * gathered.stride() : 0;
+  return gather && !has_order ? group.rows * gathered.stride() : 0;
+}
+
+void PreparedRows::plan_order(const LayerCall& call) {
+  num_order_tasks_ = 0;
+  if (!call.layout.gate_up.format.ordered) return;
+  const auto pairs = static_cast<uint32_t>(call.groups.num_pairs());
+  pair_groups_.resize(pairs);
+  for (uint32_t index = 0; index < call.groups.groups.size(); ++index) {
+    const RowGroups::Group& group = call.groups.groups[index];
+    std::fill_n(pair_groups_.begin() + group.begin, group.rows, index);
+  }
+  pairs_per_task_ = static_cast<uint32_t>(std::max<size_t>(1, kTaskBytes / (hidden_size_ * sizeof(uint16_t))));
+  num_order_tasks_ = (pairs + pairs_per_task_ - 1) / pairs_per_task_;
+}
+
+void PreparedRows::run_order_task(uint32_t task, const LayerCall& call) {
+  const uint32_t begin = task * pairs_per_task_;
+  const auto end = std::min(begin + pairs_per_task_, static_cast<uint32_t>(call.groups.num_pairs()));
+  for (uint32_t pair = begin; pair < end; ++pair) order_pair(call, pair);
+}
+
+void PreparedRows::order_pair(const LayerCall& call, uint32_t pair) const {
+  const auto* const order =
+      reinterpret_cast<const uint32_t*>(call.work[pair_groups_[pair]].expert + call.layout.order_offset);
+  const RowType type = pair_types_[pair];
+  const std::byte* const source = row_source(type, call.groups.pair_rows[pair]);
+  std::byte* const target = gathered_[static_cast<size_t>(type)].row(pair);
+  switch (type) {
+    case RowType::kFloat32: return take(reinterpret_cast<const float*>(source), order, hidden_size_, target);
+    case RowType::kBFloat16: return take(reinterpret_cast<const uint16_t*>(source), order, hidden_size_, target);
+    case RowType::kInt8: return take(reinterpret_cast<const int8_t*>(source), order, hidden_size_, target);
+  }
 }
 
 void PreparedRows::run_task(uint32_t task, const ExpertRequest& request, const RowGroups& groups) {

@@ -1,5 +1,6 @@
 // The rows of a request as the gate and up GEMMs want them: converted, padded, and equally spaced where a
-// kernel asks for that. Rows that are as wanted already are used where they lie.
+// kernel asks for that. Rows that are as wanted already are used where they lie. Where the packed experts have an
+// order (panel_layout.h), every (row, expert) pair gets a copy of its row in that order.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +27,9 @@ class PreparedRows {
   void plan(const LayerCall& call);
   uint32_t num_tasks() const { return num_tasks_; }
   void run_task(uint32_t task, const ExpertRequest& request, const RowGroups& groups);
+  // After those: each expert's rows in its own order, where the layout has one.
+  uint32_t num_order_tasks() const { return num_order_tasks_; }
+  void run_order_task(uint32_t task, const LayerCall& call);
 
   // Of a group, once all tasks are done.
   Rows of_group(uint32_t group, const RowGroups& groups) const;
@@ -35,6 +39,8 @@ class PreparedRows {
 
   void find_needs(const LayerCall& call);
   size_t plan_group(const LayerCall& call, uint32_t group);
+  void plan_order(const LayerCall& call);
+  void order_pair(const LayerCall& call, uint32_t pair) const;
   void prepare_row(uint32_t row, const ExpertRequest& request, const RowGroups& groups);
   float* convert_row(uint32_t row, const ExpertRequest& request);
   const std::byte* row_source(RowType type, uint32_t row) const;
@@ -47,10 +53,13 @@ class PreparedRows {
   size_t in_place_stride_ = 0;
   uint32_t num_tasks_ = 0;
   uint32_t rows_per_task_ = 1;
+  uint32_t num_order_tasks_ = 0;
+  uint32_t pairs_per_task_ = 1;
   RowBuffer rows_[3];                // [rows] by RowType
   RowBuffer gathered_[3];            // [pairs] by RowType
   std::vector<const void*> pointers_;  // [pairs]
   std::vector<uint8_t> is_gathered_;   // [pairs]
+  std::vector<uint32_t> pair_groups_;  // [pairs], with an order
   std::vector<RowType> pair_types_;    // [pairs]
   std::vector<float> pair_scales_;     // [pairs], int8 rows
   std::vector<size_t> strides_;        // [groups]

@@ -8,7 +8,7 @@
 //   [experts]      ExpertRecord[num_experts]: of the first layer's slots, then of the second's, ...
 //   [load record]  text of the server's own: what it found out while it loaded, and needs when it starts anew
 //   [data]         from data_offset, for each layer at a multiple of 2 MiB: [slots][expert_bytes], the bytes of
-//                  panel_layout.h. Of an expert, gate and up are [0, down_offset), down is [down_offset, expert_bytes)
+//                  panel_layout.h. Of an expert, gate and up are [0, down_offset), down and any order lie after it
 //
 // Writers: the one server that holds an exclusive flock(2) on the file. Readers write nothing.
 // Ordering: data of an expert -> digest -> state = kPacked (R); all experts and the load record -> complete = 1 (R).

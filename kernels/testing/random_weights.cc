@@ -187,6 +187,11 @@ void fill_random_expert(const ExpertLayout& layout, uint64_t seed, std::byte* ta
   fill_panels(layout.gate_up, layout.intermediate_blocks * together, together, layout.intermediate_size, random,
               target);
   fill_panels(layout.down, layout.down_panels, 1, layout.hidden_size, random, target + layout.down_offset);
+  if (layout.gate_up.format.ordered) {
+    // Any order costs as much: that of the rows.
+    auto* const order = reinterpret_cast<uint32_t*>(target + layout.order_offset);
+    for (uint32_t i = 0; i < layout.hidden_size; ++i) order[i] = i;
+  }
 }
 
 void fill_random(ExpertEngine& engine, uint32_t layer, uint64_t seed) {

@@ -172,6 +172,67 @@ class StoredMatrix:
         return SourceMatrix(codes=codes, rows=len(rows), cols=len(cols), bias=bias)
 
     @property
+    def holds_integers(self) -> bool:
+        """Whether `read_sorted` can read it: integers in groups, and no part of another matrix."""
+        is_known = self.scheme.bytes_in_words or self.scheme.layout in ("gptq_int4", "compressed_int4")
+        return is_known and self.scheme.group_size > 0 and self.whole is None
+
+    def column_order(self, reader: SliceReader) -> NDArray[np.uint32]:
+        """The stored columns in the order of their groups, uint32 `[columns]`.
+
+        Raises CheckpointError naming the tensor where groups have not the size that the scheme says.
+        """
+        array = self._array("group_index")
+        if array is None or not self.scheme.reorders:
+            return np.arange(self.shape[1], dtype=np.uint32)
+        groups, size = self._groups_of_columns(reader), self.scheme.group_size
+        order = np.argsort(groups, kind="stable")
+        if not np.array_equal(groups[order], np.arange(len(groups)) // size):
+            found = ", ".join(map(str, np.unique(np.bincount(groups))))
+            raise CheckpointError(
+                f"tensor {array.tensor.name!r} has groups of {found} columns; packed experts have groups of "
+                f"{size}: requantise them with --expert-dtype"
+            )
+        return order.astype(np.uint32)
+
+    def read_sorted(
+        self, reader: SliceReader, rows: NDArray[np.uint32], order: NDArray[np.uint32], cols: range
+    ) -> SourceMatrix:
+        """Some rows, in that order, and columns `cols` of those in the order of `column_order`.
+
+        Where `holds_integers`; columns begin and end at whole groups. Raises CheckpointError as `read`.
+        """
+        if not self.scheme.reorders:
+            self._check_group_index(reader)
+        size = self.scheme.group_size
+        whole = range(self.shape[0]), range(self.shape[1])
+        codes, picked = self._codes(reader, *whole), order[cols.start : cols.stop]
+        # Rows of words are picked before they are taken apart, which makes eight elements of each.
+        if self.scheme.bytes_in_words:
+            codes = codes.take(rows, 0).take(picked, 1)
+        elif self.arrays[0].role.transposed:
+            codes = unpack_nibbles(codes.take(rows, 1), 0).take(picked, 0).T
+        else:
+            codes = unpack_nibbles(codes.take(rows, 0), 1).take(picked, 1)
+        scales = self._array("scales")
+        assert scales is not None
+        found = self._checked(scales, reader, *whole)
+        groups = slice(cols.start // size, count_elements(cols.stop, size))
+        zeros = self._zero_points(reader, whole[0])
+        bias = self._column(reader, self.bias, whole[0])
+        return SourceMatrix(
+            codes=codes,
+            code="int8" if self.scheme.bytes_in_words else "int4",
+            rows=len(rows),
+            cols=len(cols),
+            scales=(found.T if scales.role.transposed else found)[rows, groups],
+            scale_type=self._scale_type(),
+            group_size=size,
+            zeros=None if zeros is None else np.ascontiguousarray(zeros[rows, groups]),
+            bias=None if bias is None else bias[rows],
+        )
+
+    @property
     def _stored_columns(self) -> int:
         """Of the stored matrix, of which this may be a part."""
         return (self.whole or self.shape)[1]
@@ -188,13 +249,18 @@ class StoredMatrix:
         """What code means 0, `[rows, groups]`, or one value for all groups."""
         groups = count_elements(self._stored_columns, self.scheme.group_size)
         middle = 0 if self.scheme.bytes_in_words else 8
+        zeros = self._zero_points(reader, rows)
+        return np.full((1, groups), middle, np.float32) if zeros is None else zeros.astype(np.float32)
+
+    def _zero_points(self, reader: SliceReader, rows: range) -> NDArray[np.uint8] | None:
+        """uint8 `[rows, groups]`, 0 to 15; None: the middle."""
         zeros, array = self._zeros(reader, rows, range(self._stored_columns)), self._array("zeros")
         if zeros is None or array is None:
-            return np.full((1, groups), middle, np.float32)
+            return None
         # Words are along out.
         codes = unpack_nibbles(zeros, 1 if array.role.transposed else 0)
         found = (codes.T if array.role.transposed else codes)[: len(rows)]
-        return ((found + self.scheme.zeros_offset) & 15).astype(np.float32)
+        return (found + self.scheme.zeros_offset) & 15
 
     def _groups_of_columns(self, reader: SliceReader) -> NDArray[np.int64]:
         """`[cols]`. Raises CheckpointError naming the tensor where one is no group."""

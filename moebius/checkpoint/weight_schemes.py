@@ -233,10 +233,10 @@ def nvfp4(name: str, codes: str, global_scale: StoredRole) -> WeightScheme:
 
 
 def reordered(scheme: WeightScheme, suffix: str = "g_idx") -> WeightScheme:
-    """The scheme with columns quantised in the order of activations; no packed format holds it exactly."""
+    """The scheme with columns quantised in the order of activations; packed ones are sorted by group."""
     others = tuple(role for role in scheme.roles if role.role != "group_index")
     index = StoredRole("group_index", suffix, ("I32",))
-    return replace(scheme, roles=(*others, index), packed_format="", reorders=True)
+    return replace(scheme, roles=(*others, index), reorders=True)
 
 
 def for_targets(scheme: WeightScheme, targets: tuple[str, ...]) -> WeightScheme:

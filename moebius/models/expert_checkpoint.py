@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_layouts import LocatedLayout
 from moebius.checkpoint.matrix_finder import MatrixFinder
 from moebius.checkpoint.quantisation import read_schemes
+from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
+from moebius.kernels_source import SourceMatrix
 from moebius.models.checkpoint import find_layout, open_index
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
+from moebius.weight_formats import ordered_format
 
 # What experts that lie apart from their model must have in common with it.
 _OF_EXPERTS = ("hidden_size", "num_experts", "moe_intermediate_size", "activation", "has_bias")
+
+
+_WAY_OUT = (
+    "requantise them with --expert-dtype int4, int8 or bfloat16, or with float32 keep them exactly at 32 "
+    "bits a weight"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +50,16 @@ class ExpertMatrices:
 
     @property
     def formats(self) -> tuple[str, str]:
-        """Packed formats that keep gate and up, and down."""
-        return self.up.packed_format, self.down.packed_format
+        """Packed formats that keep gate and up, and down; "" where none does."""
+        if self._sorts and not all(matrix.holds_integers for matrix in self.all):
+            return "", ""
+        gate_up = self.up.packed_format
+        return ordered_format(gate_up) if self.has_order else gate_up, self.down.packed_format
+
+    @property
+    def has_order(self) -> bool:
+        """Whether gate and up are packed with their columns sorted by group."""
+        return any(matrix.scheme.reorders for matrix in self.all[:-1])
 
     @property
     def is_rounded(self) -> bool:
@@ -48,18 +68,69 @@ class ExpertMatrices:
 
     def check_kept(self) -> None:
         """Raises CheckpointError naming a matrix that no packed format holds exactly."""
+        sorts = self._sorts
         for matrix in self.all:
-            if matrix.scheme.reorders:
+            if sorts and not matrix.holds_integers:
                 raise CheckpointError(
-                    f"{matrix.name!r} is {matrix.scheme.name} with columns in the order of activations "
-                    "(desc_act), which experts can not keep; requantise them with --expert-dtype int4, int8 "
-                    "or bfloat16, or with float32 keep them exactly at 32 bits a weight"
+                    f"{matrix.name!r} is {matrix.scheme.name} in an expert with columns in the order of "
+                    "activations (desc_act), which can be kept where all of its matrices are whole ones of "
+                    f"integers in groups; {_WAY_OUT}"
                 )
             if not matrix.packed_format:
                 raise CheckpointError(
                     f"{matrix.name!r} is {matrix.scheme.name} with scales of a group size or type that "
                     "experts can not keep; requantise them with --expert-dtype"
                 )
+
+    def channel_order(self, reader: SliceReader) -> NDArray[np.uint32] | None:
+        """The stored intermediate channels as they are packed, uint32 `[I]`; None: as they are stored.
+
+        Down's columns are sorted by group; gate and up compute its channels in that order.
+        """
+        return self.down.column_order(reader) if self.down.scheme.reorders else None
+
+    def read(
+        self, reader: SliceReader, begin: int, end: int, keeps: bool
+    ) -> tuple[SourceMatrix | None, SourceMatrix, SourceMatrix]:
+        """gate (None: there is none) and up `[I, H]`, down `[H, I]` of the channels from `begin` to `end`.
+
+        `keeps`: for the packed `formats`, channels by `channel_order`; else as they are stored. Down's bias
+        is the first channels': the parts of several servers are added. Raises CheckpointError naming a tensor
+        that can not be read, or gate's and up's where they sort their columns differently.
+        """
+        if keeps and self._sorts:
+            return self._read_sorted(reader, range(begin, end))
+        channels = slice(begin, end)
+        down = self.down.read(reader, cols=channels)
+        gate = None if self.gate is None else self.gate.read(reader, rows=channels)
+        return gate, self.up.read(reader, rows=channels), _first(down, begin)
+
+    def _read_sorted(
+        self, reader: SliceReader, channels: range
+    ) -> tuple[SourceMatrix | None, SourceMatrix, SourceMatrix]:
+        hidden = self.down.shape[0]
+        of_channels = self.down.column_order(reader)
+        order = self.up.column_order(reader)
+        if self.gate is not None and not np.array_equal(order, self.gate.column_order(reader)):
+            raise CheckpointError(
+                f"{self.gate.name!r} and {self.up.name!r} have their columns in different groups (g_idx), "
+                f"but experts keep one order for both; {_WAY_OUT}"
+            )
+        rows = of_channels[channels.start : channels.stop]
+        kept = order if self.has_order else None
+        gate, up = (
+            None
+            if matrix is None
+            else replace(matrix.read_sorted(reader, rows, order, range(hidden)), order=kept)
+            for matrix in (self.gate, self.up)
+        )
+        assert up is not None
+        down = self.down.read_sorted(reader, np.arange(hidden, dtype=np.uint32), of_channels, channels)
+        return gate, up, _first(down, channels.start)
+
+    @property
+    def _sorts(self) -> bool:
+        return any(matrix.scheme.reorders for matrix in self.all)
 
     @property
     def intermediate_multiple(self) -> int:
@@ -71,6 +142,11 @@ class ExpertMatrices:
     def nbytes(self) -> int:
         """Stored bytes of codes and scales."""
         return sum(matrix.nbytes for matrix in self.all)
+
+
+def _first(down: SourceMatrix, begin: int) -> SourceMatrix:
+    """Servers' outputs are summed: the bias is the first one's."""
+    return replace(down, bias=None) if begin > 0 else down
 
 
 def _other_model_type(path: str, model: MoeGeometry) -> str:

@@ -32,7 +32,7 @@ from moebius.models.read import read_model_config
 from tests.helpers.attention_cases import Geometry, make_case, run
 from tests.helpers.mla_cases import make_mla_case, run_absorbed
 from tests.helpers.published_checkpoints import FIXTURES
-from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed
+from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed, with_down
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 # Smallest and largest of each kind: linear attention and heads of 256, most heads of latents with and
@@ -184,7 +184,7 @@ def _layer(config: ModelConfig) -> Shape:
 
 def _experts(shape: Shape, weights: str) -> None:
     sizes = shape.hidden, shape.intermediate, shape.has_bias, shape.geometry.is_gated
-    kind = layer_format(weights, weights, *sizes)
+    kind = layer_format(*with_down(weights), *sizes)
     slots = make_slots(kind, 1, shape.experts, CPU, shape.limit)
     kernels = TritonResidentKernels(shape.geometry)
     for rows in _EXPERT_ROWS:

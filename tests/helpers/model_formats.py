@@ -178,38 +178,64 @@ _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 _AUTO_ROUND = {"bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
 
 
-def _act_order(weights: Floats, group_size: int) -> tuple[Array, Floats, NDArray[np.int64]]:
+def _act_order(weights: Floats, group_size: int, seed: int) -> tuple[Array, Floats, NDArray[np.int64]]:
     """Columns sorted into groups in an order of their own, and the place of each."""
     cols = weights.shape[1]
-    order = np.random.default_rng(cols).permutation(cols)
+    order = np.random.default_rng([cols, seed]).permutation(cols)
     places = np.empty(cols, np.int64)
     places[order] = np.arange(cols)
     return (places // group_size).astype(np.int32), weights[:, order], places
 
 
-def _gptq_act_order(weights: Floats, group_size: int, zeros: bool) -> Encoded:
+def _gptq_act_order(weights: Floats, group_size: int, zeros: bool, seed: int) -> Encoded:
     """`desc_act`: words hold columns as they come, `g_idx` says each one's group."""
-    groups, ordered, places = _act_order(weights, group_size)
+    groups, ordered, places = _act_order(weights, group_size, seed)
     int4 = int4_codes(ordered, group_size, zeros=zeros, float16=True)
     found = gptq_int4(ordered, group_size, zeros=zeros)
     tensors = {**found.tensors, "qweight": pack_words(int4.codes[:, places].T, 0), "g_idx": groups}
     return tensors, found.weights[:, places]
 
 
-def _gptq_int8_act_order(weights: Floats) -> Encoded:
-    groups, ordered, places = _act_order(weights, 32)
+def _gptq_int8_act_order(weights: Floats, seed: int) -> Encoded:
+    groups, ordered, places = _act_order(weights, 32, seed)
     codes, _, meant = _int8_codes(ordered, 32)
     tensors, _ = _gptq_int8(ordered, 32)
     changed = {"qweight": _words_of_bytes(codes[:, places].T, 0), "g_idx": groups}
     return {**tensors, **changed}, meant[:, places]
 
 
-def _compressed_act_order(weights: Floats, zeros: bool) -> Encoded:
-    groups, ordered, places = _act_order(weights, 32)
+def _compressed_act_order(weights: Floats, zeros: bool, seed: int) -> Encoded:
+    groups, ordered, places = _act_order(weights, 32, seed)
     int4 = int4_codes(ordered, 32, zeros=zeros, float16=False)
     found = compressed_int4(ordered, 32, zeros=zeros)
     changed = {"weight_packed": pack_words(int4.codes[:, places], 1), "weight_g_idx": groups}
     return {**found.tensors, **changed}, found.weights[:, places]
+
+
+_GROUPS_BY_ACTIVATION = {**_INT4, "strategy": "group", "group_size": 32, "actorder": "group"}
+# Encoders of weights and the seed of the order, and configurations.
+_ACT_ORDERS: dict[str, tuple[Callable[[Floats, int], Encoded], dict[str, Any]]] = {
+    "gptq_act_order": (lambda w, seed: _gptq_act_order(w, 32, False, seed), gptq(32, True, desc_act=True)),
+    "gptq_act_order_zeros": (
+        lambda w, seed: _gptq_act_order(w, 128, True, seed),
+        gptq(128, False, desc_act=True),
+    ),
+    "gptq_int8_act_order": (_gptq_int8_act_order, gptq(32, True, bits=8, desc_act=True)),
+    "compressed_act_order": (
+        lambda w, seed: _compressed_act_order(w, False, seed),
+        compressed(_GROUPS_BY_ACTIVATION, "pack-quantized"),
+    ),
+    "compressed_act_order_zeros": (
+        lambda w, seed: _compressed_act_order(w, True, seed),
+        compressed({**_GROUPS_BY_ACTIVATION, "symmetric": False}, "pack-quantized"),
+    ),
+}
+
+
+def act_ordered(name: str, seed: int) -> ModelFormat:
+    """A format whose columns are in the order of activations: another order for each seed."""
+    encode, config = _ACT_ORDERS[name]
+    return ModelFormat(lambda weights: encode(weights, seed), config)
 
 
 def _mxfp8(weights: Floats, suffix: str) -> Encoded:
@@ -298,24 +324,7 @@ _MORE: dict[str, ModelFormat] = {
     "int8_g64": ModelFormat(_int8_groups, compressed(_INT8_GROUPS, "int-quantized")),
     "gptq_int8_g32": ModelFormat(lambda w: _gptq_int8(w, 32), gptq(32, True, bits=8)),
     "gptq_int8_rows": ModelFormat(lambda w: _gptq_int8(w, -1), gptq(-1, True, bits=8)),
-    "gptq_act_order": ModelFormat(
-        lambda w: _gptq_act_order(w, 32, zeros=False), gptq(32, True, desc_act=True)
-    ),
-    "gptq_act_order_zeros": ModelFormat(
-        lambda w: _gptq_act_order(w, 128, zeros=True), gptq(128, False, desc_act=True)
-    ),
-    "gptq_int8_act_order": ModelFormat(_gptq_int8_act_order, gptq(32, True, bits=8, desc_act=True)),
-    "compressed_act_order": ModelFormat(
-        lambda w: _compressed_act_order(w, zeros=False),
-        compressed({**_INT4, "strategy": "group", "group_size": 32, "actorder": "group"}, "pack-quantized"),
-    ),
-    "compressed_act_order_zeros": ModelFormat(
-        lambda w: _compressed_act_order(w, zeros=True),
-        compressed(
-            {**_INT4, "strategy": "group", "group_size": 32, "symmetric": False, "actorder": "group"},
-            "pack-quantized",
-        ),
-    ),
+    **{name: act_ordered(name, 0) for name in _ACT_ORDERS},
     "int4_rows": ModelFormat(_int4_rows, compressed({**_INT4, "strategy": "channel"}, "pack-quantized")),
     "int4_float32_scales": ModelFormat(
         _int4_float32_scales,

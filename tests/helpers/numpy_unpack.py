@@ -131,12 +131,18 @@ def unpack_matrix(layout: PanelLayout, packed: NDArray[Any], rows: int) -> Float
 
 
 def unpack_expert(layout: PackedExpertLayout, packed: Bytes) -> tuple[Floats | None, Floats, Floats]:
-    """gate [intermediate, hidden] (None without one), up likewise and down [hidden, intermediate]."""
+    """gate [intermediate, hidden] (None without one), up likewise and down [hidden, intermediate].
+
+    Columns are in the order of a request's rows.
+    """
     hidden, intermediate = layout.gate_up.k, layout.down.k
     blocks = packed[: layout.down_offset].reshape(
         -1, layout.panels_per_column_block, layout.gate_up.panel_bytes
     )
     gate = unpack_matrix(layout.gate_up, blocks[:, 0], intermediate) if layout.gated else None
     up = unpack_matrix(layout.gate_up, blocks[:, -1], intermediate)
-    down = unpack_matrix(layout.down, packed[layout.down_offset : layout.expert_bytes], hidden)
+    down = unpack_matrix(layout.down, packed[layout.down_offset : layout.order_offset], hidden)
+    if layout.gate_up.ordered:
+        places = np.argsort(packed[layout.order_offset :].view(np.uint32)[:hidden])
+        gate, up = None if gate is None else gate[:, places], up[:, places]
     return gate, up, down

@@ -30,6 +30,7 @@ ALL_FORMATS = (
     "int4_g32_mins",
     "int4_g64_zeros_f16",
     "int4_g128_zeros",
+    "int4_g32_ordered",
     "mxfp4",
     "nvfp4",
 )
@@ -70,6 +71,7 @@ class Shape:
             self.experts,
             1,
             weight_format=weight_format,
+            down_format=with_down(weight_format)[1],
             activation=self.activation,
             limit=self.limit,
             has_bias=self.has_bias,
@@ -79,16 +81,28 @@ class Shape:
         return engine
 
 
+def with_down(weight_format: str) -> tuple[str, str]:
+    """Formats of gate and up, and of down, which is never ordered."""
+    return weight_format, weight_format.removesuffix("_ordered")
+
+
 def resident_layer(
     shape: Shape, weight_format: str, experts: tuple[int, ...], device: str = "cpu"
 ) -> LayerSlots:
-    """Random weights of a packed format; `experts` in slots, in that order, and one empty slot."""
+    """Random weights of a packed format; `experts` in slots, in that order, and one empty slot.
+
+    Where the format is ordered each expert has another order.
+    """
     engine = shape.engine(weight_format)
     sizes = shape.hidden, shape.intermediate, shape.has_bias, shape.geometry.is_gated
-    kind = layer_format(weight_format, weight_format, *sizes)
+    kind = layer_format(*with_down(weight_format), *sizes)
     slots = make_slots(kind, len(experts) + 1, shape.experts, torch.device(device), shape.limit)
     for slot, expert in enumerate(experts):
-        slots.put(slot, expert, torch.from_numpy(np.array(engine.packed_expert(0, expert))))
+        packed = np.array(engine.packed_expert(0, expert))
+        if kind.gate_up.ordered:
+            order = packed[kind.layout.order_offset :].view(np.uint32)
+            order[: shape.hidden] = np.random.default_rng(expert).permutation(shape.hidden)
+        slots.put(slot, expert, torch.from_numpy(packed))
     return slots
 
 

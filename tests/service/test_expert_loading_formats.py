@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from moebius.expert_slices import SliceRequest
 from moebius.kernels import FloatArray
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
-from tests.helpers.model_formats import MODEL_FORMATS
+from tests.helpers.model_formats import MODEL_FORMATS, ModelFormat, act_ordered
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe, QuantisedMoe, Weights
 from tests.helpers.quantised_models import quantise, write_plain
 from tests.tolerances import EXPERTS_FLOAT32, EXPERTS_W8A8
@@ -157,27 +158,84 @@ def test_requantising(tmp_path: Path, encoder: str, dtype: Any, low: float, high
     assert distance(found, repeated) < EXPERTS_FLOAT32
 
 
-@pytest.mark.parametrize("name", ["gptq_act_order_zeros", "gptq_int8_act_order", "compressed_act_order"])
+def own_orders(name: str) -> Callable[[str], ModelFormat]:
+    """GPTQ's: gate and up of an expert see the same rows, and have one order; its down has another."""
+
+    def choose(matrix: str) -> ModelFormat:
+        expert = re.search(r"experts\.(\d+)\.(\w+)_proj", matrix)
+        return act_ordered(name, 0 if expert is None else 2 * int(expert[1]) + (expert[2] == "down"))
+
+    return choose
+
+
+@pytest.mark.parametrize("name", [name for name in MODEL_FORMATS if "act_order" in name])
 def test_columns_in_the_order_of_activations(tmp_path: Path, name: str) -> None:
-    """GPTQ's desc_act: experts are exact in float32, near in other formats, and refused without one."""
-    chosen, plain = MODEL_FORMATS[name], write_plain("qwen3_moe", tmp_path / "plain")
-    model = quantise(plain, lambda _: chosen, chosen.config)
+    """GPTQ's desc_act: experts are packed as they are stored and exact; each matrix has an order of its own.
+
+    Servers that divide the channels hold those that the reference is asked for, as the self-test does.
+    """
+    config, plain = MODEL_FORMATS[name].config, write_plain("qwen3_moe", tmp_path / "plain")
+    model = quantise(plain, own_orders(name), config)
     meant = model.dequantised().write(tmp_path / "meant")
     stored = model.write(tmp_path / "stored")
     geometry = read_geometry(stored)
     reference = LocalExpertClient(str(meant), geometry, torch.float32)
     rows = rows_of(geometry)
-    wanted = reference.collect(reference.submit(1, *map(torch.from_numpy, rows))).numpy()
+
+    def of(client: LocalExpertClient) -> Floats:
+        return client.collect(client.submit(1, *map(torch.from_numpy, rows))).numpy()
+
+    wanted = of(reference)
+    host = host_of(stored)
+    assert distance(host.forward(1, *rows), wanted) < EXPERTS_FLOAT32
+    assert loaded_of(host).weight_format.split("/")[0].endswith("_ordered")
+    assert not any(loaded_of(host).relative_errors.values())
     for dtype, allowed in (("float32", EXPERTS_FLOAT32), ("int8", 0.03)):
         assert distance(host_of(stored, weight_dtype=dtype).forward(1, *rows), wanted) < allowed
-    # Servers that divide the channels read parts of rows and of columns.
-    halves = [
-        host_of(stored, weight_dtype="float32", split="expert", split_count=2, split_index=index)
-        for index in range(2)
-    ]
-    total = sum(host.forward(1, *rows).astype(np.float64) for host in halves)
-    assert distance(np.asarray(total), wanted) < EXPERTS_FLOAT32
-    with pytest.raises(CheckpointError, match=r"desc_act.*requantise them with --expert-dtype"):
+    # Groups of 128 are more than the channels.
+    for dtype in () if name == "gptq_act_order_zeros" else ("float32", "keep"):
+        total = np.zeros_like(wanted, np.float64)
+        for index in range(2):
+            half = host_of(stored, weight_dtype=dtype, split="tensor", split_count=2, split_index=index)
+            part = loaded_of(half).part
+            span = part.intermediate_begin, part.intermediate_end
+            own = LocalExpertClient(
+                str(stored), geometry, torch.float32, "keep" if dtype == "keep" else "float32",
+                intermediate_range=span,
+            )  # fmt: skip
+            found = half.forward(1, *rows)
+            assert distance(found, of(own)) < EXPERTS_FLOAT32
+            total += found
+        assert distance(total, wanted) < EXPERTS_FLOAT32
+
+
+def test_gate_and_up_in_different_orders(tmp_path: Path) -> None:
+    """They meet the same rows: refused by name, with the way out, which works."""
+    plain = write_plain("qwen3_moe", tmp_path / "plain")
+    model = quantise(
+        plain,
+        lambda name: act_ordered("gptq_act_order", int("gate_proj" in name)),
+        MODEL_FORMATS["gptq_act_order"].config,
+    )
+    stored = model.write(tmp_path / "stored")
+    message = (
+        r"gate_proj\.qweight' and '.*up_proj\.qweight' .*g_idx.*requantise them with --expert-dtype int4"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        host_of(stored)
+    assert host_of(stored, weight_dtype="int4").loaded is not None
+
+
+def test_groups_of_unequal_size(tmp_path: Path) -> None:
+    """A g_idx that fills no group has no packed form: refused by name."""
+    plain = write_plain("qwen3_moe", tmp_path / "plain")
+    model = quantise(plain, own_orders("gptq_act_order"), MODEL_FORMATS["gptq_act_order"].config)
+    groups = model.tensors["model.layers.1.mlp.experts.2.down_proj.g_idx"]
+    groups[groups == 0] = 1
+    stored = model.write(tmp_path / "stored")
+    with pytest.raises(
+        CheckpointError, match=r"experts\.2\.down_proj\.g_idx' has groups of .*--expert-dtype"
+    ):
         host_of(stored)
 
 

@@ -191,7 +191,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
             "true_sequential": True,
             "model_file_base_name": "model",
         },
-        "",
+        "int4_g128{scale}",
     ),
     "mixtral_gptq_act_order_rows": ({**_GPTQ, "desc_act": True, "group_size": -1}, "int4_g128{scale}"),
     "gptq_static_groups": ({**_GPTQ, "desc_act": True, "static_groups": True}, "int4_g128{scale}"),

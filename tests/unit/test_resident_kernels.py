@@ -69,7 +69,7 @@ def test_activations_and_biases(activation: str, bias: bool, few_rows: int) -> N
 
 
 # Of each way to scale one, and of those that are not unpacked one; `test_every_format` has the others' codes.
-UNPACKED = ("float16", "fp8_block", "int8_g32_mins", "int4_g128_zeros", "mxfp4")
+UNPACKED = ("float16", "fp8_block", "int8_g32_mins", "int4_g128_zeros", "int4_g32_ordered", "mxfp4")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_replacing_a_slot_is_seen_at_once() -> None:
     assert error(kernels, shape, slots, 2) < tolerances.RESIDENT_FLOAT32
 
 
-@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+@pytest.mark.parametrize("weight_format", [*WEIGHT_FORMATS, "int4_g32_ordered"])
 def test_reference_unpacks_bit_by_bit(weight_format: str) -> None:
     """The torch unpacking gives the weights and biases that the documented layout means."""
     for shape in (Shape(hidden=96, intermediate=160), Shape(has_bias=True), Shape(activation="relu2")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,18 +78,8 @@ class PackedExpertSource:
                 f"{kind.gate_up.name}/{kind.down.name}; requantise them with --expert-dtype"
             )
         begin, end = self._span(found)
-        channels = slice(begin, end)
-        down = found.down.read(reader, cols=channels)
-        if begin > 0:
-            # The ranks' outputs are summed: the bias is the first one's.
-            down = replace(down, bias=None)
-        packed, error, reference = _kernels.pack_expert(
-            *formats,
-            None if found.gate is None else found.gate.read(reader, rows=channels),
-            found.up.read(reader, rows=channels),
-            down,
-            has_bias=kind.gate_up.has_bias,
-        )
+        matrices = found.read(reader, begin, end, keeps=self._target is None)
+        packed, error, reference = _kernels.pack_expert(*formats, *matrices, has_bias=kind.gate_up.has_bias)
         return PackedExpert(packed, error, reference)
 
     def _formats_of(self, found: ExpertMatrices) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.registry import family_of
 from moebius.placement import left_out, make_placement
-from moebius.weight_formats import PackedExpertLayout, expert_layout
+from moebius.weight_formats import PackedExpertLayout, expert_layout, ordered_format
 
 # kernels/moe/arena.cc: a layer's experts lie in whole pages, huge ones from half of one on.
 _SMALL_PAGE, _HUGE_PAGE = 4096, 2 * 2**20
@@ -80,8 +80,9 @@ def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> Store
     size += _declared_bytes(down, hidden, inner, geometry)
     rows = [role.out_step for role in up.roles if role.out_step and role.role != "scales"]
     columns = [role.in_step for role in down.roles if role.in_step]
+    gate_up = _declared_format(up, geometry)
     return StoredExperts(
-        _declared_format(up, geometry),
+        ordered_format(gate_up) if up.reorders else gate_up,
         _declared_format(down, geometry),
         geometry.has_bias,
         math.lcm(*rows, *columns),

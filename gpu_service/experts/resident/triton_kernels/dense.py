@@ -16,6 +16,7 @@ from gpu_service.experts.resident.triton_kernels.gemm import (
     INT4_OFFSET,
     activate,
     element,
+    element_place,
     element_shift,
     finish_tile,
     load_scales,
@@ -26,15 +27,17 @@ from gpu_service.ops.triton.jit import jit, jit_for_any
 
 @jit_for_any("first")
 def unpack(  # type: ignore[no-untyped-def]
-    words, scales, bytes_, output, first, EXPERT_BYTES: tl.constexpr, AT: tl.constexpr, GATED: tl.constexpr,
-    PANEL: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
+    words, scales, bytes_, output, first, EXPERT_BYTES: tl.constexpr, AT: tl.constexpr,
+    ORDER_AT: tl.constexpr, GATED: tl.constexpr, PANEL: tl.constexpr, PANELS: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
     """Program (slot - first, panel of PANELS): 16 features of output [slots, PANELS * 16, PANEL.k_padded].
 
-    GATED: panels alternate between gate and up.
+    GATED: panels alternate between gate and up. Columns of an ordered format get back their places in rows.
     """
     slot, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
     panel = (first + slot) * EXPERT_BYTES + AT + index * PANEL.panel_bytes
+    order = ((first + slot) * EXPERT_BYTES + ORDER_AT) // 4
     per_word: tl.constexpr = 32 // PANEL.bits
     column = tl.arange(0, 16)
     feature = index // 2 * 32 + column * 2 + index % 2 if GATED else index * 16 + column
@@ -68,7 +71,11 @@ def unpack(  # type: ignore[no-untyped-def]
         if PANEL.k != PANEL.k_padded:
             plain = tl.where((k < PANEL.k)[:, None], plain, 0.0)
         plain = tl.trans(plain).to(output.dtype.element_ty)
-        tl.store(target[:, None] + k[None, :], plain)
+        place = element_place(words, order, k, PANEL)
+        if PANEL.ordered:
+            # Slots without an expert, which nobody reads, are unpacked as well: they may hold any numbers.
+            place = tl.where((place >= 0) & (place < PANEL.k_padded), place, k)
+        tl.store(target[:, None] + place[None, :], plain)
 
 
 @jit

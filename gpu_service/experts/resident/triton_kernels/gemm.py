@@ -117,10 +117,23 @@ def slot_of(ids, slot_of_expert, pair):  # type: ignore[no-untyped-def]
 
 
 @jit
+def element_place(words, order, k, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which element of a row meets the panels' k; beyond the last one k itself."""
+    if PANEL.ordered:
+        place = tl.where(k < PANEL.k, tl.load(words + order + k, mask=k < PANEL.k, other=0), k)
+    else:
+        place = k
+    return place
+
+
+@jit
 def line_products(  # type: ignore[no-untyped-def]
-    x, words, scales, bytes_, panel, begin, PANEL: tl.constexpr, LINES: tl.constexpr
+    x, words, scales, bytes_, order, panel, begin, PANEL: tl.constexpr, LINES: tl.constexpr
 ):
-    """float32 [LINES, 16]: for each line from `begin`, its elements times those of the row at `x`, summed."""
+    """float32 [LINES, 16]: for each line from `begin`, its elements times those of the row at `x`, summed.
+
+    `order`: the word from which on an ordered format says which of the row's elements each k meets.
+    """
     per_word: tl.constexpr = 32 // PANEL.bits
     line, column = begin + tl.arange(0, LINES), tl.arange(0, 16)
     packed = tl.load(words + panel // 4 + line[:, None] * 16 + column[None, :])
@@ -137,10 +150,11 @@ def line_products(  # type: ignore[no-untyped-def]
     row_sum = tl.zeros([LINES], tl.float32)
     for i in tl.static_range(per_word):
         k = line * per_word + i
+        place = element_place(words, order, k, PANEL)
         if PANEL.k == PANEL.k_padded:
-            row = tl.load(x + k).to(tl.float32)
+            row = tl.load(x + place).to(tl.float32)
         else:
-            row = tl.load(x + k, mask=k < PANEL.k, other=0.0).to(tl.float32)
+            row = tl.load(x + place, mask=k < PANEL.k, other=0.0).to(tl.float32)
         value = element(packed, element_shift(i, PANEL), PANEL)
         if PANEL.zeros:
             value -= offset
@@ -172,8 +186,8 @@ def finish(result, floats, panel, PANEL: tl.constexpr):  # type: ignore[no-untyp
 @jit
 def gate_up_rows(  # type: ignore[no-untyped-def]
     x, words, scales, bytes_, floats, ids, slot_of_expert, intermediate, alpha, limit,
-    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr,
-    ACTIVATION: tl.constexpr, LINES: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr,
+    INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, ACTIVATION: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, block of 16 channels): intermediate [pairs, INTERMEDIATE_COLUMNS] of a pair's expert."""
     pair, block = tl.program_id(0), tl.program_id(1)
@@ -183,6 +197,7 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
     IS_GATED: tl.constexpr = ACTIVATION != "relu2"
     gate = slot.to(tl.int64) * EXPERT_BYTES + block * ((1 + IS_GATED) * PANEL.panel_bytes)
     row = x + (pair // TOP_K) * PANEL.k
+    order = (slot.to(tl.int64) * EXPERT_BYTES + ORDER_AT) // 4
     up = gate + IS_GATED * PANEL.panel_bytes
     num_lines: tl.constexpr = PANEL.k_padded * PANEL.bits // 32
     g = tl.zeros([LINES, 16], tl.float32)
@@ -190,8 +205,8 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
     # One loop for both, so that both loads are under way together.
     for begin in range(0, num_lines, LINES):
         if IS_GATED:
-            g += line_products(row, words, scales, bytes_, gate, begin, PANEL, LINES)
-        u += line_products(row, words, scales, bytes_, up, begin, PANEL, LINES)
+            g += line_products(row, words, scales, bytes_, order, gate, begin, PANEL, LINES)
+        u += line_products(row, words, scales, bytes_, order, up, begin, PANEL, LINES)
     g = tl.sum(g, 0)
     if IS_GATED:
         g = finish(g, floats, gate, PANEL)
@@ -219,10 +234,10 @@ def down_rows(  # type: ignore[no-untyped-def]
     total = tl.zeros([LINES, 16], tl.float32)
     if num_lines <= UNROLLED * LINES:
         for begin in tl.static_range(0, num_lines, LINES):
-            total += line_products(row, words, scales, bytes_, panel, begin, PANEL, LINES)
+            total += line_products(row, words, scales, bytes_, 0, panel, begin, PANEL, LINES)
     else:
         for begin in range(0, num_lines, LINES):
-            total += line_products(row, words, scales, bytes_, panel, begin, PANEL, LINES)
+            total += line_products(row, words, scales, bytes_, 0, panel, begin, PANEL, LINES)
     value = finish(tl.sum(total, 0), floats, panel, PANEL)
     column = block * 16 + tl.arange(0, 16)
     tl.store(outputs + pair.to(tl.int64) * HIDDEN + column, value, mask=column < HIDDEN)
@@ -290,8 +305,9 @@ def finish_tile(total, floats, panel, column, PANEL: tl.constexpr):  # type: ign
 @jit_for_any("count")
 def gate_up_tiles(  # type: ignore[no-untyped-def]
     x, words, scales, bytes_, floats, pairs, block_slots, intermediate, count, alpha, limit,
-    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr,
-    ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr,
+    INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, ACTIVATION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (block of M pairs, N intermediate channels): intermediate [pairs, INTERMEDIATE_COLUMNS]."""
     slot = tl.load(block_slots + tl.program_id(0))
@@ -307,12 +323,14 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
     gate = slot.to(tl.int64) * EXPERT_BYTES + block * ((1 + IS_GATED) * PANEL.panel_bytes)
     up = gate + IS_GATED * PANEL.panel_bytes
     row = (pair // TOP_K).to(tl.int64) * PANEL.k
+    order = (slot.to(tl.int64) * EXPERT_BYTES + ORDER_AT) // 4
     g = tl.zeros([M, N], tl.float32)
     u = tl.zeros([M, N], tl.float32)
     for begin in range(0, PANEL.k, PANEL.chunk):
         k = begin + tl.arange(0, PANEL.chunk)
         wanted = held[:, None] & (k < PANEL.k)[None, :]
-        rows = tl.load(x + row[:, None] + k[None, :], mask=wanted, other=0.0).to(TYPE)
+        place = element_place(words, order, k, PANEL)
+        rows = tl.load(x + row[:, None] + place[None, :], mask=wanted, other=0.0).to(TYPE)
         if IS_GATED:
             g = add_product(g, rows, words, scales, bytes_, gate, column, begin, PANEL, TYPE, PRECISION)
         u = add_product(u, rows, words, scales, bytes_, up, column, begin, PANEL, TYPE, PRECISION)
