@@ -121,6 +121,7 @@ class FormatFields(TypedDict):
     mins: bool
     column_scale: bool
     quantised_rows: bool
+    ordered: bool
 
 class PanelFields(TypedDict):
     k: int
@@ -140,6 +141,7 @@ class ExpertFields(TypedDict):
     intermediate_blocks: int
     down_panels: int
     down_offset: int
+    order_offset: int
     expert_bytes: int
 
 def weight_formats() -> dict[str, FormatFields]: ...

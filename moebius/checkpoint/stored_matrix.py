@@ -260,7 +260,9 @@ class StoredMatrix:
         # Words are along out.
         codes = unpack_nibbles(zeros, 1 if array.role.transposed else 0)
         found = (codes.T if array.role.transposed else codes)[: len(rows)]
-        return (found + self.scheme.zeros_offset) & 15
+        # Sums of two such numbers stay below 256.
+        points: NDArray[np.uint8] = (found + np.uint8(self.scheme.zeros_offset)) & np.uint8(15)
+        return points
 
     def _groups_of_columns(self, reader: SliceReader) -> NDArray[np.int64]:
         """`[cols]`. Raises CheckpointError naming the tensor where one is no group."""

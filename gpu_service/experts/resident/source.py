@@ -78,8 +78,10 @@ class PackedExpertSource:
                 f"{kind.gate_up.name}/{kind.down.name}; requantise them with --expert-dtype"
             )
         begin, end = self._span(found)
-        matrices = found.read(reader, begin, end, keeps=self._target is None)
-        packed, error, reference = _kernels.pack_expert(*formats, *matrices, has_bias=kind.gate_up.has_bias)
+        gate, up, down = found.read(reader, begin, end, keeps=self._target is None)
+        packed, error, reference = _kernels.pack_expert(
+            *formats, gate, up, down, has_bias=kind.gate_up.has_bias
+        )
         return PackedExpert(packed, error, reference)
 
     def _formats_of(self, found: ExpertMatrices) -> tuple[str, str]:
