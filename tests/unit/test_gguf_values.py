@@ -10,7 +10,8 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from numpy.typing import NDArray
 
-from moebius.checkpoint.gguf.blocks import FLOAT_TYPES, QUANTISED_TYPES
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.blocks import FLOAT_TYPES, QUANTISED_TYPES, block_type
 from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_values import as_float32
@@ -18,6 +19,8 @@ from moebius.models.checkpoint import open_index
 from tests.helpers.gguf_models import make_gguf
 
 EXPERTS, ROWS, COLS = 3, 6, 512
+# Types that the package does not decode: number, and bits of a weight, which follow a float16 factor.
+NEWER = {"Q1_0": (41, 1), "Q2_0": (42, 2)}
 
 
 def write_tensors(path: Path, tensors: dict[str, tuple[NDArray[Any], str]]) -> Path:
@@ -43,7 +46,7 @@ def random_rows(kind: str, *outer: int) -> NDArray[Any]:
     return random.integers(0, 256, (*outer, COLS // weights * nbytes), np.uint8)
 
 
-@pytest.mark.parametrize("kind", [*FLOAT_TYPES, *QUANTISED_TYPES])
+@pytest.mark.parametrize("kind", [*FLOAT_TYPES, *(kind for kind in QUANTISED_TYPES if kind not in NEWER)])
 @pytest.mark.parametrize("make_reader", [SliceReader, MappedReader])
 @np.errstate(all="ignore")
 def test_slices_are_those_of_the_decoded_tensor(
@@ -77,6 +80,56 @@ def test_slices_are_those_of_the_decoded_tensor(
             (reader.read_slice(gate, rows, cols, stack_index=2), stacked[2][rows, cols]),
         ):
             np.testing.assert_array_equal(as_float32(found, query.dtype), wanted)
+
+
+@pytest.mark.parametrize("kind", sorted(NEWER))
+def test_types_that_the_package_does_not_decode_are_decoded_as_ggml_does(kind: str) -> None:
+    """One bit: the factor or its negative; two: -1 to 2 times the factor. Lowest bits come first."""
+    number, bits = NEWER[kind]
+    found = block_type(number, "x")
+    blocks = np.random.default_rng(3).integers(0, 256, (ROWS, 4 * found.nbytes), np.uint8)
+    blocks.reshape(-1, found.nbytes)[:, :2] = np.array([-0.75], np.float16).view(np.uint8)
+    wanted = []
+    for block in blocks.reshape(-1, found.nbytes):
+        word = int.from_bytes(bytes(block[2:]), "little")
+        codes = [word >> bits * place & (1 << bits) - 1 for place in range(found.weights)]
+        wanted.append([-0.75 * (2 * code - 1 if bits == 1 else code - 1) for code in codes])
+    np.testing.assert_array_equal(found.dequantise(blocks), np.array(wanted, np.float32).reshape(ROWS, -1))
+
+
+@np.errstate(all="ignore")
+def test_scales_of_nvfp4_weights_are_factors(tmp_path: Path) -> None:
+    """One for a matrix, one for each expert; those of activations are left aside."""
+    blocks, stack = random_rows("NVFP4", ROWS), random_rows("NVFP4", EXPERTS, ROWS)
+    factors = np.array([0.5, 3.0, 0.25], np.float32)
+    tensors: dict[str, tuple[NDArray[Any], str]] = {
+        "blk.0.attn_q.weight": (blocks, "NVFP4"),
+        "blk.0.attn_q.scale": (factors[1:2], "F32"),
+        "blk.0.attn_q.input_scale": (factors[:1], "F32"),
+        "blk.0.ffn_gate_exps.weight": (stack, "NVFP4"),
+        "blk.0.ffn_gate_exps.scale": (factors, "F32"),
+        # Codes are kept of types without such a scale only.
+        "blk.0.ffn_down_exps.weight": (random_rows("Q4_0", EXPERTS, ROWS), "Q4_0"),
+        "blk.0.ffn_down_exps.scale": (factors, "F32"),
+    }
+    index = open_index(write_tensors(tmp_path / "m.gguf", tensors))
+    kind = GGMLQuantizationType.NVFP4
+    down = quants.dequantize(tensors["blk.0.ffn_down_exps.weight"][0], GGMLQuantizationType.Q4_0)
+    with SliceReader() as reader:
+        for name, values in (
+            ("self_attn.q_proj", quants.dequantize(blocks, kind) * factors[1]),
+            ("mlp.experts.gate_proj", quants.dequantize(stack, kind) * factors[:, None, None]),
+            ("mlp.experts.down_proj", down * factors[:, None, None]),
+        ):
+            info = index[f"model.layers.0.{name}.weight"]
+            np.testing.assert_array_equal(reader.read(info), values)
+            last = {"stack_index": 2} if values.ndim == 3 else {}
+            part = reader.read_slice(info, slice(1, 5), slice(50, 203), **last)
+            np.testing.assert_array_equal(part, (values[2] if last else values)[1:5, 50:203])
+    tensors["blk.0.attn_q.scale"] = factors, "F32"
+    message = r"'blk.0.attn_q.scale' is F32 of shape \[3\]; allowed: F32 of shape \[1\]$"
+    with pytest.raises(CheckpointError, match=message):
+        open_index(write_tensors(tmp_path / "n.gguf", tensors))
 
 
 @pytest.mark.parametrize(

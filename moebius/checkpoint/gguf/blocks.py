@@ -1,7 +1,8 @@
 """Quantisation types of GGUF: sizes of their blocks, and the values blocks stand for.
 
 A type stores a row as blocks of `weights` values in `nbytes` bytes. What they stand for is what the package
-`gguf` decodes: by its own arithmetic, or faster by that of `decoders`.
+`gguf` decodes: by its own arithmetic, or faster by that of `decoders`, which also has types that the package
+does not decode.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ QUANTISED_TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
-    "MXFP4",
+    *("TQ1_0", "TQ2_0", "Q1_0", "Q2_0"),
+    *("MXFP4", "NVFP4"),
 )
+# Types that the package does not decode, or does not know: number, weights and bytes of a block.
+_NEWER_TYPES: Mapping[str, tuple[int, int, int]] = {"Q1_0": (41, 128, 18), "Q2_0": (42, 64, 18)}
 # Values decoded at a time: what the arithmetic needs besides its result stays in a core's cache.
 _CHUNK = 1 << 17
 
@@ -60,7 +64,9 @@ class BlockType:
         rows, width = blocks.shape
         flat = blocks.reshape(-1, self.nbytes)
         output = np.empty((len(flat), self.weights), np.float32)
-        decode = DECODERS.get(self.name) or partial(quants.dequantize, qtype=GGMLQuantizationType[self.name])
+        decode = DECODERS.get(self.name)
+        if decode is None:
+            decode = partial(quants.dequantize, qtype=GGMLQuantizationType[self.name])
         for piece in self.pieces(len(flat)):
             output[piece] = decode(flat[piece])
         return output.reshape(rows, width // self.nbytes * self.weights)
@@ -70,9 +76,12 @@ class BlockType:
 def _block_types() -> Mapping[int, BlockType]:
     found: dict[int, BlockType] = {}
     for name in (*FLOAT_TYPES, *INTEGER_TYPES, *QUANTISED_TYPES):
-        kind = GGMLQuantizationType[name]
-        weights, nbytes = GGML_QUANT_SIZES[kind]
-        found[kind.value] = BlockType(name, weights, nbytes)
+        if name in _NEWER_TYPES:
+            number, weights, nbytes = _NEWER_TYPES[name]
+        else:
+            number = GGMLQuantizationType[name].value
+            weights, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+        found[number] = BlockType(name, weights, nbytes)
     return found
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from moebius.checkpoint.derived import DerivedValues
 from moebius.checkpoint.errors import CheckpointError
@@ -14,7 +18,7 @@ from moebius.checkpoint.gguf.model import GgufModel, StoredBlocks
 from moebius.checkpoint.gguf.names import Change, GgufRule, canonical_name
 from moebius.checkpoint.gguf.rearranged import is_part, merged, rearranged
 from moebius.checkpoint.gguf.schemes import KEPT_SCHEMES
-from moebius.checkpoint.gguf.values import Dequantised, PartOfBlocks
+from moebius.checkpoint.gguf.values import Dequantised, PartOfBlocks, Scaled
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.matrix_finder import side_name
 
@@ -36,14 +40,17 @@ def gguf_index(model_path: str | Path, model: GgufModel, rules: tuple[GgufRule, 
     unknown: list[str] = []
     for stored in model.tensors.values():
         renamed = canonical_name(rules, stored.name)
+        if renamed is None and _belongs_to_weight(model, stored.name):
+            continue
         if renamed is None:
             unknown.append(stored.name)
         elif renamed.name is None:
             continue
         elif is_part(renamed.change):
-            parts.setdefault(renamed.name, {})[renamed.change] = in_floats(stored, stored.name)
+            values = _scaled(model, rules, stored, in_floats(stored, stored.name))
+            parts.setdefault(renamed.name, {})[renamed.change] = values
         else:
-            found = _tensors(model, stored, _with_numbers(model, renamed.name), renamed.change)
+            found = _tensors(model, rules, stored, _with_numbers(model, renamed.name), renamed.change)
             _check_new(model, stored, tensors, found)
             tensors |= found
     if unknown:
@@ -78,13 +85,48 @@ def _check_new(
         raise CheckpointError(f"{model.file}: {stored.name!r} and another tensor are both {name}")
 
 
-def _tensors(model: GgufModel, stored: StoredBlocks, name: str, change: Change) -> dict[str, TensorInfo]:
+def _tensors(
+    model: GgufModel, rules: tuple[GgufRule, ...], stored: StoredBlocks, name: str, change: Change
+) -> dict[str, TensorInfo]:
     """The tensor, or the several that a packed format takes it as."""
-    if _is_packed(model, stored, name):
-        return _packed(stored, name)
     if change == "table":
         return {name: _in_integers(stored, name)}
-    return {name: rearranged(model, in_floats(stored, name), change)}
+    if _is_packed(model, stored, name) and _scale(model, rules, stored) is None:
+        return _packed(stored, name)
+    return {name: rearranged(model, _scaled(model, rules, stored, in_floats(stored, name)), change)}
+
+
+def _belongs_to_weight(model: GgufModel, name: str) -> bool:
+    """Whether it is a weight's scale, or that of its activations, which are not quantised here."""
+    stem, _, last = name.rpartition(".")
+    return last in ("scale", "input_scale") and f"{stem}.weight" in model.tensors
+
+
+def _scale(model: GgufModel, rules: tuple[GgufRule, ...], stored: StoredBlocks) -> StoredBlocks | None:
+    """What the weight's values are multiplied by, unless it is a tensor of the architecture's own."""
+    name = f"{stored.name.removesuffix('.weight')}.scale"
+    is_own = name == stored.name or canonical_name(rules, name) is not None
+    return None if is_own else model.tensors.get(name)
+
+
+def _scaled(
+    model: GgufModel, rules: tuple[GgufRule, ...], stored: StoredBlocks, info: TensorInfo
+) -> TensorInfo:
+    """With the scale that files of NVFP4 have besides: one for each matrix.
+
+    Raises CheckpointError naming a scale that is not of float32, or not as many.
+    """
+    scale = _scale(model, rules, stored)
+    if scale is None:
+        return info
+    matrices = stored.shape[0] if len(stored.shape) == 3 else 1
+    if scale.type.name != "F32" or math.prod(scale.shape) != matrices:
+        raise CheckpointError(
+            f"{scale.file}: tensor {scale.name!r} is {scale.type.name} of shape {list(scale.shape)}; "
+            f"allowed: F32 of shape [{matrices}]"
+        )
+    factors = np.fromfile(scale.file, "<f4", matrices, offset=scale.offset)
+    return replace(info, dtype="F32", derived=Scaled(info, factors), packed_as=PACKED_AS)
 
 
 def _in_integers(stored: StoredBlocks, name: str) -> TensorInfo:

@@ -35,6 +35,24 @@ class Dequantised:
         return values[:, begin : begin + len(cols)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaled:
+    """Another tensor's values times a number for each of its matrices, in float32."""
+
+    source: TensorInfo
+    factors: NDArray[np.float32]  # [matrices].
+
+    def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
+        found = reader.read_slice(
+            self.source,
+            slice(rows.start, rows.stop, rows.step),
+            slice(cols.start, cols.stop, cols.step),
+            stack_index if len(self.source.shape) == 3 else None,
+        )
+        scaled: NDArray[np.float32] = as_float32(found, self.source.dtype) * self.factors[stack_index]
+        return scaled
+
+
 @dataclass(frozen=True, slots=True)
 class PartOfBlocks:
     """Codes, scales or mins of quantised blocks, taken by kernels/format/gguf_blocks.cc."""
