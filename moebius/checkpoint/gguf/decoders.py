@@ -40,7 +40,7 @@ def _q8_0(blocks: Bytes) -> Floats:
 def _q1_0(blocks: Bytes) -> Floats:
     """A float16 factor; a bit for each of 128 weights, lowest bits first: the factor, or its negative."""
     bits = np.unpackbits(np.ascontiguousarray(blocks[:, 2:]), axis=1, bitorder="little")
-    values = np.where(bits, np.float32(1), np.float32(-1))
+    values: Floats = np.where(bits, np.float32(1), np.float32(-1))
     values *= _float16_factors(blocks[:, :2])
     return values
 
