@@ -48,7 +48,7 @@ def _q1_0(blocks: Bytes) -> Floats:
 def _q2_0(blocks: Bytes) -> Floats:
     """A float16 factor; 64 codes of two bits, lowest bits first, which mean -1 to 2."""
     codes = blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
-    values = np.subtract(codes.reshape(len(blocks), 64), np.float32(1), dtype=np.float32)
+    values: Floats = np.subtract(codes.reshape(len(blocks), 64), np.float32(1), dtype=np.float32)
     values *= _float16_factors(blocks[:, :2])
     return values
 
