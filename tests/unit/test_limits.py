@@ -13,9 +13,11 @@ import pytest
 
 import moebius.limits as limits
 from moebius.app.doctor.facts import Volume
+from moebius.app.supervisor.placement import usable_cpus
 from moebius.app.supervisor.plan import _shared_memory_problem
-from moebius.errors import UserError, shortage
+from moebius.errors import StartupError, UserError, shortage
 from moebius.limits import check_limits
+from moebius.topology import Topology
 
 # Checked before the model is looked for, so no model is needed.
 COMMANDS = ("serve", "gateway", "expert", "gpu")
@@ -146,3 +148,14 @@ def test_shared_memory_says_what_is_wrong_with_it() -> None:
     assert "it is read-only" in _shared_memory_problem(1, "an error", replace(small, writable=False))
     assert "but an error." in _shared_memory_problem(1, "an error", small)
     assert "--shm-size=3g" in _shared_memory_problem(2100 << 20, "No space left", small)
+
+
+def test_a_machine_that_shows_no_cpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a chroot without /sys and /proc."""
+
+    def nothing() -> Topology:
+        raise RuntimeError("no usable CPU found under /sys and /proc")
+
+    monkeypatch.setattr(Topology, "detect", nothing)
+    with pytest.raises(StartupError, match="under /sys and /proc: both have to be mounted"):
+        usable_cpus()

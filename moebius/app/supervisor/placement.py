@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moebius.config import MoebiusConfig
-from moebius.errors import ConfigError
+from moebius.errors import ConfigError, StartupError
 
 # Fewer CPUs of a node are too few to leave any of them to others.
 SPARED_FROM = 8
@@ -26,10 +26,16 @@ class ServerBinding:
 
 
 def usable_cpus() -> tuple[dict[int, tuple[int, ...]], float | None]:
-    """NUMA node -> CPUs we may use there (-1: the machine tells no nodes), and the cgroup's limit in CPUs."""
+    """NUMA node -> CPUs we may use there (-1: the machine tells no nodes), and the cgroup's limit in CPUs.
+
+    Raises StartupError where neither /sys nor /proc says what CPUs there are.
+    """
     from moebius.topology import Topology
 
-    topology = Topology.detect()
+    try:
+        topology = Topology.detect()
+    except RuntimeError as error:
+        raise StartupError(f"{error}: both have to be mounted, as they are in any container") from None
     nodes = {node.id: tuple(topology.usable_cpus(node.id)) for node in topology.nodes}
     nodes = {node: cpus for node, cpus in nodes.items() if cpus} or {-1: tuple(topology.usable_cpus())}
     return nodes, topology.cpu_quota
