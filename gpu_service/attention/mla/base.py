@@ -101,9 +101,8 @@ class MlaAttentionBackend(PlannedAttention):
         self.selects = False
         # What the latest layer with an indexer chose; None: all tokens. Filled and read by the step's layers.
         self.selection: torch.Tensor | None = None
-        # The step's latest latents that layers share, with parts of keys that all heads share, for later
-        # layers; by the elements of such a part, in which kinds of layers differ. Filled and read by the
-        # step's layers.
+        # The step's latest latents that layers share, with parts of keys that all heads share, for others;
+        # by the elements of such a part, in which kinds of layers differ. Filled and read by layers.
         self.step_latents: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
