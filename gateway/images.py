@@ -108,17 +108,27 @@ async def _first_answer(
 
 
 async def _fetched(client: httpx.AsyncClient, target: httpx.URL, address: str | None, most: int) -> bytes:
-    """The body, or as much of it as shows that it is too large."""
-    url, headers, extensions = target, {}, {}
+    """The body, or as much of it as shows that it is too large.
+
+    Images are compressed already. A host that compresses them once more could make a small piece so large
+    that taking it apart would hold up everybody, before anything is known of its size.
+    """
+    url, extensions = target, {}
+    headers = {"Accept-Encoding": "identity"}
     if address is not None:
         url = target.copy_with(host=address)
         # Server and certificate are still those of the name.
-        headers = {"Host": target.netloc.decode("ascii")}
+        headers["Host"] = target.netloc.decode("ascii")
         extensions = {"sni_hostname": target.raw_host.decode("ascii")}
     data = bytearray()
     async with client.stream("GET", url, headers=headers, extensions=extensions) as response:
         if response.status_code != httpx.codes.OK:
             raise ImageRefused(f"the image could not be fetched: status {response.status_code}")
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding.strip().lower() not in ("", "identity"):
+            raise ImageRefused(
+                f"{target.host} sent the image with Content-Encoding {encoding[:40]!r}; allowed: none"
+            )
         async for chunk in response.aiter_bytes():
             data += chunk
             if len(data) > most:

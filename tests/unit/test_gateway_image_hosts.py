@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -85,6 +86,53 @@ async def test_redirects_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(web.requests) == 1
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "GZIP, identity", "deflate", "zstd", "x" * 100_000])
+async def test_what_a_host_has_compressed_is_not_taken_apart(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """A few kilobytes could become gigabytes, on the loop that serves everybody: they are not asked for, and
+    refused unread. A host that names no compression, or names that there is none, is served."""
+    web = Web(monkeypatch, *[["93.184.216.34"]] * 3)
+    bomb = gzip.compress(b" " * 2_000_000)
+    web.handle = lambda _: httpx.Response(200, headers={"Content-Encoding": encoding}, stream=Unread(bomb))
+    with pytest.raises(ImageRefused, match="Content-Encoding") as caught:
+        await from_host("http://pictures.example/a.png", EVERYWHERE)
+    assert len(str(caught.value)) < 200
+    for none in ({"Content-Encoding": "identity"}, {}):
+        web.handle = lambda _, none=none: httpx.Response(200, headers=none, content=b"image")
+        assert await from_host("http://pictures.example/a.png", EVERYWHERE) == b"image"
+    assert [request.headers["accept-encoding"] for request in web.requests] == ["identity"] * 3
+
+
+class Unread(httpx.AsyncByteStream):
+    """A body that nobody may take."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield self.data
+
+
+async def test_a_body_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is larger than an image may be, whatever its Content-Length said."""
+    web = Web(monkeypatch, ["93.184.216.34"])
+    taken: list[int] = []
+
+    class Endless(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while True:
+                taken.append(1)
+                yield b" " * 2**16
+
+    web.handle = lambda _: httpx.Response(200, headers={"Content-Length": "10"}, stream=Endless())
+    config = ImageConfig(image_url_hosts=("*",), max_image_mib=1)
+    found = await from_host("http://pictures.example/a.png", config)
+    assert len(found) > 2**20
+    assert len(taken) == 17
+
+
 async def test_the_next_address_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host whose first address can not be reached still gives its image."""
     web = Web(monkeypatch, ["2606:4700:4700::1111", "93.184.216.34"])
@@ -120,6 +168,6 @@ async def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 async def test_this_machine_is_not_reached_however_it_is_spelt(host: str) -> None:
     """The real resolver's answers count, not the spelling."""
-    config = ImageConfig(image_url_hosts=("*",), image_url_timeout_s=5)
+    config = ImageConfig(image_url_hosts=("*",), image_url_timeout_s=60)
     with pytest.raises(ImageRefused, match=r"not public|not valid|not known"):
         await from_host(f"http://{host}:1/a.png", config)
