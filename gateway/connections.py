@@ -30,6 +30,9 @@ logger = structlog.get_logger(__name__)
 SLOWEST_BODY = 16 * 1024
 # Of a request's first line and headers, bytes: the parser itself has no limit.
 LONGEST_HEAD = 64 * 1024
+# Bytes of a chunked body that are no content, for each that is: sent byte by byte it has five. As many bytes
+# as a head may have are allowed in addition, for extensions of chunks and headers after the last one.
+_FRAMING = 16
 # Of the process itself: its sockets to the engine, event loops, logs, images being fetched.
 _OWN_DESCRIPTORS = 64
 _FEWEST, _MOST = 8, 16384
@@ -125,6 +128,7 @@ _BEGUN_PER_TURN = 8
 # and send so many bytes: what people send by mistake, and no endless upload.
 _LINGER_S, _LINGER_PAUSE_S = 30.0, 5.0
 _LINGER_BYTES = 64 * 2**20
+_TOO_MUCH_FRAMING = "the request's body comes in chunks with too much that is not its content"
 _TOO_LONG = f"the request's head is longer than {LONGEST_HEAD // 1024} KiB"
 
 
@@ -186,6 +190,7 @@ class HttpConnection(HttpToolsProtocol):
     # Which part of a request was parsed last; "between" also before the first one.
     _parsing: Literal["between", "head", "body"] = "between"
     _head_bytes = 0
+    _body_bytes, _framing_bytes = 0, 0  # since the head was complete: what the body is, and what it comes in
     # The request that is being answered, or was last: `self.cycle` is the one parsed last, which may have
     # to wait for the answers to those before it.
     _active: RequestResponseCycle | None = None
@@ -221,11 +226,17 @@ class HttpConnection(HttpToolsProtocol):
             return
         if self.transport.is_closing():  # answered because it was no HTTP: the parser has ended
             return
-        if self._parsing != "body":
+        was_body, body_bytes = self._parsing == "body", self._body_bytes
+        if not was_body:
             self._head_bytes += len(data)
         super().data_received(data)
-        if self._parsing == "head" and self._head_bytes > LONGEST_HEAD and not self.transport.is_closing():
-            self.send_400_response(_TOO_LONG)
+        if was_body and self._parsing == "body":
+            self._framing_bytes += len(data) - (self._body_bytes - body_bytes)
+        if not self.transport.is_closing():
+            if self._parsing == "head" and self._head_bytes > LONGEST_HEAD:
+                self.send_400_response(_TOO_LONG)
+            elif self._framing_bytes > LONGEST_HEAD + _FRAMING * self._body_bytes:
+                self.send_400_response(_TOO_MUCH_FRAMING)
         self._note_phase()
 
     def on_message_begin(self) -> None:
@@ -236,7 +247,19 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is complete, and its request may run."""
         self._parsing = "body"
+        self._body_bytes = self._framing_bytes = 0
         super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of the head. Those that follow a chunked body are dropped: the request runs, and nobody reads
+        them."""
+        if self._parsing != "body":
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._body_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The whole request is there."""

@@ -72,11 +72,11 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` (seconds) when waiting helps; `WWW-Authenticate` with 401; `Connection` with 413."""
+        """`Retry-After` (seconds) when waiting helps; `WWW-Authenticate` with 401; `Connection`."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        if self.status == 413:
+        if self.status in (413, 415):
             headers["Connection"] = "close"  # or the rest of the body would still be read
         return headers
 
@@ -102,6 +102,7 @@ _ANTHROPIC_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     504: "timeout_error",
     529: "overloaded_error",

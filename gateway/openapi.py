@@ -19,6 +19,7 @@ _REFUSALS = {
     401: "The API key is missing or wrong",
     404: "The model does not exist",
     413: "The body is too large",
+    415: "The body is compressed",
     429: "Too many requests; `Retry-After` says when to come back",
     500: "The server failed",
     502: "The engine ended the call too early",

@@ -155,8 +155,10 @@ class OutputState:
         """Takes the last message, with any tokens that no chunk carried; ends the output.
 
         Raises:
-            ApiError: 500 when the engine reports that this output failed.
+            ApiError: the engine says that this output failed: 400 by the request's own constraint, else 500.
         """
+        if message.constraint_failed:
+            raise ApiError(400, message.error_message, code="constraint_failed")
         if message.finish_reason == "error":
             raise ApiError(500, f"the engine failed: {message.error_message}", code="engine_error")
         logprobs = message.output_logprobs if message.HasField("output_logprobs") else None

@@ -120,6 +120,7 @@ def complete(delta: OutputDelta, stream: bool, first_token_s: float) -> pb.Gener
         index=request.index,
         error_message=delta.error_message,
         first_token_seconds=first_token_s,
+        constraint_failed=bool(delta.error_message and request.constraint and request.constraint.error),
     )
     if delta.matched_stop_token is not None:
         message.matched_token_id = delta.matched_stop_token

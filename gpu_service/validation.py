@@ -27,10 +27,10 @@ from protos import engine_pb2 as pb
 
 
 class InvalidField(ValueError):
-    """A field of the request is out of range."""
+    """A field of the request is out of range, or for another reason can not be used."""
 
-    def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field}: {value!r} is not allowed; {allowed}")
+    def __init__(self, field: str, value: object, allowed: str, message: str = "") -> None:
+        super().__init__(message or f"{field}: {value!r} is not allowed; {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,8 @@ def _constraints(
         return compiler.make(constraint, count)
     except GrammarError as error:
         kind = constraint.WhichOneof("kind")
-        raise InvalidField(f"constraint.{kind}", "it", f"it can not be enforced: {error}") from error
+        message = f"the constraint of the output ({kind}) can not be enforced: {error}"
+        raise InvalidField(f"constraint.{kind}", None, "", message) from error
 
 
 def _prompt(

@@ -231,7 +231,9 @@ async def _checked(
     """The same, with an output that failed as the call's failure: this contract has no other place for it."""
     async for response in responses:
         if response.complete.finish_reason == "error":
-            await context.abort(grpc.StatusCode.INTERNAL, response.complete.error_message)
+            is_requests = response.complete.constraint_failed
+            code = grpc.StatusCode.INVALID_ARGUMENT if is_requests else grpc.StatusCode.INTERNAL
+            await context.abort(code, response.complete.error_message)
         yield response
 
 

@@ -46,6 +46,7 @@ _PIECE = 2**18  # bytes written at once, so that the loop goes on in between
 _START_S = 120.0  # a large vocabulary on a busy machine takes many seconds
 _WALL_FACTOR = 10  # a request may wait for a processor this much longer than it may use one
 _RESTART_S = 1.0
+_COMPRESSED = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"})
 
 
 @dataclass
@@ -382,13 +383,22 @@ class BodyReceiver:
             request: whose body has not been read.
             extra: bytes allowed for images.
         Raises:
-            ApiError: 413 as soon as it is known that the body is too large; 429 when too much is held.
+            ApiError: 413 as soon as it is known that the body is too large, 415 when it is compressed; 429
+                when too much is held.
             ClientGone: the client left before it was complete.
         """
         most = self._most + extra
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > most:
             raise too_large(most)
+        encoding = request.headers.get("content-encoding", "")
+        # By name, as there are clients that write a character set here.
+        if _COMPRESSED.intersection(part.strip() for part in encoding.lower().split(",")):
+            raise ApiError(
+                415,
+                f"the body has Content-Encoding {encoding[:40]!r}: send it uncompressed, without this header",
+                code="unsupported_content_encoding",
+            )
         pieces: list[bytes] = []
         size = 0
         try:

@@ -17,6 +17,7 @@ from gpu_service.engine.step import StepPlan
 from gpu_service.engine.step_runner import Pending, StepRunner
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.request import FinishReason, Request
+from gpu_service.responses import complete
 from moebius.grammar.compile import GrammarError
 from protos.engine_pb2 import Choice, Constraint
 from tests.helpers.constraints import compiler, constrained, ids_of, text_of
@@ -409,6 +410,9 @@ def test_a_grammar_that_becomes_too_complex_ends_its_output(loop: dict[str, bool
         assert "items" in ambiguous.error_message
         assert 0 < len(ambiguous.output_token_ids) < 80
         assert other.finish_reason is FinishReason.LENGTH
+        said = {r.key: complete(harness.deltas[r.key][-1], False, 0.0).complete for r in (ambiguous, other)}
+    assert said[ambiguous.key].constraint_failed
+    assert not said[other.key].constraint_failed
 
 
 @LOOPS

@@ -42,6 +42,7 @@ class Script:
     tokens_per_chunk: int = 1
     logprobs: tuple[float, ...] = (-0.25,)  # of the tokens of each output; the last one's of all further ones
     error_message: str = ""  # ends the output with finish_reason "error"
+    constraint_failed: bool = False  # that error is of the request's constraint
 
 
 @dataclass
@@ -223,6 +224,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             output_ids=ids,
             finish_reason="error" if self.script.error_message else reason,
             error_message=self.script.error_message,
+            constraint_failed=self.script.constraint_failed,
             prompt_tokens=len(request.tokenized.input_ids),
             completion_tokens=len(ids),
             cached_tokens=cached,

@@ -339,6 +339,43 @@ def test_a_head_without_end_is_refused(engine: tuple[FakeEngine, str]) -> None:
         assert (status, error["code"]) == (400, "invalid_http")
 
 
+CHUNKED = head_for(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+
+
+@pytest.mark.parametrize("filler", [b"X: y\r\n", b"X: ", b"5;"], ids=["headers", "one", "extension"])
+def test_what_surrounds_a_body_is_bounded(engine: tuple[FakeEngine, str], filler: bytes) -> None:
+    """Headers after a chunked body, and extensions of a chunk, do not fill memory: what is kept of them
+    is nothing, and what may come of them as much as of a head."""
+    with gateway(engine) as (_, port), dial(port, CHUNKED) as connection:
+        content = json.dumps(BODY).encode()
+        connection.sendall(b"%x\r\n%b\r\n" % (len(content), content))
+        connection.sendall(b"0\r\n" if filler[:1] == b"X" else b"")
+        piece = filler * 2000 if filler.endswith(b"\n") else b"x" * 8192
+        sent = 0
+        with contextlib.suppress(OSError):
+            connection.sendall(filler)
+            while sent < 2**26:
+                connection.sendall(piece)
+                sent += len(piece)
+        status, error = error_in(answer_on(connection))
+        assert (status, error["code"]) == (400, "invalid_http")
+        assert sent < 2**26
+
+
+def test_a_body_byte_by_byte_with_headers_after_it_is_read(engine: tuple[FakeEngine, str]) -> None:
+    """Chunks of one byte, each with an extension, and headers that say something else than the head."""
+    with gateway(engine) as (_, port):
+        content = json.dumps({**BODY, "user": "x" * 20_000}).encode()
+        chunks = b"".join(b"1;a=b\r\n%c\r\n" % byte for byte in content)
+        with dial(port, CHUNKED + chunks + b"0\r\nContent-Type: text/plain\r\nX: y\r\n\r\n") as connection:
+            status, error = error_in(answer_on(connection))
+        assert (status, error["param"]) == (400, "user")
+        content = json.dumps(BODY).encode()
+        chunks = b"".join(b"1;a=b\r\n%c\r\n" % byte for byte in content)
+        with dial(port, CHUNKED + chunks + b"0\r\nX: y\r\n\r\n") as connection:
+            assert answer_on(connection).startswith(b"HTTP/1.1 200")
+
+
 def test_pipelined_requests_are_answered_in_order(engine: tuple[FakeEngine, str]) -> None:
     """A request sent before the answer to the last one waits for its turn, and its connection has no deadline
     meanwhile: it is we who do not answer."""

@@ -142,6 +142,23 @@ def test_output_that_ends_with_error_is_a_500(setup: Setup) -> None:
     assert "layer 3" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_output_that_leaves_its_constraint_is_the_requests_fault(setup: Setup, stream: bool) -> None:
+    """A grammar may become too complex in the course of an output: nothing of the server has failed."""
+    setup.engine.script = Script(text="fox", error_message="too many items", constraint_failed=True)
+    body = {"model": MODEL, "prompt": "The", "max_tokens": 4, "stream": stream}
+    answer = httpx.post(f"{setup.url}/v1/completions", json=body)
+    found = sse_payloads(answer.text)[-2] if stream else answer.text
+    assert answer.status_code == (200 if stream else 400)
+    assert json.loads(found)["error"] == {
+        "message": "too many items",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "constraint_failed",
+    }
+    wait_idle(setup.url)
+
+
 def test_full_gateway_answers_429(setup: Setup) -> None:
     """Beyond its bound the gateway refuses at once, says when to return, counts it, and recovers."""
     setup.engine.script = Script(delay_s=0.05)

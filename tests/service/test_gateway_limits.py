@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import http.client
 import itertools
 import json
@@ -102,6 +103,21 @@ def test_bodies_are_bounded_as_they_arrive(setup: Setup) -> None:
         pass  # the gateway closed the connection while this client still wrote, and was not reading
     # It reads and drops 64 MiB for the sake of clients that read only then.
     assert sent < 192 * MIB
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat", "/tokenize"])
+def test_compressed_bodies_are_refused_by_that_name(setup: Setup, path: str) -> None:
+    """A few kilobytes could become gigabytes. Headers that name none are ignored."""
+    content = gzip.compress(json.dumps(chat()).encode())
+    for encoding in ("gzip", "identity, GZIP", "br", "zstd", "deflate"):
+        answer = setup.post(path, content, **{"Content-Encoding": encoding})
+        assert answer.status_code == 415, answer.text
+        assert f"Content-Encoding '{encoding}'" in answer.text
+        assert answer.headers["Connection"] == "close"
+    content = json.dumps(chat(stream=False)).encode()
+    for encoding in ("identity", "utf-8", ""):
+        answer = setup.post(path, content, **{"Content-Encoding": encoding})
+        assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def scope_of(path: str) -> dict[str, Any]:
         (401, 401, "authentication_error"),
         (404, 404, "not_found_error"),
         (413, 413, "request_too_large"),
+        (415, 415, "invalid_request_error"),
         (429, 429, "rate_limit_error"),
         (500, 500, "api_error"),
         (502, 502, "api_error"),
