@@ -111,8 +111,8 @@ def _constraints(
         return compiler.make(constraint, count)
     except GrammarError as error:
         kind = constraint.WhichOneof("kind")
-        message = f"the constraint of the output ({kind}) can not be enforced: {error}"
-        raise InvalidField(f"constraint.{kind}", None, "", message) from error
+        said = f"the constraint of the output ({kind}) can not be enforced: {error}"
+        raise InvalidField(f"constraint.{kind}", None, "", said) from error
 
 
 def _prompt(

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from gateway.apis.responses_schema import (
     ITEMS,
+    AgentItem,
     CallItem,
     CustomCallItem,
     CustomTool,
@@ -188,6 +189,10 @@ def _add_item(messages: MessageList, item: Any, place: str, context: Context) ->
     match item:
         case MessageItem():
             _add_message(messages, item, place, context)
+        case AgentItem():
+            parts = _parts(item.content, f"{place}.content", context)
+            if parts:
+                messages.user([text_part(f"[{item.author}]"), *parts])
         case ReasoningItem():
             thought = _thought(item)
             if thought:

@@ -90,6 +90,15 @@ class MessageItem(Item):
     phase: Any = None
 
 
+class AgentItem(Item):
+    """What another agent said to this one."""
+
+    type: Literal["agent_message"]
+    author: Label
+    recipient: Any = None
+    content: Parts
+
+
 class CallItem(Item):
     """A function that the model called."""
 
@@ -219,6 +228,7 @@ class ToolsItem(Item):
 
 _ITEMS = {
     "message": "a-message",
+    "agent_message": "an-agent",
     "function_call": "a-call",
     "custom_tool_call": "a-custom",
     "function_call_output": "an-output",
@@ -236,6 +246,7 @@ def _untyped(value: dict[str, Any]) -> str:
 
 AnyItem = Annotated[
     Annotated[MessageItem, Tag("a-message")]
+    | Annotated[AgentItem, Tag("an-agent")]
     | Annotated[CallItem, Tag("a-call")]
     | Annotated[CustomCallItem, Tag("a-custom")]
     | Annotated[OutputItem, Tag("an-output")]

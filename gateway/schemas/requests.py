@@ -150,7 +150,9 @@ class ChatMessage(StrictModel):
     def _check_content(self) -> Self:
         says = self.tool_calls or self.function_call or self.reasoning_content
         if self.content is None and not (self.role == "assistant" and says):
-            raise param_error("messages", f"a message of role {self.role!r} needs 'content'")
+            if self.role != "assistant" or "content" not in self.model_fields_set:
+                raise param_error("messages", f"a message of role {self.role!r} needs 'content'")
+            self.content = ""  # an answer that said nothing, sent back as some servers give it
         return self
 
     def texts(self) -> list[str]:
