@@ -50,11 +50,13 @@ test-fast: setup lint
 test-all: setup lint types
 	$(PYTEST) --full
 
-# The tests that draw their cases, with all of them: sanitizers, requests, and every property that hypothesis checks.
+# The tests that draw their cases, with all of them: sanitizers, requests, parsers, families' configurations, and every
+# property that hypothesis checks.
 test-fuzz: setup
 	$(BIN)/python -m pytest --full --hypothesis-profile=explore tests/kernels/test_fuzz_sanitizers.py \
 	  tests/service/test_gateway_fuzz.py
 	$(BIN)/python -m tests.tools.fuzz_parsers
+	$(BIN)/python -m tests.tools.fuzz_families
 
 # Everything that talks to processes, once more with mutual TLS between them and HTTPS to clients: faults, clients, APIs.
 # TLS_TESTS=tests/service/test_end_to_end_faults.py takes a part.

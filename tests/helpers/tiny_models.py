@@ -183,6 +183,16 @@ def choosing_at_most(tiny: TinyModel, num_tokens: int) -> TinyModel:
     return replace(tiny, changes=tiny.changes | {"index_topk": whole})
 
 
+def common_sizes(tiny: TinyModel) -> dict[str, Any]:
+    """All values of the configuration, also those of transformers' defaults where its class can be asked."""
+    values, tower = _COMMON | tiny.changes, TEXT_TOWERS.get(tiny.model_type)
+    if tower is not None:
+        whole = tower.config(values).to_dict()
+        return dict(whole.get("text_config", whole)) | values
+    config_class, _ = _classes(tiny.written_as or tiny.model_type)
+    return dict(config_class(**values).to_dict()) | values
+
+
 def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -21,6 +21,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral_large4",
         {"no_rope_layers": [1, 1, 1, 1], "kv_source_layers": [0, 0, 2, 0]},
     ),
+    # Transformers writes what layers differ in: nothing.
+    "one size of heads": ("gemma4_text_own_values_untied", {"head_dim": 12}),
 }
 
 

@@ -45,16 +45,19 @@ _HARMLESS = (
 def _full_sizes(hf: HfKeys, common: dict[str, Any]) -> tuple[int, int]:
     """KV heads and elements of a head in layers that see the whole context.
 
-    Keys of their own, or as transformers writes them: an entry for each such layer.
+    Keys of their own, or as transformers writes them: an entry for each such layer, with what differs
+    from the other layers.
     """
     by_layer = hf.section("per_layer_config")
-    names = () if by_layer is None else by_layer.unread
-    entry = None if by_layer is None or not names else by_layer.section(names[0])
     head_dim = hf.integer("global_head_dim", default=512)
     kv_heads = hf.integer("num_global_key_value_heads", default=common["num_kv_heads"])
-    if entry is not None:
-        head_dim = entry.integer("head_dim", default=head_dim)
-        kv_heads = entry.integer("num_key_value_heads", default=common["num_kv_heads"])
+    if by_layer is not None:
+        head_dim, kv_heads = common["head_dim"], common["num_kv_heads"]
+        for name in by_layer.unread[:1]:
+            entry = by_layer.section(name)
+            assert entry is not None, "it is among the keys"
+            head_dim = entry.integer("head_dim", default=head_dim)
+            kv_heads = entry.integer("num_key_value_heads", default=kv_heads)
     elif not hf.boolean("attention_k_eq_v", default=False):
         kv_heads = common["num_kv_heads"]
     if common["num_heads"] % kv_heads:
