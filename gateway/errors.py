@@ -172,12 +172,37 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     return bad_request(message, param, code).response(request.scope)
 
 
+_CHAT_OR_COMPLETION = "here POST /v1/chat/completions or /v1/completions"
+# Of other servers, which their clients ask for.
+_OTHER_PATHS = {
+    # llama-server
+    "/completion": "here POST /v1/completions, with max_tokens for n_predict",
+    "/completions": "here POST /v1/completions",
+    "/chat/completions": "here POST /v1/chat/completions",
+    "/models": "here GET /v1/models",
+    "/props": "here GET /v1/models, and /tokenizer_info for the chat template",
+    "/slots": "here GET /v1/live",
+    "/apply-template": "here POST /tokenize, with messages and return_token_strs",
+    # SGLang, text-generation-inference
+    "/generate": _CHAT_OR_COMPLETION,
+    "/generate_stream": f"{_CHAT_OR_COMPLETION}, with stream",
+    "/get_model_info": "here GET /v1/models",
+    "/get_server_info": "here GET /v1/live",
+    "/server_info": "here GET /v1/live",
+    # vLLM and SGLang
+    "/start_profile": "profiles are for operators: moebius profile, on the host that serves",
+    "/stop_profile": "profiles are for operators: moebius profile, on the host that serves",
+}
+
+
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     from starlette.exceptions import HTTPException
 
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        message, code = f"unknown path: {request.method} {request.url.path}", "unknown_url"
+        path = request.url.path
+        hint = f"; {_OTHER_PATHS[path]}" if path in _OTHER_PATHS else ""
+        message, code = f"unknown path: {request.method} {path}{hint}", "unknown_url"
     elif error.status_code == 405:
         message, code = f"{request.method} is not allowed on {request.url.path}", "method_not_allowed"
     else:

@@ -170,11 +170,12 @@ def _user_message(error: Exception) -> str | None:
     # Typer's usage errors (no such option, missing argument) share this method and nothing public.
     format_message = getattr(error, "format_message", None)
     if format_message is not None:
-        from moebius.app.option_hints import unknown_option
+        from moebius.app.option_hints import unknown_command, unknown_option
 
         if (message := unknown_option(error)) is not None:
             return message
-        return " ".join(str(format_message()).split())
+        plain = " ".join(str(format_message()).split())
+        return unknown_command(plain) or plain
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "torch":
         return "this needs torch, which is not installed for this Python: `make setup` or `pip install torch`"
     if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home directory"):

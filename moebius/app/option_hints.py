@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -62,6 +63,14 @@ def unknown_option(error: Any) -> str | None:
     found = suggestions(name, known)
     hint = f"did you mean {' or '.join(found)}?" if found else f"{path} --help lists its options"
     return f"{path} has no option {name}; {hint}"
+
+
+def unknown_command(message: str) -> str | None:
+    """What to write for a model that stands where a command does; None for any other message."""
+    found = re.fullmatch(r"No such command '(.+)'\.?", message)
+    if found is None or not (found[1].endswith(".gguf") or "/" in found[1] or os.path.exists(found[1])):
+        return None
+    return f"{found[1]} is no command; moebius serve {found[1]} serves a model"
 
 
 def _words(text: str) -> set[str]:

@@ -83,8 +83,8 @@ def gguf_family(model: GgufModel) -> tuple[Family, GgufFamily]:
         )
     if not model.value("expert_count"):
         raise CheckpointError(
-            f"{model.file}: {model.architecture}.expert_count is {model.value('expert_count')!r}; only "
-            "mixture-of-experts models are served"
+            f"{model.file}: a dense model ({model.architecture}.expert_count is not above 0); only "
+            "mixture-of-experts models are served, others by llama.cpp or vLLM"
         )
     gating = model.value("expert_gating_func")
     return next((pair for pair in found if pair[1].gating == gating), found[0])

@@ -248,4 +248,5 @@ def test_pages_are_located() -> None:
         finally:
             del first
         assert len(nodes) == 8
-        assert set(nodes) <= {node.id for node in Topology.detect().nodes}
+        # Without /sys, as in a chroot, no nodes are known.
+        assert set(nodes) <= ({node.id for node in Topology.detect().nodes} or {0})

@@ -47,14 +47,21 @@ if [ ! -e "$base/.complete" ]; then
 fi
 
 root=$(mktemp -d "$cache/run-$suite.XXXXXX")
-trap 'umount -R "$root" 2>/dev/null; rm -rf "$root"' EXIT
+# Held while the run lives. Roots of runs that were killed, several GB each, are removed by the next one.
+exec 9>"$root.lock" && flock 9
+for old in "$cache"/run-*.lock; do
+  flock --nonblock "$old" true 2>/dev/null && rm -rf "${old%.lock}" "$old"
+done
+trap 'umount -R "$root" 2>/dev/null; rm -rf "$root" "$root.lock"' EXIT
 cp -a "$base/." "$root/"
 mount --bind "$root" "$root"
 mount -t proc proc "$root/proc"
 mount -t tmpfs tmpfs "$root/dev/shm" 2>/dev/null || { mkdir -p "$root/dev/shm"; mount -t tmpfs tmpfs "$root/dev/shm"; }
-for device in null zero random urandom; do
+for device in null zero full random urandom; do
   touch "$root/dev/$device"; mount --bind "/dev/$device" "$root/dev/$device"
 done
+mkdir -p "$root/dev/pts" && mount -t devpts -o newinstance,ptmxmode=0666 devpts "$root/dev/pts"
+ln -sf pts/ptmx "$root/dev/ptmx"
 cp /etc/resolv.conf "$root/etc/" 2>/dev/null || true
 cp -r /etc/apt/apt.conf.d/. "$root/etc/apt/apt.conf.d/" 2>/dev/null || true
 [ -e /etc/pip.conf ] && cp /etc/pip.conf "$root/etc/"

@@ -64,6 +64,22 @@ def setup(running: Setup) -> Setup:
 
 
 @pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/completion", "here POST /v1/completions"),
+        ("/generate", "here POST /v1/chat/completions"),
+        ("/start_profile", "moebius profile"),
+    ],
+)
+def test_paths_of_other_servers_are_named(setup: Setup, path: str, hint: str) -> None:
+    """A client of another server reads where its request belongs."""
+    answer = httpx.post(f"{setup.url}{path}", json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith(f"unknown path: POST {path}; ")
+    assert hint in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("method", "path", "content", "status", "code", "param"),
     [
         ("GET", "/v2/nothing", b"", 404, "unknown_url", None),

@@ -49,6 +49,8 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["chat", "--max-tokens", "many"], "'--max-tokens'"),
         (["bench", "decode", "--streams", "1,none"], "--streams: '1,none' is not allowed"),
         (["sevre"], "No such command 'sevre'"),
+        (["m.gguf"], "m.gguf is no command; moebius serve m.gguf serves a model"),
+        (["Qwen/Qwen3-30B-A3B"], "moebius serve Qwen/Qwen3-30B-A3B serves a model"),
     ],
 )
 def test_user_error_is_one_line(

@@ -151,6 +151,8 @@ def test_handlers_are_given_back_and_ignored_signals_stay_ignored() -> None:
         signal.signal(signal.SIGHUP, hangup)
 
 
+# Since Python 3.12 a fork of a process with threads warns; the child does nothing but look.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_ends_by_signals_as_any_process() -> None:
     """A benchmark's child process does not clean up what belongs to its parent."""
     signals = EndingSignals()

@@ -87,7 +87,7 @@ def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Pa
     refused(small_file(tmp_path / "k3.gguf", "kimi-k3"), "general.architecture is 'kimi-k3'")
     with pytest.raises(ModelConfigError, match="gemma3"):
         read_model_config(path)
-    refused(small_file(tmp_path / "dense.gguf", "llama", 0), "llama.expert_count is 0")
+    refused(small_file(tmp_path / "dense.gguf", "llama", 0), "dense model .llama.expert_count is not above 0")
 
 
 def metadata_entry(key: str, kind: int, value: bytes) -> bytes:

@@ -106,7 +106,7 @@ def _check(given: str, path: Path, setting: str = "MODEL") -> None:
         try:
             read_config(path)
         except CheckpointError as error:
-            raise UserError(f"{setting} {given!r}: {error}") from None
+            raise UserError(f"{setting} {given!r}: {str(error).removeprefix(f'{path}: ')}") from None
         return
     if not path.is_dir():
         raise UserError(
