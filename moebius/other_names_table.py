@@ -59,8 +59,8 @@ _CHUNKS = "prompts are always computed in chunks (--max-num-batched-tokens)"
 _WHOLE_EXPERTS = "here --expert-split expert gives every rank and server whole experts"
 _LAYERS = (
     "it keeps the experts of the first N layers in RAM; here --gpu-layers N-LAST names the layers whose "
-    "experts are on the GPU, up to the model's last, or --gpu-experts-ratio a share of each layer's (default: "
-    "all in RAM)"
+    "experts are on the GPU, up to the model's last, or --gpu-experts-ratio a share of each layer's "
+    "(default: all in RAM)"
 )
 _STEP = "here --max-num-batched-tokens, and --prefill-chunk-max where experts are streamed"
 _KV_SIZE = "here --kv-cache-gib, or --num-pages times --page-size tokens"
