@@ -15,6 +15,7 @@ from gpu_service.assembly.kv_memory import CacheShape, SharedKvMemory, cache_sha
 from gpu_service.assembly.rank_plan import RankPlan
 from gpu_service.assembly.vision import vision_memory
 from gpu_service.cache.request_states import all_states_bytes
+from gpu_service.layers.gated_streams import NGramRows
 from gpu_service.loader.load import shape_weights
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import (
@@ -23,6 +24,7 @@ from gpu_service.memory.plan import (
     MemoryShort,
     StepSize,
     activation_bytes,
+    host_parameters,
     parameter_bytes,
     useful_pages,
 )
@@ -45,9 +47,10 @@ class RankForecast:
     rank: int
     stage: int
     tp_rank: int
-    # All parameters and buffers, and those that a decode step reads.
+    # All parameters and buffers where it computes, and those that a decode step reads.
     dense_bytes: int
     read_bytes: int
+    host_bytes: int  # Parameters that stay in the host's memory next to a GPU.
     # Elements of the latter: a token costs two operations for each.
     read_elements: int
     largest_tensor_bytes: int
@@ -155,9 +158,10 @@ def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheSha
         stage=model.parallel.stage,
         tp_rank=model.parallel.tp_rank,
         dense_bytes=parameter_bytes(model),
-        read_bytes=sum(tensor.numel() * tensor.element_size() for tensor in read),
+        read_bytes=sum(map(_nbytes, read)),
+        host_bytes=sum(map(_nbytes, host_parameters(model))),
         read_elements=sum(tensor.numel() for tensor in read),
-        largest_tensor_bytes=max(tensor.numel() * tensor.element_size() for tensor in model.parameters()),
+        largest_tensor_bytes=_largest_tensor_bytes(model),
         page_bytes=shape.page_bytes,
         state_bytes=all_states_bytes(config.gpu, model.rank_config),
         moe_layers=tuple(layer for layer in model.config.moe_layer_ids if layer in held),
@@ -170,9 +174,30 @@ def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheSha
     )
 
 
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tables(model: CausalLM) -> list[nn.Parameter]:
+    """Of n-grams."""
+    return [module.weight for module in model.modules() if isinstance(module, NGramRows)]
+
+
+def _largest_tensor_bytes(model: CausalLM) -> int:
+    """Of what a checkpoint stores as one: tables of n-grams are in parts."""
+    tables, ngram = _tables(model), model.config.ngram
+    known = {id(table) for table in tables}
+    sizes = [_nbytes(tensor) for tensor in model.parameters() if id(tensor) not in known]
+    return max(*sizes, *(_nbytes(table) // ngram.parts for table in tables if ngram is not None), 0)
+
+
 def _read_tensors(model: CausalLM) -> list[nn.Parameter]:
-    """What a step of text reads whole: of the embedding it looks up rows, unless it is the head as well."""
+    """What a step of text reads whole: of tables of n-grams it looks up rows, and of the embedding unless it
+    is the head as well.
+    """
     tied = model.lm_head is None and model.parallel.is_last_stage
-    looked_up = None if tied or model.model.embed_tokens is None else model.model.embed_tokens.weight
+    looked_up = {id(table) for table in _tables(model)}
+    if not tied and model.model.embed_tokens is not None:
+        looked_up.add(id(model.model.embed_tokens.weight))
     parts = [model.model, *([model.lm_head] if model.lm_head is not None else [])]
-    return [tensor for part in parts for tensor in part.parameters() if tensor is not looked_up]
+    return [tensor for part in parts for tensor in part.parameters() if id(tensor) not in looked_up]

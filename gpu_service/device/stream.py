@@ -9,14 +9,19 @@ would block the host until the device has done all earlier work.
 
 from __future__ import annotations
 
+import math
+import mmap
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
-# torch leaves these two untyped.
+from moebius.errors import UserError
+
+# torch leaves these untyped.
 _cuda: Any = torch.cuda
 
 
@@ -247,3 +252,32 @@ class Download:
         if self._buffer.shape[0]:
             self._buffers.give_back(self._buffer, self.event)
         self._buffer, self.tensors = torch.empty(0, dtype=torch.uint8), []
+
+
+_PORTABLE, _MAPPED = 1, 2
+
+
+def own_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the host in pages that hold nothing else: pages are locked as a whole, and once."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes).view(dtype).view(*shape)
+
+
+def page_lock(tensor: torch.Tensor, device: torch.device, what: str) -> None:
+    """Lets kernels of a GPU read a tensor of `own_pages` in place, as long as it lives.
+
+    Raises UserError with advice when CUDA refuses.
+    """
+    address, runtime = tensor.data_ptr(), _cuda.cudart()
+    with torch.cuda.device(device):
+        status = int(runtime.cudaHostRegister(address, tensor.nbytes, _PORTABLE | _MAPPED))
+    if status:
+        raise UserError(
+            f"CUDA refuses to page-lock {what} ({tensor.nbytes / 2**30:.1f} GiB): error {status}. Allow "
+            "locked memory (ulimit -l unlimited; containers: --ulimit memlock=-1:-1)"
+        )
+    # Not at the process's end, when CUDA may have gone before.
+    weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False

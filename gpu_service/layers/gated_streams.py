@@ -1,5 +1,5 @@
 """Decoder layers with gated residual streams, and embeddings of n-grams that some of them add; see
-`ops.gated_streams` and `ops.ngrams`. Every rank has all of both.
+`ops.gated_streams` and `ops.ngrams`. Every rank has all of both, but for the tables of n-grams.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.cache.state_cache import StateCache
+from gpu_service.device.stream import page_lock
 from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.layers.decoder import ResidualStream
 from gpu_service.layers.hyper_connections import HyperStreams
@@ -19,8 +20,9 @@ from gpu_service.layers.norm import OnePlusWeightRMSNorm
 from gpu_service.layers.states import ConvTaps, StepSequences
 from gpu_service.ops.gated_streams import gate_values, inject_update, mix_gated_streams, norm_streams
 from gpu_service.ops.linear_attention import causal_conv_extend, causal_conv_update
-from gpu_service.ops.ngrams import NGramTable, ngram_rows, ngram_table
+from gpu_service.ops.ngrams import NGramTable, ngram_rows, ngram_table, table_rows
 from gpu_service.ops.rope import RopeTable
+from gpu_service.parallel.context import ParallelContext
 from gpu_service.parallel.partition import ShardRange
 from moebius.models.attention_config import NGramConfig
 from moebius.models.config import ModelConfig
@@ -90,14 +92,37 @@ class GatedStreams(HyperStreams):
 class NGramRows(nn.Module):
     """A layer's table of n-grams `[rows, row_dim]`, which checkpoints store in equal parts.
 
-    Stored in 8 bits with one scale it stays so: no other tensor of a model is nearly as large.
+    No other tensor of a model is nearly as large, and a token reads some rows only. So it stays in the host's
+    memory, page-locked, where a GPU reads these rows itself; a rank has an equal part of the table; and
+    stored in 8 bits with one scale it stays so.
     """
 
-    def __init__(self, sizes: NGramConfig, num_rows: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        sizes: NGramConfig,
+        num_rows: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelContext,
+    ) -> None:
         super().__init__()
-        self.weight = empty_parameter(num_rows, sizes.row_dim, dtype=dtype)
+        rank, ranks = parallel.tp_rank, parallel.tp_size
+        self._shard = ShardRange(num_rows * rank // ranks, num_rows * (rank + 1) // ranks, num_rows)
+        self.weight = empty_parameter(self._shard.size, sizes.row_dim, dtype=dtype)
         self.weight_scale: nn.Parameter | None = None
-        self._parts, self._dtype = sizes.parts, dtype
+        self._parts, self._dtype, self._device = sizes.parts, dtype, device
+        self._group = parallel.tensor_group
+
+    @property
+    def host_parameters(self) -> tuple[str, ...]:
+        """See `linear.HostMemory`."""
+        return () if self._device.type == "cpu" else ("weight",)
+
+    def pack(self) -> None:
+        """Lets the GPU read the table; the loader calls it once."""
+        if self._device.type == "cuda":
+            page_lock(self.weight, self._device, "the table of n-grams")
 
     def keep_fp8(self) -> None:
         """Hold the table in e4m3; the loader calls this before filling it."""
@@ -105,18 +130,20 @@ class NGramRows(nn.Module):
         self.weight_scale = empty_parameter(1, dtype=torch.float32)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """int64 `[T, n]` to `[T, n, row_dim]`."""
-        if self.weight_scale is None:
-            return functional.embedding(rows, self.weight)
-        # As bytes, because torch indexes no 8-bit floats.
-        found = functional.embedding(rows, self.weight.view(torch.uint8)).view(self.weight.dtype)
-        return (found.float() * self.weight_scale).to(self._dtype)
+        """int64 `[T, n]` to `[T, n, row_dim]`: each row from the rank that has it, zeros from others."""
+        own = rows - self._shard.begin if self._shard.begin else rows
+        return self._group.all_reduce(table_rows(own, self.weight, self.weight_scale, self._dtype))
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        rows, columns = self.weight.shape[0] // self._parts, self.weight.shape[1]
+        """Every part is named, also those of which this rank has nothing."""
+        shard, columns = self._shard, ShardRange.whole(self.weight.shape[1])
+        rows = shard.total // self._parts
         for part in range(self._parts):
-            own = ShardRange.whole(rows), ShardRange.whole(columns)
-            yield CheckpointPart(f"ngram_embedding.shard_{part}", "weight", *own, part * rows)
+            first = part * rows
+            begin, end = (min(max(bound - first, 0), rows) for bound in (shard.begin, shard.end))
+            place = min(max(first + begin - shard.begin, 0), shard.size)
+            own = ShardRange(begin, end, rows)
+            yield CheckpointPart(f"ngram_embedding.shard_{part}", "weight", own, columns, place)
         if self.weight_scale is not None:
             yield CheckpointPart("", "weight_scale", ShardRange.whole(1), None)
 
@@ -124,17 +151,27 @@ class NGramRows(nn.Module):
 class NGramEmbedding(nn.Module):
     """A token's rows of the table, one after another. Its factors follow from config.json."""
 
-    def __init__(self, config: ModelConfig, place: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        place: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelContext,
+    ) -> None:
         super().__init__()
         assert config.ngram is not None, "the family's reader fills `ngram`"
-        self._sizes = config.ngram
+        self._sizes, self._device = config.ngram, device
         self._table = ngram_table(config.ngram, place, config.vocab_size, "cpu")
-        self.ngram_embedding = NGramRows(config.ngram, self._table.num_rows, dtype=dtype)
+        self.ngram_embedding = NGramRows(
+            config.ngram, self._table.num_rows, dtype=dtype, device=device, parallel=parallel
+        )
 
     def pack(self) -> None:
         """Puts what was computed to the weights; the loader calls it once."""
         factors, primes, offsets, num_rows = self._table
-        device = self.ngram_embedding.weight.device
+        device = self._device
         self._table = NGramTable(factors.to(device), primes.to(device), offsets.to(device), num_rows)
 
     def forward(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
@@ -159,7 +196,15 @@ class NGramLayer(nn.Module):
     """Adds embedded n-grams to every stream, gated by the stream, and a convolution of them over time."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, state: int, sequences: StepSequences, *, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        layer: int,
+        state: int,
+        sequences: StepSequences,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelContext,
     ) -> None:
         """`layer` of the whole model; `state` counts the stage's layers that embed n-grams."""
         super().__init__()
@@ -167,7 +212,9 @@ class NGramLayer(nn.Module):
         assert sizes is not None, "the family's reader fills `ngram`"
         self._sizes, self._state, self._sequences = sizes, state, sequences
         self._hidden_size = config.hidden_size
-        self.ple_embedding = NGramEmbedding(config, sizes.layers.index(layer), dtype=dtype)
+        self.ple_embedding = NGramEmbedding(
+            config, sizes.layers.index(layer), dtype=dtype, device=device, parallel=parallel
+        )
         parts = {"key_proj": ShardRange.whole(width), "value_proj": ShardRange.whole(config.hidden_size)}
         self.kv_proj = FusedLinear(sizes.embed_dim, parts, bias=False, dtype=dtype)
         self.norm_key = StreamNorm(config, dtype=dtype)

@@ -50,6 +50,15 @@ class Packed(Protocol):
         """From the loaded form to the one in use; called once, when everything is loaded."""
 
 
+@runtime_checkable
+class HostMemory(Protocol):
+    """A module some of whose parameters stay in the host's memory when the model computes elsewhere."""
+
+    @property
+    def host_parameters(self) -> tuple[str, ...]:
+        """Their names; none where the model computes on the host."""
+
+
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """A parameter without memory; the loader gives it memory and values."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

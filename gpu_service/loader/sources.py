@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gpu_service.device import dtype_name
-from gpu_service.layers.linear import Linear
+from gpu_service.device.stream import own_pages
+from gpu_service.layers.linear import HostMemory, Linear
 from gpu_service.loader.names import Target
 from gpu_service.ops.linear import GROUP
 from gpu_service.parallel.partition import ShardRange
@@ -80,11 +81,14 @@ _making = threading.Lock()
 def target_rows(target: Target, parameter: str, device: torch.device) -> torch.Tensor:
     """The rows that a target fills of a parameter of its module; any thread may be the first to ask."""
     with _making:
-        found = target.module.get_parameter(parameter)
+        found, module = target.module.get_parameter(parameter), target.module
         if found.is_meta:
-            # Rows that no tensor fills (a padded vocabulary) must be finite.
-            make = torch.empty if target.rows.size == found.shape[0] else torch.zeros
-            memory = make(found.shape, dtype=found.dtype, device=device)
+            if isinstance(module, HostMemory) and parameter in module.host_parameters:
+                memory = own_pages(found.shape, found.dtype)
+            else:
+                # Rows that no tensor fills (a padded vocabulary) must be finite.
+                make = torch.empty if target.rows.size == found.shape[0] else torch.zeros
+                memory = make(found.shape, dtype=found.dtype, device=device)
             found = nn.Parameter(memory, requires_grad=False)
             setattr(target.module, parameter, found)
     return found.data.narrow(0, target.begin, target.rows.size)

@@ -15,6 +15,7 @@ from torch import nn
 from gpu_service.attention.base import MAX_BLOCK_SCORES
 from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, pair_bytes
+from gpu_service.layers.linear import HostMemory
 from gpu_service.memory.device_memory import MemoryUse, gib
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import shard_config
@@ -92,8 +93,16 @@ def most_chunk_tokens(config: ModelConfig, parallel: ParallelContext) -> int:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, whether they have memory or are on the meta device."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _distinct(model))
+    """Bytes of parameters and buffers where the model computes, with memory or on the meta device."""
+    on_host = {id(tensor) for tensor in host_parameters(model)}
+    held = (tensor for tensor in _distinct(model) if id(tensor) not in on_host)
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def host_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that stay in the host's memory when the model computes on a GPU."""
+    modules = (module for module in model.modules() if isinstance(module, HostMemory))
+    return [module.get_parameter(name) for module in modules for name in module.host_parameters]
 
 
 def _distinct(model: nn.Module) -> Iterable[torch.Tensor]:

@@ -47,7 +47,7 @@ def build_model(
         dtype=dtype,
         device=torch.device(device),
         parallel=parallel,
-        make_ngrams=_ngrams_of(config, dtype, parallel),
+        make_ngrams=_ngrams_of(config, dtype, torch.device(device), parallel),
     )
     return model.eval()
 
@@ -79,7 +79,7 @@ def _attention_of(config: ModelConfig, dtype: torch.dtype, parallel: ParallelCon
 
 
 def _ngrams_of(
-    config: ModelConfig, dtype: torch.dtype, parallel: ParallelContext
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, parallel: ParallelContext
 ) -> Callable[[int], NGramLayer | None]:
     """By a layer's index in the checkpoint; states count those of the stage."""
     ngram, stage, sequences = config.ngram, stage_layers(config, parallel), StepSequences()
@@ -88,7 +88,8 @@ def _ngrams_of(
     def ngrams(layer_id: int) -> NGramLayer | None:
         if layer_id not in own:
             return None
-        return NGramLayer(config, layer_id, own.index(layer_id), sequences, dtype=dtype)
+        state = own.index(layer_id)
+        return NGramLayer(config, layer_id, state, sequences, dtype=dtype, device=device, parallel=parallel)
 
     return ngrams
 

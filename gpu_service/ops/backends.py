@@ -34,7 +34,7 @@ from gpu_service.ops.linear_attention import (
     gated_delta_extend,
     gated_delta_update,
 )
-from gpu_service.ops.ngrams import ngram_rows
+from gpu_service.ops.ngrams import ngram_rows, table_rows
 from gpu_service.ops.norm import (
     fused_add_rms_norm,
     gated_group_rms_norm,
@@ -90,6 +90,7 @@ OPS: tuple[Op[..., Any], ...] = (
     inject_update,
     gate_values,
     ngram_rows,
+    table_rows,
     route,
     zero_experts,
     choose_by_kind,

@@ -301,6 +301,14 @@ class _Maker:
         table = ngram_table(_SMALL_NGRAMS, 1, self._sizes.vocabulary, device)[:3]
         return *tokens, *self._slots(), torch.tensor(starts, dtype=torch.int32, device=device), *table, 2
 
+    def table_rows(self) -> tuple[Any, ...]:
+        """Of a table in the host's memory, which has not all of the rows."""
+        rows = torch.tensor([[0, 11, 7], [12, -1, 3]], device=self._device)
+        table = self._random(12, 20)
+        if table.device.type == "cuda":
+            table = table.cpu().pin_memory()
+        return rows, table, None, table.dtype
+
     def _streams(self) -> torch.Tensor:
         return self._random(self._sizes.tokens, self._sizes.hyper.num_streams, self._sizes.hidden)
 
@@ -462,6 +470,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "inject_update": _Maker.inject,
     "gate_values": _Maker.gate,
     "ngram_rows": _Maker.ngrams,
+    "table_rows": _Maker.table_rows,
     "route": _Maker.route,
     "zero_experts": _Maker.zero_experts,
     "choose_by_kind": _Maker.choose_by_kind,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from gpu_service.ops.registry import Op
 from moebius.models.attention_config import NGramConfig
@@ -92,3 +93,22 @@ def _earlier(
     kept = states.shape[1]
     from_state = states[reads[requests]].gather(1, (at - first + kept).clamp_(0, kept - 1))
     return torch.where(at >= first, ids[at.clamp(min=0)], from_state)
+
+
+@Op
+def table_rows(
+    rows: torch.Tensor, table: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of a table, `[T, n, D]` in `dtype`; zeros for rows that it does not have.
+
+    rows int64 `[T, n]`; table `[R, D]`, on the rows' device or in page-locked memory of its host: in `dtype`,
+    or in e4m3 with a scale, float32 `[1]` on the rows' device.
+    """
+    is_held = (rows >= 0) & (rows < table.shape[0])
+    # As bytes, because torch indexes no 8-bit floats.
+    stored = table if scale is None else table.view(torch.uint8)
+    places = rows.masked_fill(~is_held, 0).to(table.device)
+    found = functional.embedding(places, stored).to(rows.device)
+    if scale is not None:
+        found = (found.view(table.dtype).float() * scale).to(dtype)
+    return found.masked_fill(~is_held[..., None], 0)

@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from gpu_service.device.graphs import CudaGraphs
-from gpu_service.device.stream import CudaDeviceStream, Download, HostBuffers, Uploader
+from gpu_service.device.stream import (
+    CudaDeviceStream,
+    Download,
+    HostBuffers,
+    Uploader,
+    own_pages,
+    page_lock,
+)
 from gpu_service.engine.sampler import PenaltyCounts, Sampler
 from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.engine.step import tensors_of, with_tensors
+from gpu_service.ops.ngrams import table_rows
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
 
@@ -164,3 +172,30 @@ def test_penalty_counts_take_back_what_they_counted(stream: CudaDeviceStream) ->
     counts.advance(rows, tokens)
     counts.apply(logits, rows)
     assert logits[0, 9].item() == -1.0
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "e4m3"])
+def test_kernels_read_tables_in_the_hosts_memory(stream: CudaDeviceStream, kind: str) -> None:
+    """Eagerly and in a graph that is replayed with other rows; a table that is gone can be locked anew."""
+    from gpu_service.ops.triton.ngrams import table_rows as compute
+
+    device = stream.device
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        table = own_pages((3000, 160), torch.bfloat16 if kind == "bfloat16" else torch.float8_e4m3fn)
+        table.copy_(torch.randn(3000, 160, generator=generator))
+        scale = None if kind == "bfloat16" else torch.tensor([0.25], device=device)
+        page_lock(table, device, "the table")
+        rows = torch.randint(-3, 3003, (50, 16), generator=generator)
+        on_device = rows.to(device)
+        expected = table_rows.reference(rows, table, None if scale is None else scale.cpu(), torch.bfloat16)
+        assert torch.equal(compute(on_device, table, scale, torch.bfloat16).cpu(), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = compute(on_device, table, scale, torch.bfloat16)
+        on_device.copy_(rows.flip(0))
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured.cpu(), expected.flip(0))
+        del table, graph, captured

@@ -17,17 +17,24 @@ import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.cache.kv_cache import make_cache, page_bytes
 from gpu_service.cache.state_cache import make_states, state_bytes
+from gpu_service.layers.gated_streams import NGramRows
+from gpu_service.loader.names import Target
+from gpu_service.loader.sources import target_rows
 from gpu_service.memory.plan import StepSize, activation_bytes, parameter_bytes
 from gpu_service.models.compose import build_model
 from gpu_service.ops import examples
 from gpu_service.ops.block_attention import best_whole_blocks, mean_block_scores
 from gpu_service.ops.gated_streams import inject_update, mix_gated_streams, norm_streams
 from gpu_service.ops.kv import mean_index_keys
-from gpu_service.ops.ngrams import ngram_rows, ngram_table
+from gpu_service.ops.ngrams import ngram_rows, ngram_table, table_rows
 from gpu_service.ops.triton.kv import mean_index_keys as triton_mean_index_keys
 from gpu_service.ops.triton.ngrams import ngram_rows as triton_ngram_rows
+from gpu_service.ops.triton.ngrams import table_rows as triton_table_rows
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import shard_config
+from gpu_service.parallel.partition import ShardRange, shard_config
+from moebius.app.planning.capacity import Wish
+from moebius.app.planning.memory import RAM
+from moebius.app.planning.planner import plan_capacity
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.attention_config import BlockIndexerConfig, NGramConfig
 from moebius.models.config import ModelConfigError
@@ -36,7 +43,7 @@ from tests.equality.test_no_hidden_waits import NoQuestions
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_models import CASES
 from tests.helpers.paged_runner import load_runner
-from tests.helpers.plan_models import settings
+from tests.helpers.plan_models import hardware, settings
 from tests.helpers.published_checkpoints import Published
 from tests.helpers.tiny_models import TINY_MODELS, TinyModel, choosing_at_most, write_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_SELF, OP_FLOAT32
@@ -274,7 +281,7 @@ def test_files_with_other_hashes_are_refused(tmp_path: Path) -> None:
 def test_tables_in_8_bits_stay_so(tmp_path: Path) -> None:
     """As published in fp8: parts of codes, one scale; planned as loaded, and the values are the codes'."""
     tiny, prompt = TINY_MODELS["qwen4_exp"], [3, 17, 200, 7, 99, 42]
-    logits, scale, sizes = [], torch.tensor([0.01953125]), []
+    logits, scale, sizes, tables = [], torch.tensor([0.01953125]), [], []
     for name in ("fp8", "plain"):
         write_tiny_model(tiny, tmp_path / name, seed=5)
         (file,) = (tmp_path / name).glob("*.safetensors")
@@ -286,11 +293,77 @@ def test_tables_in_8_bits_stay_so(tmp_path: Path) -> None:
         save_file(tensors | ({f"{stem}weight_scale": scale.bfloat16()} if name == "fp8" else {}), file)
         runner = load_runner(tmp_path / name)
         logits.append(runner.prefill(prompt)[1])
-        forecast = Forecast(settings(tmp_path / name, language_model_only="true"), on_gpu=True)
-        sizes.append((forecast.ranks[0].dense_bytes, parameter_bytes(runner.model)))
+        chosen = settings(tmp_path / name, language_model_only="true")
+        on_cpu, on_gpu = (Forecast(chosen, on_gpu=there).ranks[0] for there in (False, True))
+        # A GPU reads the table in the host's memory.
+        assert on_gpu.dense_bytes + on_gpu.host_bytes == on_cpu.dense_bytes
+        assert on_cpu.host_bytes == 0
+        sizes.append((on_cpu.dense_bytes, parameter_bytes(runner.model)))
+        tables.append(on_gpu.host_bytes)
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=LOGITS_FLOAT32_SELF)
     config = read_model_config(tmp_path / "fp8")
     assert config.ngram is not None
     weights = ngram_table(config.ngram, 0, config.vocab_size, "cpu").num_rows * config.ngram.row_dim
     for kept, plain in zip(*sizes, strict=True):
         assert plain - kept == 3 * weights - 4
+    assert tables == [weights, 4 * weights]
+
+
+TABLE = torch.Generator().manual_seed(3)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "e4m3"])
+def test_kernels_read_the_rows_of_tables(kind: str) -> None:
+    """Bit by bit what the reference says; rows that the table has not are zeros, whatever it holds."""
+    table, scale, dtype = torch.randn(13, 20, generator=TABLE), None, torch.float32
+    if kind == "float16":
+        table, dtype = table.half(), torch.float16
+    elif kind == "e4m3":
+        table, scale = table.to(torch.float8_e4m3fn), torch.tensor([0.37])
+    rows = torch.tensor([[0, 12, 13], [-1, 5, 5], [-9, 2**40, 1]])
+    expected = table_rows.reference(rows, table, scale, dtype)
+    found = triton_table_rows(rows, table, scale, dtype)
+    assert found.dtype == expected.dtype == dtype
+    assert torch.equal(found, expected)
+    assert not found[0, 2].any()
+    assert torch.equal(found[1, 1], table[5].to(dtype) if scale is None else table[5].float() * scale)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_have_parts_of_a_table(ranks: int) -> None:
+    """Each row is read by one rank, from the part of the checkpoint that has it; every part is named."""
+    num_rows = 60
+    whole = torch.randn(num_rows, SIZES.row_dim, generator=TABLE)
+    stored = whole.chunk(SIZES.parts)
+    rows = torch.randint(0, num_rows, (7, SIZES.num_hashes), generator=TABLE)
+    found = torch.zeros(7, SIZES.num_hashes, SIZES.row_dim)
+    for rank in range(ranks):
+        parallel = ParallelContext(rank, ranks)
+        table = NGramRows(SIZES, num_rows, dtype=torch.float32, device=torch.device("cpu"), parallel=parallel)
+        values = torch.full_like(table.weight, float("nan"), device="cpu")
+        parts = list(table.checkpoint_parts())
+        assert [part.sibling for part in parts] == [f"ngram_embedding.shard_{i}" for i in range(SIZES.parts)]
+        for part, tensor in zip(parts, stored, strict=True):
+            assert part.rows.total == len(tensor)
+            values.narrow(0, part.begin, part.rows.size).copy_(tensor[part.rows.slice])
+        table.weight = torch.nn.Parameter(values, requires_grad=False)
+        found += table(rows)
+    assert torch.equal(found, whole[rows])
+
+
+def test_next_to_a_gpu_tables_stay_in_the_hosts_memory(tmp_path: Path) -> None:
+    """In pages of their own, which are locked; a plan counts them as RAM and leaves them out on the GPU."""
+    table = NGramRows(SIZES, 60, dtype=torch.float32, device=torch.device("cuda"), parallel=SOLO)
+    whole, columns = ShardRange.whole(60), ShardRange.whole(SIZES.row_dim)
+    target = Target(table, "weight", (60, SIZES.row_dim), whole, columns, 0)
+    values = target_rows(target, "weight", torch.device("cuda"))
+    assert values.device.type == table.weight.device.type == "cpu"
+    assert table.weight.data_ptr() % 4096 == 0
+    assert not values.any()
+    write_tiny_model(TINY_MODELS["qwen4_exp"], tmp_path, seed=5)
+    config = settings(tmp_path, language_model_only="true", device="cuda")
+    plan = plan_capacity(config, hardware("h100"), Wish(), fill=False)
+    components = {(part.place, part.part): part.nbytes for part in plan.components}
+    forecast = Forecast(config, on_gpu=True).ranks[0]
+    assert components[RAM, "engine: table of n-grams"] == forecast.host_bytes > 0
+    assert components["GPU 0", "dense weights"] == forecast.dense_bytes

@@ -1,10 +1,11 @@
-"""Hashes of n-grams: one program for each token."""
+"""Hashes of n-grams, one program for each token, and rows of their tables, one for each row."""
 
 from __future__ import annotations
 
 import torch
 import triton.language as tl
 
+from gpu_service.ops.triton.e4m3 import decode_e4m3
 from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2
 from gpu_service.ops.triton.kv import request_of_row
 
@@ -63,5 +64,34 @@ def ngram_rows(
             ids, positions, states, reads, writes, query_starts, factors, primes, offsets, output,
             reads.shape[0], end_token_id, KEPT=kept, HEADS=hashes // kept,
             BLOCK=next_power_of_2(hashes // kept),
+        )  # fmt: skip
+    return output
+
+
+@jit_for_any("num_rows")
+def table_rows_kernel(  # type: ignore[no-untyped-def]
+    rows, table, scale, output, num_rows, SIZE: tl.constexpr, IS_SCALED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (row): the table may lie in the host's memory, of which nothing but the row is read."""
+    at, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.load(rows + at).to(tl.int64)
+    is_held = (column < SIZE) & (row >= 0) & (row < num_rows)
+    found = tl.load(table + row * SIZE + column, mask=is_held, other=0)
+    if IS_SCALED:
+        found = decode_e4m3(found.to(tl.int32)) * tl.load(scale)
+    tl.store(output + at * SIZE + column, found.to(output.dtype.element_ty), mask=column < SIZE)
+
+
+def table_rows(
+    rows: torch.Tensor, table: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    size = table.shape[1]
+    output = torch.empty(*rows.shape, size, dtype=dtype, device=rows.device)
+    if rows.numel():
+        # As bytes: devices without 8-bit floats decode them, too.
+        stored = table if scale is None else table.view(torch.uint8)
+        table_rows_kernel[(rows.numel(),)](
+            rows.contiguous(), stored, rows if scale is None else scale, output, table.shape[0], SIZE=size,
+            IS_SCALED=scale is not None, BLOCK=next_power_of_2(size), num_warps=1,
         )  # fmt: skip
     return output

@@ -32,7 +32,7 @@ from gpu_service.ops.triton.linear_attention_chunks import (
     gated_delta_extend,
     supports_extend,
 )
-from gpu_service.ops.triton.ngrams import ngram_rows
+from gpu_service.ops.triton.ngrams import ngram_rows, table_rows
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.triton.overflow import note_overflow
 from gpu_service.ops.triton.rope import apply_rope, qk_norm_rope, rope_table
@@ -80,6 +80,7 @@ IMPLEMENTATIONS = {
     "inject_update": Implementation(inject_update),
     "gate_values": Implementation(gate_values),
     "ngram_rows": Implementation(ngram_rows),
+    "table_rows": Implementation(table_rows),
     "route": Implementation(route),
     "zero_experts": Implementation(zero_experts),
     "choose_by_kind": Implementation(choose_by_kind),
