@@ -162,6 +162,13 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
             MatrixTemplate("block_sparse_moe.output_linear.weight"),
             "model.layers.3.block_sparse_moe.input_linear.weight",
         ),
+        ExpertTensorLayout(
+            "fused_block_sparse",
+            MatrixTemplate("block_sparse_moe.experts.gate_up_proj", 0, 2),
+            MatrixTemplate("block_sparse_moe.experts.gate_up_proj", 1, 2),
+            MatrixTemplate("block_sparse_moe.experts.down_proj"),
+            "model.layers.3.block_sparse_moe.experts.gate_up_proj",
+        ),
         _separate("stacked", "moe", *_PROJECTIONS, "model.layers.3.moe.gate_proj.weight"),
         # Step-3.5 after quantisers took its experts apart: now, and what their earlier versions wrote.
         _separate(

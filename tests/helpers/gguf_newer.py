@@ -18,12 +18,15 @@ ARCHITECTURES_OF_TODAY = {
     "deepseek_v32": "deepseek32",
     "deepseek_v4": "deepseek4",
     "glm5_next_text": "glm5-next",
+    "granitemoe_swa": "granite_swa",
+    "granitemoeshared": "granitemoe",
     "hy_v3": "hy_v3",
     "hy_v4": "hy_v4",
     "laguna": "laguna",
     "minimax_m3_vl_text": "minimax-m3",
 }
 _SQRT_SOFTPLUS = 4
+_GRANITE = ("granitemoe_swa", "granitemoeshared")
 _LATENT = ("bailing_hybrid", "deepseek_v32", "glm5_next_text", "hy_v4")
 
 _TOP = {
@@ -82,7 +85,18 @@ _COMMON = {
     "self_attn.forget_gate.dt_bias": "ssm_dt.bias",
 }
 _COMPRESSOR = {"kv_proj": "kv", "gate_proj": "gate", "kv_norm": "norm", "position_bias": "ape"}
+_OF_GRANITE = {
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+}
 _OWN: Mapping[str, Mapping[str, str]] = {
+    "granitemoe_swa": _OF_GRANITE
+    | {
+        "block_sparse_moe.experts.gate_up_proj": "ffn_gate_up_exps",
+        "shared_mlp.input_linear": "ffn_up_shexp",
+    },
+    "granitemoeshared": _OF_GRANITE,
     "deepseek_v4": {
         "self_attn.q_a_norm": "attn_q_a_norm",
         "self_attn.kv_proj": "attn_kv",
@@ -162,7 +176,16 @@ def newer_tensors(config: Any, name: str, shape: torch.Size) -> Iterator[Convert
         mapped = own_names.get(module) or _COMMON.get(module) or _gate(kind, module, shape, config)
         if kind == "hy_v4":
             places = _rotated_last(config, module, places)
+        if kind in _GRANITE and module in ("self_attn.q_proj", "self_attn.k_proj"):
+            places = _alternating(config, module, places)
         yield Converted(f"{block}.{_suffixed(mapped, name)}", places, *functions, gguf=True)
+
+
+def _alternating(config: Any, module: str, places: torch.Tensor) -> torch.Tensor:
+    """Rows of a head, whose pairs are halves in memory, as neighbours."""
+    heads = config.num_attention_heads if "q_proj" in module else config.num_key_value_heads
+    by_head = places.view(heads, 2, -1, *places.shape[1:])
+    return by_head.transpose(1, 2).reshape(places.shape)
 
 
 def _gate(kind: str, module: str, shape: torch.Size, config: Any) -> str:
@@ -177,10 +200,21 @@ def _decay(kind: str, name: str, places: torch.Tensor) -> Converted:
     return Converted(name, places, lambda values: -values.exp(), lambda values: (-values).log(), gguf=True)
 
 
+_KINDS = {
+    "block_sparse_moe.experts": "_exps",
+    "mlp": "",
+    "mlp.experts": "_exps",
+    "mlp.shared_experts": "_shexp",
+    "shared_mlp": "_shexp",
+}
+
+
 def _parts(config: Any, module: str, places: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Of what is one tensor in memory and several in the file."""
-    if module.endswith("gate_up_proj"):
-        kind = {"mlp.experts": "_exps", "mlp.shared_experts": "_shexp", "mlp": ""}[module.rpartition(".")[0]]
+    if module in _OWN.get(config.model_type, {}):
+        return
+    if module.endswith(("gate_up_proj", "input_linear")):
+        kind = _KINDS[module.rpartition(".")[0]]
         gate, up = places.chunk(2, dim=-2)
         yield f"ffn_gate{kind}", gate
         yield f"ffn_up{kind}", up
@@ -209,6 +243,9 @@ def write_newer(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_yarn_beta_slow(scaled.get("beta_slow", 1.0))
         if kind == "deepseek_v32":
             writer.add_rope_scaling_yarn_log_mul(0.1 * scaled["mscale_all_dim"])
+    if kind in _GRANITE:
+        _write_granite(writer, config)
+        return
     gating = _SQRT_SOFTPLUS if kind == "deepseek_v4" else ExpertGatingFuncType.SIGMOID
     writer.add_uint32(f"{arch}.expert_gating_func", int(gating))
     experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_local_experts", None)
@@ -227,6 +264,24 @@ def write_newer(writer: GGUFWriter, config: Any) -> None:
         "laguna": _write_laguna,
         "minimax_m3_vl_text": _write_minimax3,
     }[kind](writer, config)
+
+
+def _write_granite(writer: GGUFWriter, config: Any) -> None:
+    """Experts are as wide as what is written for all layers; heads as hidden size and their number say."""
+    head_dim = config.hidden_size // config.num_attention_heads
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+    if config.shared_intermediate_size:
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if config.model_type == "granitemoe_swa":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([one == "sliding_attention" for one in config.layer_types])
+        writer.add_array(f"{writer.arch}.attention.rope_pattern", list(map(bool, config.layer_rope_theta)))
 
 
 def _write_latent(writer: GGUFWriter, config: Any) -> None:

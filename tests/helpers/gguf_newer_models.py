@@ -46,6 +46,19 @@ _QUANTISED = GgufTypes("Q4_0", "Q8_0", "Q8_0")
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 
+_GRANITE: dict[str, Any] = _SIZES | {
+    "intermediate_size": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.25,
+    "logits_scaling": 2.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
 # Name -> fields of `GgufModelCase`.
 NEWER_CASES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {
@@ -122,6 +135,27 @@ NEWER_CASES: dict[str, dict[str, Any]] = {
             "kda_lower_bound": -4.0,
         },
         "prediction_layer": True,
+    },
+    "granitemoeshared": {
+        "model_type": "granitemoeshared",
+        "types": _QUANTISED,
+        "changes": _GRANITE | {"shared_intermediate_size": 64, "tie_word_embeddings": True},
+    },
+    "granitemoe": {
+        "model_type": "granitemoeshared",
+        "types": GgufTypes("F32", "F32", "F32"),
+        "changes": _GRANITE | {"num_key_value_heads": 4},
+    },
+    "granitemoe_swa": {
+        "model_type": "granitemoe_swa",
+        "types": _QUANTISED,
+        "changes": _GRANITE
+        | {
+            "shared_intermediate_size": 64,
+            "sliding_window": 5,
+            "layer_types": [_SLIDING, _FULL, _SLIDING],
+            "layer_rope_theta": [10000.0, 0.0, 10000.0],
+        },
     },
     "hy_v3": {
         "model_type": "hy_v3",

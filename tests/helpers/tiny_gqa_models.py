@@ -97,6 +97,48 @@ GQA_MODELS: dict[str, dict[str, Any]] = {
             "tie_word_embeddings": True,
         },
     },
+    # Heads are as wide as hidden size and heads say, unless the configuration names another width.
+    "granitemoe": {
+        "model_type": "granitemoe",
+        "changes": {
+            "intermediate_size": 20,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 1.7,
+        },
+    },
+    "granitemoe_bias_tied": {
+        "model_type": "granitemoe",
+        "changes": {
+            "head_dim": 8,
+            "num_key_value_heads": 3,
+            "intermediate_size": 28,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "attention_multiplier": 0.2,
+            "tie_word_embeddings": True,
+            "rope_parameters": _YARN,
+        },
+        "shard_bytes": 60_000,
+    },
+    "granitemoeshared": {
+        "model_type": "granitemoeshared",
+        "changes": {
+            "head_dim": 10,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 36,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 0.8,
+        },
+    },
     "dots1": {
         "model_type": "dots1",
         "changes": {

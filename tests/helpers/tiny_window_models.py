@@ -144,6 +144,41 @@ WINDOW_MODELS: dict[str, dict[str, Any]] = {
         },
         "shard_bytes": 60_000,
     },
+    "granitemoe_swa": {
+        "model_type": "granitemoe_swa",
+        "changes": {
+            "num_hidden_layers": 4,
+            "intermediate_size": 20,
+            "shared_intermediate_size": 28,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "sliding_window": 5,
+            # No rotation in one layer, another base in the next.
+            "layer_rope_theta": [0.0, 3000.0, 10000.0, 10000.0],
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "granitemoe_swa_no_shared_bias_tied": {
+        "model_type": "granitemoe_swa",
+        "changes": {
+            "head_dim": 10,
+            "num_key_value_heads": 3,
+            "intermediate_size": 28,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "layer_types": [_SLIDING, _FULL, _SLIDING],
+            "attention_bias": True,
+            "attention_multiplier": 0.25,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 1.7,
+            "tie_word_embeddings": True,
+            "rope_parameters": _YARN,
+        },
+        "shard_bytes": 60_000,
+    },
     # Layers that slide have twice the KV heads.
     "mimo_v2_flash": {
         "model_type": "mimo_v2_flash",

@@ -112,6 +112,8 @@ class TorchExperts:
             return [self.weights[f"{stacked}{part}_proj.weight"][expert] for part in ("gate", "up", "down")]
         if self.config["model_type"].startswith("gemma4"):
             stem = stem.replace("mlp.", "")
+        if self.config["model_type"] == "granitemoe_swa":
+            stem = stem.replace("mlp.", "block_sparse_moe.")
         fused = self.weights.get(stem + "gate_up_proj")
         if fused is None:
             return [self.weights[f"{stem}{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")]

@@ -125,6 +125,10 @@ def stored(layout: str, experts: list[dict[str, Array]]) -> tuple[str, dict[str,
                 {"input_linear.weight": fused, "output_linear.weight": stacks["down"]},
             ),
         ),
+        "fused_block_sparse": (
+            "granitemoe_swa",
+            below(f"{base}.block_sparse_moe.experts", {"gate_up_proj": fused, "down_proj": stacks["down"]}),
+        ),
         "per_expert_feed_forward": (
             "jamba",
             per_expert(f"{base}.feed_forward.experts", names, experts),

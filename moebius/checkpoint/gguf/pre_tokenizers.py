@@ -98,6 +98,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "olmo": PreTokenizer(composes=True),
     "qwen2": _QWEN2,
     "qwen35": PreTokenizer((_MARKED_WORDS,), composes=True),
+    "refact": PreTokenizer(single_digits=True),
     "smollm": PreTokenizer(single_digits=True),
     "solar-open": _SINGLE_DIGITS,
 }

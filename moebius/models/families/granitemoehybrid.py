@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from moebius.checkpoint.gguf.family import Config, GgufFamily
 from moebius.checkpoint.gguf.linear_heads import linear_heads
-from moebius.checkpoint.gguf.names import gguf_layer, gguf_mamba2
+from moebius.checkpoint.gguf.names import gguf_mamba2
 from moebius.models.common import FULL, read_common, refuse_bias, refuse_step_limits
-from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RouterConfig
+from moebius.models.config import LinearAttentionConfig, ModelConfig
+from moebius.models.families.granitemoe import (
+    GRANITE_GGUF_KEYS,
+    GRANITE_HALVES,
+    GRANITE_NAMES,
+    GRANITE_PAIRS,
+    read_experts,
+    read_factors,
+)
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
-from moebius.models.names import ROTARY, TensorNames, rename
+from moebius.models.names import TensorNames
 from moebius.models.rope import read_rope
 
 if TYPE_CHECKING:
@@ -72,40 +80,18 @@ def read_granitemoehybrid(hf: HfKeys) -> ModelConfig:
     num_layers, rotates = common["num_layers"], hf.value("position_embedding_type") == "rope"
     if not rotates:
         hf.refuse("position_embedding_type", "nope")
-    router = RouterConfig(
-        num_experts=hf.integer("num_local_experts"),
-        top_k=hf.integer("num_experts_per_tok"),
-        score="none",
-        post="softmax",
-    )
-    moe = MoeConfig(
-        router,
-        common["intermediate_size"],
-        hf.integer("shared_intermediate_size", default=1024),
-        frozenset(range(num_layers)),
-        shared_fused=True,
-    )
     return ModelConfig(
         **common,
         model_type="granitemoehybrid",
         rope=read_rope(hf, common["head_dim"]),
         layer_ropes=() if rotates else (None,) * num_layers,
-        moe=moe,
+        moe=read_experts(hf, common, hf.integer("shared_intermediate_size", default=1024)),
         linear=_read_state_space(hf, common["hidden_size"], num_layers),
-        embedding_scale=hf.number("embedding_multiplier", default=1.0),
-        residual_scale=hf.number("residual_multiplier", default=1.0),
-        attention_scale=hf.number("attention_multiplier", default=1.0),
-        logit_scale=1.0 / hf.number("logits_scaling", default=1.0),
+        **read_factors(hf),
     )
 
 
-_GGUF_KEYS = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "expert_count": "num_local_experts",
-    "expert_shared_feed_forward_length": "shared_intermediate_size",
-    "logit_scale": "logits_scaling",
-    "residual_scale": "residual_multiplier",
+_GGUF_KEYS = GRANITE_GGUF_KEYS | {
     "ssm.conv_kernel": "mamba_d_conv",
     "ssm.group_count": "mamba_n_groups",
     "ssm.state_size": "mamba_d_state",
@@ -127,27 +113,12 @@ def _gguf(keys: MetadataKeys, config: Config) -> Config:
     }
 
 
-_GGUF_RULES = (
-    *gguf_mamba2("mamba"),
-    gguf_layer("attn_q.weight", "self_attn.q_proj.weight", "query_pairs"),
-    gguf_layer("attn_k.weight", "self_attn.k_proj.weight", "key_pairs"),
-    gguf_layer("ffn_gate_shexp.weight", "mlp.shared_experts.gate_up_proj.weight", "gate_half"),
-    gguf_layer("ffn_up_shexp.weight", "mlp.shared_experts.gate_up_proj.weight", "up_half"),
-)
-_LAYER = "model.layers.*."
+_GGUF_RULES = (*gguf_mamba2("mamba"), *GRANITE_PAIRS, *GRANITE_HALVES)
 FAMILIES = (
     Family(
         "granitemoehybrid",
         read_granitemoehybrid,
-        TensorNames(
-            (
-                ROTARY,
-                rename(_LAYER + "block_sparse_moe.router.layer.**", _LAYER + "mlp.gate.**"),
-                rename(_LAYER + "shared_mlp.input_linear.**", _LAYER + "mlp.shared_experts.gate_up_proj.**"),
-                rename(_LAYER + "shared_mlp.output_linear.**", _LAYER + "mlp.shared_experts.down_proj.**"),
-            ),
-            ("stacked_linears",),
-        ),
+        TensorNames(GRANITE_NAMES, ("stacked_linears",)),
         gguf=(GgufFamily("granitehybrid", _GGUF_KEYS, 3, derive=_gguf, rules=_GGUF_RULES),),
     ),
 )

@@ -1,0 +1,174 @@
+"""Granite's mixtures of experts that attend in every layer: Granite 3 (1B-A400M, 3B-A800M), the same with
+shared experts, and the one with windows and sinks, whose layers may each rotate otherwise.
+
+Sums of the residual stream, embeddings, scores and logits have factors of their own, as in all of Granite.
+Sources: configurations, models and checkpoint conversion of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from moebius.checkpoint.gguf.family import Config, GgufFamily, rotated
+from moebius.checkpoint.gguf.names import gguf_layer
+from moebius.models.common import FULL, SLIDING, read_common, read_windows
+from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, TensorNames, rename
+from moebius.models.rope import read_rope
+
+if TYPE_CHECKING:
+    # Few processes need the package that knows the format's types.
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
+
+
+def read_factors(hf: HfKeys) -> dict[str, Any]:
+    """Of embeddings, of what layers add, of scores and of logits."""
+    return {
+        "embedding_scale": hf.number("embedding_multiplier", default=1.0),
+        "residual_scale": hf.number("residual_multiplier", default=1.0),
+        "attention_scale": hf.number("attention_multiplier", default=1.0),
+        "logit_scale": 1.0 / hf.number("logits_scaling", default=1.0),
+    }
+
+
+def read_experts(hf: HfKeys, common: dict[str, Any], shared_size: int) -> MoeConfig:
+    """Every layer has experts, as wide as `intermediate_size` says; a softmax over the chosen weighs them."""
+    router = RouterConfig(
+        num_experts=hf.integer("num_local_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="none",
+        post="softmax",
+    )
+    every = frozenset(range(common["num_layers"]))
+    return MoeConfig(router, common["intermediate_size"], shared_size, every, shared_fused=shared_size > 0)
+
+
+def read_granitemoe(hf: HfKeys) -> ModelConfig:
+    """Granite 3, with shared experts where `shared_intermediate_size` is above 0."""
+    common = read_common(hf)
+    shared = hf.integer("shared_intermediate_size", default=0, minimum=0)
+    return ModelConfig(
+        **common,
+        model_type=hf.string("model_type"),
+        rope=read_rope(hf, common["head_dim"]),
+        moe=read_experts(hf, common, shared),
+        output_bias=common["attention_bias"],
+        **read_factors(hf),
+    )
+
+
+def _layer_ropes(hf: HfKeys, rope: RopeConfig, num_layers: int) -> tuple[RopeConfig | None, ...]:
+    """The base of each layer's rotation, 0 where nothing is rotated; empty where all are the same."""
+    bases: Any = hf.value("layer_rope_theta")
+    if bases is None:
+        return ()
+    are_numbers = isinstance(bases, list) and all(
+        isinstance(base, int | float) and not isinstance(base, bool) and math.isfinite(base) and base >= 0
+        for base in bases
+    )
+    if not are_numbers or len(bases) != num_layers:
+        raise hf.error("layer_rope_theta", bases, f"{num_layers} numbers >= 0")
+    ropes = tuple(replace(rope, theta=float(base)) if base else None for base in bases)
+    return () if set(ropes) == {rope} else ropes
+
+
+def read_granitemoe_swa(hf: HfKeys) -> ModelConfig:
+    """The first of each four layers sees the whole context unless `layer_types` says otherwise."""
+    config = read_granitemoe(hf)
+    kinds = hf.strings("layer_types")
+    kinds = kinds or tuple(SLIDING if layer % 4 else FULL for layer in range(config.num_layers))
+    assert config.rope is not None, "read above"
+    windows = hf.with_values(
+        layer_types=list(kinds), sliding_window=hf.integer("sliding_window", default=128)
+    )
+    return replace(
+        config,
+        layer_ropes=_layer_ropes(hf, config.rope, config.num_layers),
+        attention_windows=read_windows(windows, config.num_layers),
+        attention_sinks=True,
+    )
+
+
+_LAYER = "model.layers.*."
+_ROUTER = tuple(
+    rename(_LAYER + f"block_sparse_moe.router{stored}.**", _LAYER + "mlp.gate.**")
+    for stored in (".layer", "")
+)
+# Published names of what all of Granite's mixtures have.
+GRANITE_NAMES = (
+    ROTARY,
+    *_ROUTER,
+    rename(_LAYER + "shared_mlp.input_linear.**", _LAYER + "mlp.shared_experts.gate_up_proj.**"),
+    rename(_LAYER + "shared_mlp.output_linear.**", _LAYER + "mlp.shared_experts.down_proj.**"),
+)
+GRANITE_GGUF_KEYS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "expert_count": "num_local_experts",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+}
+GRANITE_PAIRS = (
+    gguf_layer("attn_q.weight", "self_attn.q_proj.weight", "query_pairs"),
+    gguf_layer("attn_k.weight", "self_attn.k_proj.weight", "key_pairs"),
+)
+GRANITE_HALVES = (
+    gguf_layer("ffn_gate_shexp.weight", "mlp.shared_experts.gate_up_proj.weight", "gate_half"),
+    gguf_layer("ffn_up_shexp.weight", "mlp.shared_experts.gate_up_proj.weight", "up_half"),
+)
+
+
+def _gguf_swa(keys: MetadataKeys, config: Config) -> Config:
+    """Files say of each layer whether it slides and whether it rotates, all by one base."""
+    count = config["num_hidden_layers"]
+    found: dict[str, list[bool]] = {}
+    for name in ("sliding_window_pattern", "rope_pattern"):
+        keys.skip(f"attention.{name}")
+        listed = keys.model.value(f"attention.{name}")
+        if listed is not None and (not isinstance(listed, list) or len(listed) < count):
+            raise keys.error(f"attention.{name}", listed, f"true or false for each of {count} layers")
+        found[name] = [] if listed is None else listed[:count]
+    slides, rotates = found["sliding_window_pattern"], found["rope_pattern"] or [True] * count
+    return rotated(keys, config) | {
+        "layer_types": [SLIDING if one else FULL for one in slides],
+        "layer_rope_theta": [config["rope_theta"] if one else 0.0 for one in rotates],
+    }
+
+
+FAMILIES = (
+    Family("granitemoe", read_granitemoe, TensorNames(GRANITE_NAMES, ("stacked_linears",))),
+    Family(
+        "granitemoeshared",
+        read_granitemoe,
+        TensorNames(GRANITE_NAMES, ("stacked_linears",)),
+        # Without shared experts as well.
+        gguf=(
+            GgufFamily(
+                "granitemoe", GRANITE_GGUF_KEYS, 3, derive=rotated, rules=(*GRANITE_PAIRS, *GRANITE_HALVES)
+            ),
+        ),
+    ),
+    Family(
+        "granitemoe_swa",
+        read_granitemoe_swa,
+        TensorNames(GRANITE_NAMES, ("fused_block_sparse", "stacked_linears")),
+        gguf=(
+            GgufFamily(
+                "granite_swa",
+                GRANITE_GGUF_KEYS,
+                3,
+                derive=_gguf_swa,
+                rules=(
+                    *GRANITE_PAIRS,
+                    # Gate and up in one.
+                    gguf_layer("ffn_up_shexp.weight", "mlp.shared_experts.gate_up_proj.weight"),
+                ),
+            ),
+        ),
+    ),
+)
