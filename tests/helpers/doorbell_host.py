@@ -159,7 +159,7 @@ def _signed(word: int) -> int:
 
 @contextmanager
 def doorbell_client(
-    mailbox: Mailbox, geometry: MoeGeometry, *, deadline_ms: int = 5000, watch_ms: int = 0, **launcher: int
+    mailbox: Mailbox, geometry: MoeGeometry, *, deadline_ms: int = 60_000, watch_ms: int = 0, **launcher: int
 ) -> Iterator[tuple[DoorbellExpertClient, HostLauncher]]:
     """A client whose device is the host. `watch_ms`: the watch's deadline, if not later than the kernel's."""
     slots = range(mailbox.geometry.num_slots)

@@ -79,7 +79,7 @@ def spawn_server(
         "from moebius._kernels_testing import EchoBackend\n"
         "name, index, hidden, scale, identity, delay_us = sys.argv[1:]\n"
         "backend = EchoBackend(int(hidden), scale=float(scale), delay_us=int(delay_us))\n"
-        "server = MailboxServer(name, int(index), backend, attach_timeout_s=5, heartbeat_s=0.1, spin_ns=-1,"
+        "server = MailboxServer(name, int(index), backend, attach_timeout_s=60, heartbeat_s=0.1, spin_ns=-1,"
         " num_threads=1, identity=identity)\n"
         "server.start()\n"
         "while server.is_running: time.sleep(0.2)\n"
@@ -105,7 +105,7 @@ class Killer(threading.Thread):
     def run(self) -> None:
         """One crash about every 0.15 s, over all phases of a round trip."""
         while self.killed < self.crashes and not self.enough.is_set():
-            self.box.wait_servers_ready(30)
+            self.box.wait_servers_ready(60)
             time.sleep(self.random.uniform(0.05, 0.25))
             index = self.random.randrange(len(self.servers))
             self.servers[index].kill()
@@ -142,7 +142,7 @@ class Call:
         arrays = (self.hidden_states, self.topk_ids, self.topk_weights)
         return self.box.submit(slot, self.layer, *(array.ctypes.data for array in arrays), self.rows)
 
-    def collect(self, epoch: int, slot: int = 0, deadline_ms: int = 5000) -> NDArray[np.float32]:
+    def collect(self, epoch: int, slot: int = 0, deadline_ms: int = 60_000) -> NDArray[np.float32]:
         """The summed answer."""
         times = self.box.collect(slot, epoch, self.output.ctypes.data, deadline_ms)
         assert len(times) == self.box.geometry.num_servers

@@ -54,7 +54,7 @@ def test_late_client_delays_but_never_hangs_a_server() -> None:
         second.submit()
         np.testing.assert_array_equal(first.collect(epoch)[:2], first.expected()[:2])
         first.submit()
-        assert server.drain(5)
+        assert server.drain(60)
         assert box.server_state(0).state == "absent"
 
 
@@ -131,7 +131,7 @@ def ring_silently(box: Mailbox, call: Call) -> np.ndarray:
     for place in (found.requests, found.flags):
         c_uint64.from_address(header + place).value = epoch + 1
     done = c_uint64.from_address(header + found.flags + 64 * box.geometry.num_slots)
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     while done.value != epoch + 1 and time.monotonic() < give_up:
         time.sleep(0.001)
     assert done.value == epoch + 1

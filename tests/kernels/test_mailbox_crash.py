@@ -43,7 +43,7 @@ def test_death_is_noticed_long_before_the_deadline() -> None:
     """A killed server is reported by its lock, not by the deadline; its successor answers what is open."""
     with new_mailbox(geometry()) as box:
         first = spawn_server(box, 0)
-        box.wait_servers_ready(30)
+        box.wait_servers_ready(60)
         first.kill()
         first.wait()
         call = Call(box, 3)
@@ -53,7 +53,7 @@ def test_death_is_noticed_long_before_the_deadline() -> None:
         assert box.server_state(0).state == "dead"
         second = spawn_server(box, 0)
         try:
-            box.wait_servers_ready(30)
+            box.wait_servers_ready(60)
             np.testing.assert_array_equal(call.collect(epoch), call.expected())
             assert box.server_state(0).generation == 2
         finally:

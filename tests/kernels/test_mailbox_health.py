@@ -24,7 +24,7 @@ FLOCK = struct.Struct("hhqqi4x")
 IDENTITY_LOCK, SERVER_CLAIM_BASE = 32, 96
 
 
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     """Waits for what must come."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -35,7 +35,7 @@ def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 def test_progress_advances_at_idle_and_within_one_long_request() -> None:
     """A live server counts on whether it waits or computes for long, without answering anything meanwhile."""
     with served_mailbox(geometry(), delay_us=3_000_000) as box:
-        box.wait_servers_ready(5)
+        box.wait_servers_ready(60)
         idle = server_health(box.name)[0]
         assert (idle.state, idle.pid, idle.request_s) == ("ready", os.getpid(), 0.0)
         until(lambda: server_health(box.name)[0].progress > idle.progress + 1)
@@ -56,7 +56,7 @@ def test_progress_of_a_stopped_process_stands_still() -> None:
     with new_mailbox(geometry()) as box:
         server = spawn_server(box, 0)
         try:
-            box.wait_servers_ready(30)
+            box.wait_servers_ready(60)
             server.send_signal(signal.SIGSTOP)
             os.waitpid(server.pid, os.WUNTRACED)
             frozen = server_health(box.name)[0]
@@ -80,7 +80,7 @@ def test_an_engine_counts_pieces_of_one_call(threads: int, pieces: int) -> None:
         server = MailboxServer(box.name, 0, engine.backend, heartbeat_s=3600.0, spin_ns=0)
         server.start()
         try:
-            box.wait_servers_ready(5)
+            box.wait_servers_ready(60)
             call = Call(box, 64)
             call.topk_ids = np.arange(128, dtype=np.int32).reshape(64, 2) % 8
             before = server_health(box.name)[0].progress
@@ -118,7 +118,7 @@ def test_a_newcomer_does_not_look_ready_before_it_is() -> None:
     """
     with new_mailbox(geometry()) as box:
         first = spawn_server(box, 0, identity="model=a\n")
-        box.wait_servers_ready(30)
+        box.wait_servers_ready(60)
         first.kill()
         first.wait()
         segment = os.open(Path("/dev/shm", box.name), os.O_RDWR)
@@ -130,7 +130,7 @@ def test_a_newcomer_does_not_look_ready_before_it_is() -> None:
             with pytest.raises(ServerLost, match="not ready in time"):
                 box.wait_servers_ready(0.05)
             _lock(segment, fcntl.F_UNLCK, IDENTITY_LOCK, F_OFD_SETLK)
-            assert box.wait_servers_ready(30) == [2]
+            assert box.wait_servers_ready(60) == [2]
         finally:
             os.close(segment)
             second.kill()

@@ -35,7 +35,7 @@ def test_another_identity_is_refused_by_name() -> None:
     """At any index, before anything is loaded; who waits for the server learns what differs."""
     with new_mailbox(geometry(2)) as box:
         with serving(box, 0), serving(box, 1):
-            assert box.wait_servers_ready(5) == [1, 1]
+            assert box.wait_servers_ready(60) == [1, 1]
             assert box.identity == OURS
         with serving(box, 0):
             with pytest.raises(IdentityMismatch) as caught, serving(box, 1, OTHERS):
@@ -47,7 +47,7 @@ def test_another_identity_is_refused_by_name() -> None:
             with pytest.raises(ServerLost, match=r"refused: expert_dtype is int8, expected keep"):
                 box.wait_servers_ready(0.05)
             with serving(box, 1):
-                assert box.wait_servers_ready(5) == [2, 2]
+                assert box.wait_servers_ready(60) == [2, 2]
             assert box.server_state(1).refusal == ""
 
 
@@ -55,7 +55,7 @@ def test_other_weights_under_the_same_identity_are_refused() -> None:
     """What was packed is compared when it is known, with what any generation before had packed."""
     with new_mailbox(geometry()) as box:
         with serving(box, digest=7):
-            box.wait_servers_ready(5)
+            box.wait_servers_ready(60)
         with (
             pytest.raises(IdentityMismatch, match="the checkpoint's weights have changed"),
             serving(box, digest=8),
@@ -65,7 +65,7 @@ def test_other_weights_under_the_same_identity_are_refused() -> None:
         with pytest.raises(ServerLost, match="not those that were served before"):
             box.wait_servers_ready(0.05)
         with serving(box, digest=7):
-            assert box.wait_servers_ready(5) == [3]
+            assert box.wait_servers_ready(60) == [3]
 
 
 def test_a_server_that_returned_between_requests_is_noticed() -> None:
@@ -73,10 +73,10 @@ def test_a_server_that_returned_between_requests_is_noticed() -> None:
     with new_mailbox(geometry()) as box:
         call = Call(box, 2)
         with serving(box):
-            box.accept_generations(box.wait_servers_ready(5))
+            box.accept_generations(box.wait_servers_ready(60))
             np.testing.assert_array_equal(call.collect(call.submit()), call.expected())
         with serving(box):
-            generations = box.wait_servers_ready(5)
+            generations = box.wait_servers_ready(60)
             with pytest.raises(ServerLost, match="restarted"):
                 call.collect(call.submit())
             box.accept_generations(generations)
@@ -87,13 +87,13 @@ def test_a_rejected_server_leaves_and_its_successor_is_welcome() -> None:
     """The reason reaches the server and those who wait."""
     with new_mailbox(geometry()) as box:
         with serving(box) as server:
-            box.reject(0, box.wait_servers_ready(5)[0], "layer 3, expert 6: relative error 1")
+            box.reject(0, box.wait_servers_ready(60)[0], "layer 3, expert 6: relative error 1")
             until(lambda: not server.is_running)
             assert server.rejection == "layer 3, expert 6: relative error 1"
             with pytest.raises(ServerLost, match="layer 3, expert 6"):
                 box.wait_servers_ready(0.05)
         with serving(box) as server:
-            assert box.wait_servers_ready(5) == [2]
+            assert box.wait_servers_ready(60) == [2]
             assert server.rejection == ""
 
 

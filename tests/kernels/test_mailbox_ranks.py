@@ -80,7 +80,7 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(kind: str, box: Mailbox, deadline_ms: int = 5000) -> Iterator[Ranks]:
+def ranks_of(kind: str, box: Mailbox, deadline_ms: int = 60_000) -> Iterator[Ranks]:
     """Clients driven by the host, or by the doorbell kernels."""
     boxes = [box, *(Mailbox.attach(box.name, 1, client=rank) for rank in range(1, RANKS))]
     memops = kind == "memops"

@@ -33,7 +33,7 @@ def worker_threads() -> list[Path]:
 
 def settles_at(count: int) -> bool:
     """A joined thread stays listed for an instant; says whether the number of workers becomes `count`."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while len(worker_threads()) != count and time.monotonic() < deadline:
         time.sleep(0.001)
     return len(worker_threads()) == count
