@@ -229,7 +229,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             completion_tokens=len(ids),
             cached_tokens=cached,
             index=index,
-            first_token_seconds=FIRST_TOKEN_S + index if ids else 0,
+            first_token_seconds=FIRST_TOKEN_S + 100 * index if ids else 0,
         )
         if reason == "stop":
             message.matched_token_id = ids[-1]

@@ -55,7 +55,10 @@ class Served:
         service = self.servicer.service
         assert service is not None
         await until(lambda: service.engine.load.num_running == 0)
-        await asyncio.sleep(0.05)  # a step launched before the end was known
+        # A step may be in flight that was launched before the end was known: the first of these calls is run
+        # before its commit, the second after it.
+        for _ in range(2):
+            await asyncio.wrap_future(service.engine.call("sit out", "[]"))
 
 
 @asynccontextmanager
