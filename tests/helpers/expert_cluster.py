@@ -129,7 +129,7 @@ def running_cluster(
         yield cluster
         for process in cluster.processes:
             process.send_signal(signal.SIGTERM)
-        statuses = [process.wait(timeout=30) for process in cluster.processes]
+        statuses = [process.wait(timeout=60) for process in cluster.processes]
         assert statuses == [0] * len(statuses), cluster.log.read_text()[-4000:]
     finally:
         for process in cluster.processes:

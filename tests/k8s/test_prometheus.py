@@ -104,7 +104,7 @@ def prometheus(config: dict[str, Any], directory: Path) -> Iterator[Callable[...
         process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def ask(path: str, **parameters: str) -> Any:
-        answer = httpx.get(f"http://{address}/api/v1/{path}", params=parameters, timeout=20)
+        answer = httpx.get(f"http://{address}/api/v1/{path}", params=parameters, timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.json()["data"]
 

@@ -242,11 +242,11 @@ def test_few_descriptors_are_enough_for_good_clients(engine: tuple[FakeEngine, s
             for number in range(450):
                 stack.enter_context(dial(port, HALF_A_HEAD if number % 2 else HALF_A_BODY))
                 if number % 150 == 149:
-                    answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=30)
+                    answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=60)
                     assert answer.status_code == 200
             assert metric(url, "moebius:gateway_connections ") <= 128
         process.terminate()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         process.wait()

@@ -79,7 +79,7 @@ def chat(content: Any = "hello", **fields: Any) -> dict[str, Any]:
 def test_bodies_are_bounded_as_they_arrive(setup: Setup) -> None:
     """With a length before a byte is read, without one as soon as there are too many: 413 either way."""
     port = int(setup.url.rpartition(":")[2])
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.putrequest("POST", "/v1/completions")
     connection.putheader("Content-Length", str(10**12))
     connection.endheaders()

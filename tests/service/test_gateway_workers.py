@@ -71,7 +71,7 @@ class Gateway:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -242,9 +242,9 @@ def test_operators_have_a_port_of_their_own(engine: tuple[FakeEngine, str], tmp_
     with gateway(engine, tmp_path, gateway_metrics_port=port) as one:
         url = f"http://127.0.0.1:{port}"
         assert one.post(BODY).status_code == 200
-        page = httpx.get(f"{url}/metrics", timeout=30).text
+        page = httpx.get(f"{url}/metrics", timeout=60).text
         assert "moebius:gateway_workers 2.0" in page
         assert 'vllm:request_success_total{finished_reason="length",model_name="tiny-model"} 1.0' in page
-        assert httpx.get(f"{one.url}/metrics", timeout=30).status_code == 404
+        assert httpx.get(f"{one.url}/metrics", timeout=60).status_code == 404
         for path in ("/health", "/ready"):
-            assert httpx.get(url + path, timeout=30).status_code == 200, path
+            assert httpx.get(url + path, timeout=60).status_code == 200, path

@@ -111,7 +111,7 @@ def test_a_refused_request_fails_its_step_only() -> None:
         overlap=True, device_runner=True, experts=experts, model=DoomedModel(experts)
     ) as harness:
         (expected,) = harness.run([make_request("before", prompt_of(4, 9))])
-        harness.engine.flush().result(10)
+        harness.engine.flush().result(60)
         begun = experts.steps
         # The step fails whenever it is run: at first, alone, and the one after it alone.
         experts.fails_at = lambda step: REFUSED if step - begun in (2, 4, 5) else None

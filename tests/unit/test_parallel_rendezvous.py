@@ -82,7 +82,7 @@ def trio(request: pytest.FixtureRequest, authority: Authority, tmp_path: Path) -
         lost_by_rank: list[queue.SimpleQueue[tuple[str, bool]]] = [queue.SimpleQueue() for _ in met]
         controls = []
         for rank, future in enumerate(met):
-            connections, received = future.result(10)
+            connections, received = future.result(60)
             assert received == welcome(7)
             lost = lost_by_rank[rank]
             controls.append(RankControl(rank, 3, connections, 60.0, lambda *end, lost=lost: lost.put(end)))
@@ -96,7 +96,7 @@ def test_numbers_are_exchanged_by_rank(trio: Trio) -> None:
     controls, _ = trio
     for _ in range(3):
         futures = [run(control.exchange, "pages", 10 - control.rank) for control in controls]
-        assert [future.result(10) for future in futures] == [[10, 9, 8]] * 3
+        assert [future.result(60) for future in futures] == [[10, 9, 8]] * 3
 
 
 def test_ranks_that_ask_for_different_things_part(trio: Trio) -> None:
@@ -105,7 +105,7 @@ def test_ranks_that_ask_for_different_things_part(trio: Trio) -> None:
     futures = [run(c.exchange, "pages" if c.rank < 2 else "loaded", 1) for c in controls]
     for future in futures:
         with pytest.raises(GroupLost):
-            future.result(10)
+            future.result(60)
     assert lost_by_rank[0].get(timeout=60) == ("rank 0: waits for 'pages', but rank 2 for 'loaded'", True)
     assert lost_by_rank[1].get(timeout=60) == ("rank 0: waits for 'pages', but rank 2 for 'loaded'", False)
 
@@ -212,7 +212,7 @@ def test_a_rank_that_does_not_fit_is_refused(changes: dict[str, Any], reason: st
     with socket.create_connection(first.host_port) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     joined, _ = meet(replace(first, rank=1), welcome())
-    connections, _ = gathered.result(10)
+    connections, _ = gathered.result(60)
     assert list(connections) == [1]
     for connection in (*connections.values(), *joined.values()):
         connection.close()
@@ -252,7 +252,7 @@ def test_prompts_can_not_be_read_on_the_way(authority: Authority, tmp_path: Path
         wait_until(lambda: is_listening(first), 60)
         tap = Tapped(first.host_port)
         joined, _ = meet(replace(first, rank=1, address=tap.address), welcome())
-        (ours,) = gathered.result(10)[0].values()
+        (ours,) = gathered.result(60)[0].values()
         (theirs,) = joined.values()
         ours.send(ranks_pb2.Frame(iteration=iteration("a secret prompt")))
         theirs.send(ranks_pb2.Frame(fatal="a secret answer"))
@@ -313,7 +313,7 @@ def test_ranks_of_others_are_refused_and_named(
         joined, _ = meet(replace(first, rank=1), welcome())
     finally:
         configure_tls(SecurityConfig())
-    for connection in (*gathered.result(10)[0].values(), *joined.values()):
+    for connection in (*gathered.result(60)[0].values(), *joined.values()):
         connection.close()
 
 
@@ -369,4 +369,4 @@ def test_nobody_goes_on_while_a_loss_ends_the_process(trio: Trio, monkeypatch: p
     ended.set()
     late[0].result(60)
     with pytest.raises(GroupLost, match="rank 2: gone"):
-        late[1].result(10)
+        late[1].result(60)
