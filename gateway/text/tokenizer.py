@@ -15,7 +15,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 
 from gateway.text.chat_template import ChatTemplate, ChatTemplateError, own_template
 from gateway.text.conversation import ControlTokens, MarkedText, is_control
-from moebius.checkpoint.byte_level import piece_to_bytes
+from moebius.checkpoint.byte_level import bytes_to_piece, piece_to_bytes
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import companion_directory, is_gguf
 from moebius.checkpoint.gguf.tokenizer import read_tokenizer
@@ -37,6 +37,8 @@ class TextSize:
     # Longest text one token stands for, UTF-8 bytes; None: the tokenizer gives no bound.
     longest: int | None
     counts_space: bool  # whether white space takes tokens
+    # Bytes that the vocabulary lacks, as some do that were trained on clean text: they take no tokens.
+    lacking: bytes = b""
 
     @classmethod
     def of(cls, backend: BackendTokenizer) -> TextSize:
@@ -57,17 +59,21 @@ class TextSize:
                 return cls(None, True)
         pieces = backend.get_vocab(with_added_tokens=False)
         in_bytes = any(stage["type"] == "ByteLevel" for stage in splits)
-        if not _has_every_byte(pieces, in_bytes, bool(described["model"].get("byte_fallback"))):
+        lacking = _lacking(pieces, in_bytes, bool(described["model"].get("byte_fallback")))
+        if lacking is None or (lacking and not (counts_space and described["normalizer"] is None)):
             return cls(None, True)  # unknown text becomes one token, or none
         lengths = [len(piece) if in_bytes else len(piece.encode()) for piece in pieces]
         lengths += [len(token["content"].encode()) for token in described["added_tokens"]]
-        return cls(max(lengths) * shrinking, counts_space)
+        return cls(max(lengths) * shrinking, counts_space, lacking)
 
     def least_tokens(self, text: str) -> int:
         """Tokens that `text` has at least."""
         if self.longest is None:
             return 0
-        if self.counts_space:
+        if self.lacking:
+            encoded = text.encode()
+            size = len(encoded) - sum(map(encoded.count, self.lacking))
+        elif self.counts_space:
             size = len(text) if text.isascii() else len(text.encode())
         else:
             size = sum(len(word.encode()) for word in text.split())
@@ -93,11 +99,13 @@ def _shrinking(stage: dict[str, Any]) -> int | None:
     return _SHRINKING.get(stage["type"])
 
 
-def _has_every_byte(pieces: Mapping[str, int], in_bytes: bool, byte_fallback: bool) -> bool:
-    """Whether any text has tokens; `in_bytes`: pieces spell bytes as byte-level vocabularies do."""
+def _lacking(pieces: Mapping[str, int], in_bytes: bool, byte_fallback: bool) -> bytes | None:
+    """Bytes without tokens; None: there may be whole texts. `in_bytes`: pieces spell bytes as byte-level
+    vocabularies do."""
     if in_bytes:
-        return all(letter in pieces for letter in pre_tokenizers.ByteLevel.alphabet())
-    return byte_fallback and all(f"<0x{byte:02X}>" in pieces for byte in range(256))
+        return bytes(byte for byte in range(256) if bytes_to_piece(bytes((byte,))) not in pieces)
+    has_all = byte_fallback and all(f"<0x{byte:02X}>" in pieces for byte in range(256))
+    return b"" if has_all else None
 
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")

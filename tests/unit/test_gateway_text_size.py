@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 
 import pytest
@@ -11,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from gateway.text.tokenizer import TextSize
 from gateway.text.tokenizer import Tokenizer as ServedTokenizer
+from moebius.checkpoint.byte_level import bytes_to_piece
 from tests.helpers.tiny_tokenizer import EOS, byte_level_tokenizer, metaspace_tokenizer
 
 
@@ -28,7 +30,20 @@ def stripping() -> Tokenizer:
     return tokenizer
 
 
-TOKENIZERS = {f.__name__: f() for f in (byte_level_tokenizer, metaspace_tokenizer, composing, stripping)}
+def lacking() -> Tokenizer:
+    """Trained on clean text: neither control characters nor Hangul were in it, nor any `T`."""
+    described = json.loads(byte_level_tokenizer().to_str())
+    missing = {bytes_to_piece(bytes((byte,))) for byte in (*range(9), 0xED, 0xED - 1, ord("T"))}
+    vocab, merges = described["model"]["vocab"], described["model"]["merges"]
+    described["model"]["vocab"] = {
+        piece: number for piece, number in vocab.items() if not missing & set(piece) or piece.startswith("<")
+    }
+    described["model"]["merges"] = [pair for pair in merges if not missing & set("".join(pair))]
+    return Tokenizer.from_str(json.dumps(described))
+
+
+MADE = (byte_level_tokenizer, metaspace_tokenizer, composing, stripping, lacking)
+TOKENIZERS = {f.__name__: f() for f in MADE}
 TEXTS = st.lists(
     st.one_of(
         st.text(max_size=8), st.sampled_from([EOS, "<|wide|>", " " * 30, " punctuation", "한글", "The"])
@@ -45,6 +60,14 @@ def test_no_text_has_fewer_tokens_than_its_size_says(text: str, name: str) -> No
     assert size.longest is not None
     for form in (text, unicodedata.normalize("NFD", text)):
         assert size.least_tokens(form) <= len(backend.encode(form, add_special_tokens=False).ids)
+
+
+def test_bytes_that_a_vocabulary_lacks_are_not_counted() -> None:
+    """All the rest is, so that what can not fit is refused unread there, too."""
+    size = TextSize.of(TOKENIZERS["lacking"])
+    assert size.longest is not None
+    assert size.least_tokens("T" * 10**6) == 0
+    assert size.least_tokens("xT" * 10**6) == size.least_tokens("x" * 10**6) > 10_000
 
 
 @pytest.mark.parametrize(
