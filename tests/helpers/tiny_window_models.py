@@ -171,7 +171,7 @@ WINDOW_MODELS: dict[str, dict[str, Any]] = {
             "sliding_window": 9,
             "layer_types": [_SLIDING, _FULL, _SLIDING],
             "attention_bias": True,
-            "attention_multiplier": 0.25,
+            "attention_multiplier": 0.15,
             "embedding_multiplier": 2.0,
             "logits_scaling": 1.7,
             "tie_word_embeddings": True,
