@@ -7,6 +7,7 @@ A leaf is one field of one section. Its name is unique over all sections, so it 
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -135,6 +136,11 @@ def _is_union(kind: Any) -> bool:
     return typing.get_origin(kind) in (Union, types.UnionType)
 
 
+# As vLLM reads them: 32K tokens are 32768, 32k are 32000.
+_UNITS = {"k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}
+_COUNT = re.compile(r"(\d+)([kmKM])")
+
+
 def _scalar(kind: Any, text: str) -> Any:
     """One value of a plain type from text; raises ValueError. Literals are checked by pydantic.
 
@@ -153,6 +159,8 @@ def _scalar(kind: Any, text: str) -> Any:
         if lowered not in TRUE_WORDS + FALSE_WORDS:
             raise ValueError(text)
         return lowered in TRUE_WORDS
+    if kind is int and (found := _COUNT.fullmatch(text)) is not None:
+        return int(found[1]) * _UNITS[found[2]]
     if kind in (int, float):
         return kind(text)
     return text

@@ -153,7 +153,7 @@ TABLE: dict[str, OtherName] = {
     "swap-space kv-transfer-config": refused(_KV_STAYS),
     "enable-hierarchical-cache": refused(_KV_STAYS, False),
     "cpu-offload-gb": refused(_EXPERTS_ON_GPU),
-    "enable-expert-parallel": refused(_WHOLE_EXPERTS, False),
+    "enable-expert-parallel": _flag("expert_split", "expert"),
     "ep ep-size expert-parallel-size": refused(_WHOLE_EXPERTS),
     "enable-eplb enable-dp-attention": refused(_EXPERTS_ON_GPU, False),
     "moe-a2a-backend all2all-backend": refused(_WHOLE_EXPERTS),

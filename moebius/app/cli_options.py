@@ -29,7 +29,7 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the results there as JSON, too")
 ]
 # Of clients of a running server.
-BaseUrl = Annotated[str, typer.Option(help="Running server")]
+BaseUrl = Annotated[str, typer.Option("--base-url", "--url", help="Running server")]
 ModelName = Annotated[str, typer.Option("--model", help="Model name [default: the server's first]")]
 ApiKey = Annotated[str, typer.Option(help="Bearer token (shows in `ps`)")]
 ApiKeyFile = Annotated[str, typer.Option(help="File whose first key is the bearer token", metavar="FILE")]

@@ -129,3 +129,13 @@ def test_a_number_or_a_word(tmp_path: Path) -> None:
     for wrong in ("somewhere", "-2"):
         with pytest.raises(ConfigError, match=f"{wrong}.*an integer, >= -1, or one of auto, cpuset"):
             load_config(None, {"numa_node": wrong})
+
+
+def test_counts_may_have_the_suffixes_of_vllm() -> None:
+    """32K is 32 * 1024, 32k is 32 000; anything else after a number is refused."""
+    by_name = {leaf.name: leaf for leaf in leaves()}
+    parse = by_name["max_model_len"].parse
+    assert [parse(text) for text in ("32K", "32k", "1M", "2m", "7")] == [32768, 32000, 1 << 20, 2_000_000, 7]
+    for wrong in ("32Kb", "k", "1.5K", "32 K"):
+        with pytest.raises(ConfigError, match=r"--max-model-len: .* is not allowed; allowed: an integer"):
+            parse(wrong)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import moebius.limits as limits
+from moebius.app.commands.serve import container_note
 from moebius.app.doctor.facts import Volume
 from moebius.app.supervisor.placement import usable_cpus
 from moebius.app.supervisor.plan import _shared_memory_problem
@@ -159,3 +160,12 @@ def test_a_machine_that_shows_no_cpus_is_one_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Topology, "detect", nothing)
     with pytest.raises(StartupError, match="under /sys and /proc: both have to be mounted"):
         usable_cpus()
+
+
+def test_a_server_that_its_container_hides_says_so(tmp_path: Path) -> None:
+    """A published port leads to the container's address, not to its loopback; elsewhere nothing is said."""
+    assert container_note("127.0.0.1", tmp_path) == ""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.containerenv").touch()
+    assert "--host 0.0.0.0" in container_note("127.0.0.1", tmp_path)
+    assert container_note("0.0.0.0", tmp_path) == ""

@@ -391,6 +391,7 @@ def serve(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="OpenAI-compatible server")
     ] = "http://127.0.0.1:8000",
+    base_url: Annotated[str, typer.Option(help="The same as URL")] = "",
     endpoint: Endpoint = "/v1/chat/completions",
     model: ModelName = "",
     api_key: ApiKey = "",
@@ -431,7 +432,7 @@ def serve(
 
     key, tls = client_key(api_key, api_key_file), ClientTls(ca_file, client_cert_file, client_key_file)
     sweep.run(
-        EndpointOptions(url, endpoint, model, key, tls, temperature, ignore_eos,
+        EndpointOptions(base_url or url, endpoint, model, key, tls, temperature, ignore_eos,
                         sweep.parse_extra_body(extra_body), timeout),
         LengthOptions(dataset_name, dataset_path, random_input_len, random_output_len, random_range_ratio,
                       sharegpt_output_len),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,6 +54,7 @@ def register(app: typer.Typer) -> None:
                     structlog.get_logger(__name__).info("ready", model=name, base_url=serve_plan.base_url)
                 else:
                     print(examples(serve_plan.base_url, name, keys.required), flush=True)
+                    print(container_note(serve_plan.config.gateway.host), end="", flush=True)
             supervisor.run()
 
 
@@ -87,6 +89,16 @@ stream = client.chat.completions.create(
 for chunk in stream:
     print(chunk.choices[0].delta.content or "", end="", flush=True)
 """
+
+
+def container_note(host: str, root: Path = Path("/")) -> str:
+    """What a published port needs, for a server that only its container reaches; else empty."""
+    inside = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
+    if not inside or host not in ("127.0.0.1", "localhost", "::1"):
+        return ""
+    return (
+        f"Only this container reaches {host}; a port that docker or podman publishes needs --host 0.0.0.0\n"
+    )
 
 
 def _add_services(app: typer.Typer) -> None:
