@@ -110,17 +110,17 @@ def unpack_nibbles(words: Array, axis: int) -> NDArray[np.uint8]:
     At about the speed of memory: whole matrices of experts go through here.
     """
     rows, columns = words.shape
-    pairs = np.ascontiguousarray(words).view(np.uint8).reshape(rows, columns, _BYTES_PER_WORD)
     if axis == 1:
+        pairs = np.ascontiguousarray(words).view(np.uint8).reshape(rows, columns, _BYTES_PER_WORD)
         codes = np.empty((rows, columns, _BYTES_PER_WORD, 2), np.uint8)
-        low, high, shape = codes[..., 0], codes[..., 1], (rows, -1)
-    else:
-        pairs = pairs.transpose(0, 2, 1)
-        codes = np.empty((rows, _BYTES_PER_WORD, 2, columns), np.uint8)
-        low, high, shape = codes[:, :, 0], codes[:, :, 1], (-1, columns)
-    np.bitwise_and(pairs, 15, out=low)
-    np.right_shift(pairs, 4, out=high)
-    return codes.reshape(shape)
+        np.bitwise_and(pairs, 15, out=codes[..., 0])
+        np.right_shift(pairs, 4, out=codes[..., 1])
+        return codes.reshape(rows, -1)
+    codes = np.empty((rows, 8, columns), np.uint8)
+    for place in range(8):
+        shifted = words.view(np.uint32) >> np.uint32(4 * place)
+        np.bitwise_and(shifted, np.uint32(15), out=codes[:, place], casting="unsafe")
+    return codes.reshape(-1, columns)
 
 
 def unpack_bytes(words: Array, transposed: bool) -> NDArray[np.int8]:
