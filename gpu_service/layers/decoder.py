@@ -157,6 +157,10 @@ class ResidualStream:
         update, self._pending = self._pending, None
         return norm.after_adding(update, self._total)
 
+    def read(self, norm: RMSNorm | None) -> torch.Tensor:
+        """`normed`, or a copy of the sum where nothing is normed; a tensor that the caller may keep."""
+        return self.sum().clone() if norm is None else self.normed(norm)
+
     def sum(self) -> torch.Tensor:
         """The sum itself, `[T, H]`: what a pipeline stage hands to the next. Later additions change it."""
         if self._pending is not None:
@@ -173,11 +177,15 @@ class ResidualStream:
         self.sum().mul_(factor)
 
 
+def _input_norm(config: ModelConfig, dtype: torch.dtype) -> RMSNorm | None:
+    return make_norm(config, config.hidden_size, dtype=dtype) if config.input_norms else None
+
+
 class DecoderLayer(nn.Module):
     """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is an `MLP` or a `MoE`.
 
-    With `output_norms`, what either half computes is normed before it is added, and multiplied by
-    `residual_scale`. The attention's name is the
+    Without `input_norms` either half reads the stream as it is. With `output_norms`, what it computes is
+    normed before it is added, and multiplied by `residual_scale`. The attention's name is the
     checkpoint's: `linear_attn` where its class says so.
     """
 
@@ -185,10 +193,10 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, *, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+        self.input_layernorm = _input_norm(config, dtype)
         self._attention_name: str = getattr(attention, "checkpoint_name", "self_attn")
         self.add_module(self._attention_name, attention)
-        self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+        self.post_attention_layernorm = _input_norm(config, dtype)
         self.mlp = mlp
         self.post_self_attn_layernorm: RMSNorm | None = None
         self.post_mlp_layernorm: RMSNorm | None = None
@@ -203,9 +211,9 @@ class DecoderLayer(nn.Module):
     ) -> ResidualStream:
         """Adds the layer's two halves to the stream and returns it."""
         attention = self.get_submodule(self._attention_name)
-        attended = attention(stream.normed(self.input_layernorm), rope, context)
+        attended = attention(stream.read(self.input_layernorm), rope, context)
         stream.add(self._normed(self.post_self_attn_layernorm, attended))
-        hidden_states = stream.normed(self.post_attention_layernorm)
+        hidden_states = stream.read(self.post_attention_layernorm)
         if isinstance(self.mlp, MoEWithOwnNorms):
             output = self.mlp.forward_with_residual(hidden_states, stream.sum(), context)
         else:

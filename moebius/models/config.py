@@ -269,6 +269,8 @@ class ModelConfig:
     gate_activation: GateActivation = "sigmoid"
     # Whether what either half of a layer adds to the residual stream is normed first.
     output_norms: bool = False
+    # Whether either half of a layer norms what it reads of the residual stream.
+    input_norms: bool = True
     embedding_scale: float = 1.0  # What the tokens' embeddings are multiplied by.
     residual_scale: float = 1.0  # What either half of a layer adds is multiplied by this first.
     logit_scale: float = 1.0  # What the logits are multiplied by.

@@ -139,6 +139,24 @@ GQA_MODELS: dict[str, dict[str, Any]] = {
             "logits_scaling": 0.8,
         },
     },
+    "flex_olmo": {
+        "model_type": "flex_olmo",
+        "changes": {"intermediate_size": 20, "num_experts": 7, "num_experts_per_tok": 3},
+    },
+    "flex_olmo_renormalized_bias": {
+        "model_type": "flex_olmo",
+        "changes": {
+            "head_dim": 10,
+            "intermediate_size": 28,
+            "num_key_value_heads": 6,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "rope_parameters": _YARN,
+        },
+        "shard_bytes": 60_000,
+    },
     "dots1": {
         "model_type": "dots1",
         "changes": {
