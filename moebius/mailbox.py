@@ -10,6 +10,8 @@ stands still for seconds is frozen or stuck, whatever it computes and however lo
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,6 +250,15 @@ def server_health(mailbox_name: str) -> list[ServerState]:
 SHARED_MEMORY = Path("/dev/shm")
 
 
+def more_shared_memory(needed: int) -> str:
+    """How each kind of system gets so many bytes more of it, for messages."""
+    size = f"{1 + (needed >> 30)}g"
+    return (
+        f"docker, podman: --shm-size={size}; Kubernetes: an emptyDir with medium: Memory there; else: "
+        f"mount -o remount,rw,size={size} {SHARED_MEMORY}; or less memory by a smaller --mailbox-rows"
+    )
+
+
 class Mailbox:
     """The launcher's and the client's side. Different slots may be used by different threads at once."""
 
@@ -269,7 +280,15 @@ class Mailbox:
             MailboxError: the name is in use by a living process, or shared memory is short.
             ValueError: the name or a size is not allowed.
         """
-        return cls(_kernels.Mailbox.create(name, geometry.to_kernel(), spin_ns), name)
+        try:
+            return cls(_kernels.Mailbox.create(name, geometry.to_kernel(), spin_ns), name)
+        except MailboxError as error:
+            if os.strerror(errno.ENOSPC) not in str(error):
+                raise
+            free = os.statvfs(SHARED_MEMORY)
+            free_mib = free.f_bavail * free.f_frsize >> 20
+            advice = more_shared_memory(geometry.regions().total)
+            raise MailboxError(f"{error}: {free_mib} MiB are free. {advice}") from None
 
     @classmethod
     def attach(

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 import moebius.limits as limits
+from moebius import _kernels
 from moebius.app.commands.serve import container_note
 from moebius.app.doctor.facts import Volume
 from moebius.app.supervisor.placement import usable_cpus
 from moebius.app.supervisor.plan import _shared_memory_problem
 from moebius.errors import StartupError, UserError, shortage
 from moebius.limits import check_limits
+from moebius.mailbox import Mailbox, MailboxError, MailboxGeometry
 from moebius.topology import Topology
 
 # Checked before the model is looked for, so no model is needed.
@@ -148,7 +150,7 @@ def test_shared_memory_says_what_is_wrong_with_it() -> None:
     assert "it does not exist" in _shared_memory_problem(1, "an error", replace(small, exists=False))
     assert "it is read-only" in _shared_memory_problem(1, "an error", replace(small, writable=False))
     assert "but an error." in _shared_memory_problem(1, "an error", small)
-    assert "--shm-size=3g" in _shared_memory_problem(2100 << 20, "No space left", small)
+    assert "--shm-size=3g;" in _shared_memory_problem(2100 << 20, "No space left", small)
 
 
 def test_a_machine_that_shows_no_cpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,3 +171,17 @@ def test_a_server_that_its_container_hides_says_so(tmp_path: Path) -> None:
     (tmp_path / "run/.containerenv").touch()
     assert "--host 0.0.0.0" in container_note("127.0.0.1", tmp_path)
     assert container_note("0.0.0.0", tmp_path) == ""
+
+
+def test_a_mailbox_that_an_engine_makes_alone_says_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`moebius gpu` without a supervisor, as in a Pod or a compose file."""
+
+    def full(*_: object) -> None:
+        raise MailboxError("mailbox 'x' needs 9 bytes of shared memory (/dev/shm): No space left on device")
+
+    monkeypatch.setattr(_kernels.Mailbox, "create", full)
+    geometry = MailboxGeometry(1, 32, 2, 1, 8, 1, "float32")
+    with pytest.raises(
+        MailboxError, match=r"No space left on device: \d+ MiB are free. docker, podman: --shm"
+    ):
+        Mailbox.create("x", geometry)

@@ -388,8 +388,9 @@ def _mailbox(config: MoebiusConfig, model: MoeGeometry) -> Segment:
 
 def _shared_memory_problem(needed: int, error: str, found: Volume) -> str:
     """Why the mailbox could not be made, and what mends that; `needed`: its bytes."""
+    from moebius.mailbox import more_shared_memory
+
     needed_mib, free_mib = -(-needed // 2**20), found.free_bytes // 2**20
-    size = f"{1 + needed_mib // 1024}g"
     reason = error
     if not found.exists:
         reason = "it does not exist"
@@ -398,9 +399,8 @@ def _shared_memory_problem(needed: int, error: str, found: Volume) -> str:
     elif found.free_bytes < needed:
         reason = f"it holds {found.total_bytes // 2**20} MiB, and {free_mib} MiB are free"
     return (
-        f"the processes share {needed_mib} MiB of memory in {SHARED_MEMORY}, but {reason}. docker, podman: "
-        f"--shm-size={size}; Kubernetes: an emptyDir with medium: Memory, mounted there; else: "
-        f"mount -o remount,rw,size={size} {SHARED_MEMORY}; or less memory by a smaller --mailbox-rows"
+        f"the processes share {needed_mib} MiB of memory in {SHARED_MEMORY}, but {reason}. "
+        f"{more_shared_memory(needed)}"
     )
 
 
