@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.loader import sources
 from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
 from gpu_service.parallel.context import ParallelContext
+from moebius.models.config import DTypeName, ModelOverrides
 from moebius.models.read import read_geometry, read_model_config
 from moebius.models.registry import GGUF_ARCHITECTURES
 from tests.helpers.gguf_models import CASES, GgufFile, cached_gguf_files, reference_logits
@@ -45,6 +47,20 @@ def test_logits_are_those_of_the_dequantised_weights(name: str, gguf: Callable[[
     expected = reference_logits(file.reference, PROMPT)
     assert expected.std() > 0.3, "flat logits would hide errors"
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
+
+
+def test_files_are_computed_in_float16(gguf: Callable[[str], GgufFile]) -> None:
+    """Dequantised straight to it: its three more digits than bfloat16's are seen in the logits."""
+    file = gguf("qwen3_moe")
+    expected = reference_logits(file.reference, PROMPT)
+
+    def error(dtype: DTypeName) -> float:
+        experts = LocalExpertClient(str(file.path), read_geometry(file.path), TORCH_DTYPES[dtype])
+        runner = load_runner(file.path, experts=experts, overrides=ModelOverrides(dtype=dtype))
+        _, logits = runner.prefill(PROMPT)
+        return (logits - expected).abs().mean().item()
+
+    assert 3 * error("float16") < error("bfloat16")
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

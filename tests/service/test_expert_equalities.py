@@ -74,8 +74,10 @@ def test_any_split_and_transport_equals_the_reference(
         remote.close()
 
 
-def test_bfloat16_checkpoint_and_activations(tmp_path: Path) -> None:
-    """bf16 weights stay bf16 (as the checkpoint has them) and agree with fp32 math on them to 2e-3."""
+def test_bfloat16_checkpoint_and_activations_of_16_bits(tmp_path: Path) -> None:
+    """bf16 weights stay bf16 (as the checkpoint has them) and agree with fp32 math on them to 2e-3; both
+    transports carry rows of any type.
+    """
     model = TinyMoe(dtype="BF16").write(tmp_path / "model")
     expected = reference(model, torch.bfloat16)
     with running_cluster(model, tmp_path / "run", split_count=2) as cluster:
@@ -84,6 +86,11 @@ def test_bfloat16_checkpoint_and_activations(tmp_path: Path) -> None:
         # No more rows than a mailbox slot holds: cut in parts, experts have fewer and may take other kernels.
         routing = random_routing(cluster.geometry, 16, dtype=torch.bfloat16)
         assert torch.equal(compute(mailbox, 0, routing), compute(remote, 0, routing))
+        # Rows in float16 are computed in float32, exactly as the same numbers in float32 are.
+        half, *choices = random_routing(cluster.geometry, 16, dtype=torch.float16)
+        for client in (mailbox, remote):
+            narrow = compute(client, 0, (half, *choices))
+            assert torch.equal(narrow, compute(client, 0, (half.float(), *choices)))
         remote.close()
 
 
