@@ -91,6 +91,7 @@ LINEAR_MODELS: dict[str, dict[str, Any]] = {
             "mamba_d_state": 14,
             "mamba_n_groups": 2,
             "mamba_d_conv": 3,
+            "attention_bias": True,
             "position_embedding_type": "rope",
             "residual_multiplier": 0.5,
             "attention_multiplier": 0.15,

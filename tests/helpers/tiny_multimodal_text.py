@@ -734,6 +734,7 @@ MULTIMODAL_MODELS: dict[str, dict[str, Any]] = {
             "moe_layers_enum": "0,2",
             "layer_types": [_STEP_SLIDING, _STEP_FULL, _STEP_SLIDING],
             "sliding_window": 9,
+            "attention_bias": True,
             "attention_other_setting": {"num_attention_heads": 6},
             "rope_theta": 3000.0,
             "partial_rotary_factors": [0.25, 1.0, 0.25],

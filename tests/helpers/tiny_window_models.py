@@ -232,6 +232,7 @@ WINDOW_MODELS: dict[str, dict[str, Any]] = {
             "sliding_window": 5,
             "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
             "global_head_dim": 24,
+            "attention_bias": True,
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
             "final_logit_softcapping": 3.0,

@@ -113,7 +113,6 @@ def test_a_stage_and_a_rank_have_their_part(tmp_path: Path) -> None:
         ({"zero_centered": False}, "zero_centered = False"),
         ({"moe_router_activation": "softmax"}, "moe_router_activation = 'softmax'.*sigmoid"),
         ({"sink": True}, "sink = True"),
-        ({"attention_bias": True}, "attention_bias = True"),
         ({"num_attention_groups": "absent"}, "num_attention_groups or num_key_value_heads is missing"),
     ],
 )

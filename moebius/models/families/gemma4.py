@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, GgufFamily
 from moebius.checkpoint.gguf.names import GgufRule, gguf_layer, gguf_linear
-from moebius.models.common import FULL, SLIDING, every_nth_full, read_common, read_windows, refuse_bias
+from moebius.models.common import FULL, SLIDING, every_nth_full, read_common, read_windows
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig, VisionConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
@@ -115,7 +115,6 @@ def read_gemma4_text(hf: HfKeys) -> ModelConfig:
     if activation != _GELU:
         raise hf.error("hidden_activation", activation, _GELU)
     common = read_common(hf.with_values(final_logit_softcapping=None, hidden_act=None))
-    refuse_bias(hf, common)
     num_layers, dtype = common["num_layers"], common["dtype"]
     kinds = list(hf.strings("layer_types")) or every_nth_full(num_layers, 6)
     kinds[-1] = FULL
@@ -130,6 +129,7 @@ def read_gemma4_text(hf: HfKeys) -> ModelConfig:
     return ModelConfig(
         **(common | largest | {"activation": _GELU, "tie_word_embeddings": tied}),
         model_type="gemma4_text",
+        output_bias=common["attention_bias"],
         rope=ropes[kinds[0]],
         layer_ropes=tuple(ropes[kind] for kind in kinds),
         layer_kv_heads=kv_heads,

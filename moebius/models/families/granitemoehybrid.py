@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moebius.checkpoint.gguf.family import Config, GgufFamily
 from moebius.checkpoint.gguf.linear_heads import linear_heads
 from moebius.checkpoint.gguf.names import gguf_mamba2
-from moebius.models.common import FULL, read_common, refuse_bias, refuse_step_limits
+from moebius.models.common import FULL, read_common, refuse_step_limits
 from moebius.models.config import LinearAttentionConfig, ModelConfig
 from moebius.models.families.granitemoe import (
     GRANITE_GGUF_KEYS,
@@ -76,13 +76,13 @@ def read_granitemoehybrid(hf: HfKeys) -> ModelConfig:
     hf.refuse("normalization_function", "rmsnorm")
     refuse_step_limits(hf)
     common: dict[str, Any] = read_common(hf)
-    refuse_bias(hf, common)
     num_layers, rotates = common["num_layers"], hf.value("position_embedding_type") == "rope"
     if not rotates:
         hf.refuse("position_embedding_type", "nope")
     return ModelConfig(
         **common,
         model_type="granitemoehybrid",
+        output_bias=common["attention_bias"],
         rope=read_rope(hf, common["head_dim"]),
         layer_ropes=() if rotates else (None,) * num_layers,
         moe=read_experts(hf, common, hf.integer("shared_intermediate_size", default=1024)),

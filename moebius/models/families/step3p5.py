@@ -22,7 +22,6 @@ from moebius.models.common import (
     read_common,
     read_mtp_layers,
     read_windows,
-    refuse_bias,
 )
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig, VisionConfig
 from moebius.models.family import Family, VisionFamily
@@ -211,7 +210,6 @@ def read_step3p5(hf: HfKeys) -> ModelConfig:
             max_position_embeddings=hf.integer("max_position_embeddings", "max_seq_len"),
         )
     )
-    refuse_bias(hf, common)
     hf.refuse("mlp_bias")
     head_dim = common["head_dim"]
     if hf.number("query_pre_attn_scalar", default=head_dim) != head_dim:
@@ -224,6 +222,7 @@ def read_step3p5(hf: HfKeys) -> ModelConfig:
         # Of layers that differ, what plans memory takes the largest.
         **(common | {"num_heads": max(heads)}),
         model_type="step3p5",
+        output_bias=common["attention_bias"],
         rope=ropes[0],
         layer_ropes=ropes,
         layer_num_heads=heads,
