@@ -234,6 +234,15 @@ def make_tiny_model(name: str, directory: Path, *, publish: bool = True) -> Any:
     return write_tiny_model(TINY_MODELS[name], directory, seed=sum(name.encode()), publish=publish)
 
 
+def tiny_config(name: str) -> Any:
+    """Transformers' configuration of a tiny model."""
+    tiny = TINY_MODELS[name]
+    values, tower = _COMMON | tiny.changes, TEXT_TOWERS.get(tiny.model_type)
+    if tower is not None:
+        return tower.config(values)
+    return _classes(tiny.written_as or tiny.model_type)[0](**values)
+
+
 def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int, publish: bool = True) -> Any:
     """The same for any configuration."""
     values, tower = _COMMON | tiny.changes, TEXT_TOWERS.get(tiny.model_type)
