@@ -164,7 +164,10 @@ class ApiClient:
         """Raises UserError with the server's own message unless the status is 200."""
         if response.status_code == 200:
             return
-        raise UserError(f"{self._base_url} answered {response.status_code}: {_message_of(response)}")
+        message = _message_of(response)
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            message += " (here: --api-key-file FILE, or --api-key KEY)"
+        raise UserError(f"{self._base_url} answered {response.status_code}: {message}")
 
     def _unreachable(self, error: Exception) -> UserError:
         return Unreachable(f"cannot reach {self._base_url}: {error}; is `moebius serve` running there?")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,7 +127,17 @@ def summary(answer: pb.ProfileResponse) -> list[str]:
         lines.append(
             f"expert server {server.index}: {spans} spans of {server.num_threads} threads{missing}{clock}"
         )
+    if answer.servers and not any(server.spans for server in answer.servers):
+        lines.append("no expert server was asked meanwhile: send requests while a profile runs")
     return [*lines, *answer.notes]
+
+
+def check_output(path: Path) -> None:
+    """Raises UserError, before anything is watched, when no trace can be written there."""
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(place, os.W_OK):
+        reason = "it is a directory" if path.is_dir() else f"{place} is not there, or not writable"
+        raise UserError(f"--output: {path} can not be written: {reason}")
 
 
 def write_trace(answer: pb.ProfileResponse, path: Path) -> None:

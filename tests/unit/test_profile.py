@@ -30,7 +30,7 @@ from gpu_service.profiler import (
     profile_seconds,
     unix_offset_ns,
 )
-from moebius.app.profile import chrome_trace, summary, write_trace
+from moebius.app.profile import check_output, chrome_trace, summary, write_trace
 from moebius.app.supervisor.lines import ForwardedLines
 from moebius.errors import UserError
 from moebius.kernels import ExpertEngine
@@ -334,8 +334,22 @@ def test_document(torch_trace: str, tmp_path: Path) -> None:
 
 
 def test_nothing_to_show_is_a_document() -> None:
-    """An engine without expert servers, and without torch's profiler."""
+    """An engine without expert servers, and without torch's profiler; whoever looks at it reads why."""
     assert json.loads(chrome_trace(pb.ProfileResponse()))["traceEvents"] == []
+    assert summary(pb.ProfileResponse()) == []
+    idle = pb.ProfileResponse(servers=[pb.ExpertSpans(num_threads=2)])
+    assert "send requests while a profile runs" in summary(idle)[-1]
+
+
+def test_where_a_trace_goes_is_checked_first(tmp_path: Path) -> None:
+    """Nobody waits a minute for a file that can not be written."""
+    check_output(tmp_path / "t.json")
+    (tmp_path / "t.json").touch()
+    check_output(tmp_path / "t.json")
+    with pytest.raises(UserError, match="it is a directory"):
+        check_output(tmp_path)
+    with pytest.raises(UserError, match=r"nowhere is not there, or not writable"):
+        check_output(tmp_path / "nowhere" / "t.json")
 
 
 PROFILED = """

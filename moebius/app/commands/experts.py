@@ -118,6 +118,11 @@ def engine_stub(address: str) -> Iterator[Any]:
             yield engine_pb2_grpc.EngineStub(channel)  # type: ignore[no-untyped-call]
         except grpc.RpcError as error:
             code = error.code()
+            if "http1.x" in (error.details() or ""):
+                raise UserError(
+                    f"{address} is an HTTP server, not an engine: give the gRPC address of gpu_service "
+                    "(--gpu-address), or none on the host of `moebius serve`"
+                ) from None
             if code is grpc.StatusCode.UNAVAILABLE:
                 problem = tls_problem(address)
                 reason = f": {problem}" if problem else ""

@@ -86,7 +86,7 @@ def _add_profile(app: typer.Typer) -> None:
 
         GPU kernels or CPU operations, calls to expert servers, what each of their threads computes.
         """
-        from moebius.app.profile import summary, write_trace
+        from moebius.app.profile import check_output, summary, write_trace
         from protos import engine_pb2 as pb
 
         if address.startswith(("http://", "https://")):
@@ -94,6 +94,7 @@ def _add_profile(app: typer.Typer) -> None:
                 "profiles are for operators and not served over HTTP: give the gRPC address of gpu_service "
                 "(HOST:PORT or unix:PATH), or none on the host of `moebius serve`"
             )
+        check_output(output)
         if sys.stderr.isatty():
             print(f"watching for {seconds:g} s …", file=sys.stderr, flush=True)
         with _engine(address, config) as engine:
