@@ -43,7 +43,7 @@ def test_answers_are_added_for_any_rows(
         served_mailbox(geometry(num_servers, dtype=carried)) as box,
         doorbell_client(box, MODEL, grid=grid, block=block) as (client, _),
     ):
-        client.wait_ready(5)
+        client.wait_ready(60)
         for rows in (0, 1, 3, 7, 8, 40):
             layer = Layer(rows, seed=rows, dtype=getattr(torch, source))
             assert torch.equal(layer.run(client), layer.expected(num_servers))
@@ -58,7 +58,7 @@ def test_answers_are_added_for_any_rows(
 def test_hidden_states_are_converted_to_what_the_mailbox_carries(source: str, carried: str) -> None:
     """Rounded to nearest even like torch's, widened exactly, float16's smallest and largest numbers too."""
     with served_mailbox(geometry(2, dtype=carried)) as box, doorbell_client(box, MODEL) as (client, _):
-        client.wait_ready(5)
+        client.wait_ready(60)
         layer = Layer(5, dtype=getattr(torch, source))
         values = torch.randn(layer.hidden_states.shape)
         values[1] *= torch.logspace(-9, -3, values.shape[1])
@@ -72,7 +72,7 @@ def test_hidden_states_are_converted_to_what_the_mailbox_carries(source: str, ca
 def test_replay_counts_on_in_device_memory() -> None:
     """The same launches with new inputs in place, as a captured graph repeats them; epochs never repeat."""
     with served_mailbox(geometry(2)) as box, doorbell_client(box, MODEL) as (client, host):
-        client.wait_ready(5)
+        client.wait_ready(60)
         layers = [Layer(rows, seed=rows, layer=rows % 5) for rows in (1, 4, 9)]
         tickets = [(layer, layer.run(client)) for layer in layers]
         first = int(host.state[State.EPOCH])
@@ -108,7 +108,7 @@ def test_deadline_ends_the_step_and_recovery_replays_it() -> None:
             client.recover(0.01)
         server = MailboxServer(box.name, 0, EchoBackend(48))
         server.start()
-        client.recover(5)
+        client.recover(60)
         assert torch.equal(layer.run(client), layer.expected(1))
         assert client.failure() is None
         # What was abandoned is computed by nobody.
@@ -119,7 +119,7 @@ def test_deadline_ends_the_step_and_recovery_replays_it() -> None:
 def test_stale_answer_is_named() -> None:
     """An answer to a later epoch than the device's means that the counter was lost."""
     with served_mailbox(geometry()) as box, doorbell_client(box, MODEL) as (client, host):
-        client.wait_ready(5)
+        client.wait_ready(60)
         layer = Layer(1)
         layer.run(client)
         host.set_words(State.EPOCH, [7])
@@ -137,13 +137,13 @@ def test_stale_answer_is_named() -> None:
 def test_compute_failure_carries_the_servers_text() -> None:
     """It is not retried; the client is usable after recovery."""
     with served_mailbox(geometry(2), fail_layer=2) as box, doorbell_client(box, MODEL) as (client, _):
-        client.wait_ready(5)
+        client.wait_ready(60)
         Layer(3, layer=2).run(client)
         failure = client.failure()
         assert isinstance(failure, ExpertComputeFailed)
         assert "layer 2" in str(failure)
         assert "set to fail at layer 2" in str(failure)
-        client.recover(5)
+        client.recover(60)
         layer = Layer(3, layer=1)
         assert torch.equal(layer.run(client), layer.expected(2))
 
@@ -188,12 +188,12 @@ def test_restart_between_two_waits_is_noticed() -> None:
             server = MailboxServer(box.name, 0, EchoBackend(48))
             server.start()
             if not expected:
-                client.wait_ready(5)
+                client.wait_ready(60)
             Layer(2).run(client)
             assert (client.failure() is not None) is expected
             if expected:
                 assert "restarted" in str(client.failure())
-                client.recover(5)
+                client.recover(60)
                 assert torch.equal((layer := Layer(2)).run(client), layer.expected(1))
             server.stop()
 
@@ -201,7 +201,7 @@ def test_restart_between_two_waits_is_noticed() -> None:
 def test_memops_wait_for_constant_flags() -> None:
     """Cleared before each ring and set by each answer, in any slot and replay."""
     with served_mailbox(geometry(3)) as box, doorbell_client(box, MODEL, is_memops=True) as (client, host):
-        client.wait_ready(5)
+        client.wait_ready(60)
         layer = Layer(30)
         output = layer.run(client)
         for seed in range(3):
@@ -222,7 +222,7 @@ def test_memops_without_an_answer_are_released() -> None:
             assert isinstance(failure, ExpertUnavailable)
             assert "no answer within 50 ms" in failure.reason
             server.start()
-            client.recover(5)
+            client.recover(60)
             client.begin_step()
             assert torch.equal((layer := Layer(20)).run(client), layer.expected(1))
             server.stop()
@@ -239,14 +239,14 @@ def test_shut_down_ends_a_step() -> None:
 def test_bad_arguments_are_named() -> None:
     """Shapes, types and a ticket from before a recovery."""
     with served_mailbox(geometry()) as box, doorbell_client(box, MODEL) as (client, _):
-        client.wait_ready(5)
+        client.wait_ready(60)
         layer = Layer(2)
         with pytest.raises(ValueError, match="allowed"):
             client.submit(0, layer.hidden_states.double(), layer.topk_ids, layer.topk_weights)
         ticket = layer.submit(client)
         with pytest.raises(ValueError, match="contiguous float32"):
             client.collect(ticket, torch.zeros(48, 2).T)
-        client.recover(5)
+        client.recover(60)
         with pytest.raises(ValueError, match="since its last recovery"):
             client.collect(ticket)
 
@@ -275,7 +275,7 @@ def test_trace_context_of_a_sampled_step_reaches_the_server() -> None:
     with new_mailbox(geometry()) as box, doorbell_client(box, MODEL) as (client, host):
         server = MailboxServer(box.name, 0, EchoBackend(48))
         server.start()
-        client.wait_ready(5)
+        client.wait_ready(60)
         client.begin_step()
         Layer(2, layer=3).run(client)
         with trace.use_span(NonRecordingSpan(context)):
