@@ -47,12 +47,13 @@ if [ ! -e "$base/.complete" ]; then
 fi
 
 root=$(mktemp -d "$cache/run-$suite.XXXXXX")
+# Lazily: processes of a run that was ended may still be in it. Only what is not mounted is removed.
+trap 'umount --recursive --lazy "$root" 2>/dev/null || ! mountpoint -q "$root" && rm -rf --one-file-system "$root" "$root.lock"' EXIT
 # Held while the run lives. Roots of runs that were killed, several GB each, are removed by the next one.
 exec 9>"$root.lock" && flock 9
 for old in "$cache"/run-*.lock; do
-  flock --nonblock "$old" true 2>/dev/null && rm -rf "${old%.lock}" "$old"
+  flock --nonblock "$old" true 2>/dev/null && rm -rf --one-file-system "${old%.lock}" "$old"
 done
-trap 'umount -R "$root" 2>/dev/null; rm -rf "$root" "$root.lock"' EXIT
 cp -a "$base/." "$root/"
 mount --bind "$root" "$root"
 mount -t proc proc "$root/proc"
