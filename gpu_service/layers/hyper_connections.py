@@ -95,6 +95,8 @@ class HyperDecoderLayer(DecoderLayer):
         """Changes the streams in place and returns them."""
         assert isinstance(stream, HyperStreams), "the backbone makes the streams of its layers"
         attention = self.get_submodule(self._attention_name)
-        self.attn_hc(stream.streams, lambda rows: attention(self.input_layernorm(rows), rope, context))
-        self.ffn_hc(stream.streams, lambda rows: self.mlp(self.post_attention_layernorm(rows), context))
+        before_attention, before_mlp = self.input_layernorm, self.post_attention_layernorm
+        assert before_attention is not None and before_mlp is not None, "streams are read normed"
+        self.attn_hc(stream.streams, lambda rows: attention(before_attention(rows), rope, context))
+        self.ffn_hc(stream.streams, lambda rows: self.mlp(before_mlp(rows), context))
         return stream
