@@ -96,7 +96,8 @@ class HyperDecoderLayer(DecoderLayer):
         assert isinstance(stream, HyperStreams), "the backbone makes the streams of its layers"
         attention = self.get_submodule(self._attention_name)
         before_attention, before_mlp = self.input_layernorm, self.post_attention_layernorm
-        assert before_attention is not None and before_mlp is not None, "streams are read normed"
+        assert before_attention is not None, "streams are read normed"
+        assert before_mlp is not None
         self.attn_hc(stream.streams, lambda rows: attention(before_attention(rows), rope, context))
         self.ffn_hc(stream.streams, lambda rows: self.mlp(before_mlp(rows), context))
         return stream
