@@ -21,7 +21,7 @@ from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
 from moebius.models.geometry import MoeGeometry
 from moebius.weight_segment import SegmentLayer
-from tests.helpers.resident_layers import Shape
+from tests.helpers.resident_layers import Shape, with_down
 
 _ALIGNMENT = 4096
 
@@ -98,6 +98,7 @@ class MadeServer:
                 self.shape.experts,
                 1,
                 weight_format=self.weight_format,
+                down_format=with_down(self.weight_format)[1],
                 activation=self.shape.activation,
                 limit=self.shape.limit,
                 has_bias=self.shape.has_bias,
@@ -116,8 +117,7 @@ class MadeServer:
                 end,
                 packed[0].nbytes,
                 self.part.experts,
-                self.weight_format,
-                self.weight_format,
+                *with_down(self.weight_format),
                 self.shape.has_bias,
                 self.shape.hidden,
                 self.part.begin,
