@@ -97,6 +97,15 @@ def _pid_groups(root: Path) -> list[Path]:
     return found
 
 
+def out_of_memory_kills(root: Path = Path("/")) -> int:
+    """Processes that the kernel has killed because memory, or a group's, ran out; 0: it does not say."""
+    try:
+        counters = (root / "proc/vmstat").read_text().split()
+    except OSError:
+        return 0
+    return int(counters[counters.index("oom_kill") + 1]) if "oom_kill" in counters else 0
+
+
 def _number(path: Path) -> int | None:
     """None: there is no such file, or it says "max"."""
     try:

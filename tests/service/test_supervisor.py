@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moebius.app.supervisor import process as process_module
 from moebius.app.supervisor.health import Plan
 from moebius.app.supervisor.runfile import RunDirectory
 from moebius.app.supervisor.supervisor import Supervisor
@@ -142,6 +143,23 @@ def test_failure_before_ready_is_reported_once(tmp_path: Path) -> None:
     ):
         supervisor.wait_ready()
     assert (tmp_path / "gpu").read_text().count("started") == 1
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+def test_a_process_that_memory_was_too_small_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    """The kernel's SIGKILL leaves no words of the process: its count of them says why."""
+    counted = iter([5])
+    monkeypatch.setattr(process_module, "out_of_memory_kills", lambda: next(counted, 5 + kills))
+    never = FileProbe(tmp_path / "never")
+    killed = replace(spec("gpu", FAILING, tmp_path), command=("/bin/sh", "-c", "kill -9 $$"), probe=never)
+    with (
+        Supervisor(plan(tmp_path, killed), QUICK) as supervisor,
+        pytest.raises(StartupError, match=r"^gpu could not start: killed by SIGKILL") as failure,
+    ):
+        supervisor.wait_ready()
+    assert ("as memory ran out" in str(failure.value)) == (kills > 0)
 
 
 def test_pauses_between_restarts_grow_to_the_limit(tmp_path: Path) -> None:

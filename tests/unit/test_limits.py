@@ -18,7 +18,7 @@ from moebius.app.doctor.facts import Volume
 from moebius.app.supervisor.placement import usable_cpus
 from moebius.app.supervisor.plan import _shared_memory_problem
 from moebius.errors import StartupError, UserError, shortage
-from moebius.limits import check_limits
+from moebius.limits import check_limits, out_of_memory_kills
 from moebius.mailbox import Mailbox, MailboxError, MailboxGeometry
 from moebius.topology import Topology
 
@@ -151,6 +151,14 @@ def test_shared_memory_says_what_is_wrong_with_it() -> None:
     assert "it is read-only" in _shared_memory_problem(1, "an error", replace(small, writable=False))
     assert "but an error." in _shared_memory_problem(1, "an error", small)
     assert "--shm-size=3g;" in _shared_memory_problem(2100 << 20, "No space left", small)
+
+
+def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:
+    """As the kernel counts them, where it does."""
+    assert out_of_memory_kills(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/vmstat").write_text("pgfault 7\noom_kill 3\n")
+    assert out_of_memory_kills(tmp_path) == 3
 
 
 def test_a_machine_that_shows_no_cpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

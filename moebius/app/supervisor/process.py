@@ -18,6 +18,7 @@ from typing import IO
 from moebius.app.supervisor.health import Hang, ProcessSpec, Timing, Watch
 from moebius.app.supervisor.lines import ForwardedLines
 from moebius.errors import FAILURE_MARK, USER_ERROR_EXIT, WRONG_IDENTITY_EXIT
+from moebius.limits import out_of_memory_kills
 from moebius.progress import is_end_of_phase, text_of_line
 
 CHILD_PROGRAM = str(Path(__file__).with_name("child.py"))
@@ -59,6 +60,8 @@ class ManagedProcess:
         self._started_at = 0.0
         self._ready_since = 0.0
         self._restart_at = 0.0
+        # Of the whole system, when it was started.
+        self._memory_kills = 0
         self._lines = ForwardedLines(spec.name, json_logs)
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         # Why it could not start, as it said itself; empty: it did, or said nothing.
@@ -84,6 +87,19 @@ class ManagedProcess:
     def exit_code(self) -> int | None:
         """How it ended (negative: by that signal); None while it runs or before the first start."""
         return self._popen.poll() if self._popen is not None else None
+
+    @property
+    def ending(self) -> str:
+        """`exit_code` in words, until `note_exit`; empty while it runs."""
+        code = self.exit_code
+        if code is None:
+            return ""
+        if code >= 0:
+            return f"exit code {code}"
+        how = f"killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL and self.killed_for is None and out_of_memory_kills() > self._memory_kills:
+            how += " as memory ran out, the machine's or what the container may use"
+        return how
 
     @property
     def noted_exit(self) -> bool:
@@ -114,6 +130,7 @@ class ManagedProcess:
         cpus = ",".join(map(str, self.spec.cpus)) or "-"
         wrapper = [sys.executable, "-I", "-S", CHILD_PROGRAM, str(os.getpid()), cpus]
         self.cause = self.progress = ""
+        self._memory_kills = out_of_memory_kills()
         self._popen = subprocess.Popen(
             [*wrapper, *self.spec.command],
             stdin=subprocess.DEVNULL,

@@ -210,8 +210,7 @@ class Supervisor:
         if not culprits and now < self._first_exit_at + CULPRIT_WAIT_S:
             return
         blamed = (culprits or ended)[0]
-        assert blamed.exit_code is not None
-        raise ProcessFailed(_start_failure(blamed, blamed.exit_code))
+        raise ProcessFailed(_start_failure(blamed))
 
     def _refuse_hangs(self) -> None:
         """Raises StartupError for a process that hangs, which is more than being late."""
@@ -231,7 +230,7 @@ class Supervisor:
         if code is not None:
             if group is not None:
                 group.note_death(now)
-            self._note_exit(process, code, now)
+            self._note_exit(process, now)
         elif hang is not None:
             process.kill_for(hang)
         elif (group is None or group.may_restart(name)) and process.restart_if_due(now):
@@ -243,13 +242,13 @@ class Supervisor:
             log.info("process ready", name=name, restarts=process.restarts)
             self._on_event(name, "ready")
 
-    def _note_exit(self, process: ManagedProcess, code: int, now: float) -> None:
+    def _note_exit(self, process: ManagedProcess, now: float) -> None:
         """Plans a restart and says so in one line, or gives up."""
-        name, pid, hang = process.spec.name, process.last_pid, process.killed_for
+        name, pid, hang, how = process.spec.name, process.last_pid, process.killed_for, process.ending
         pause = process.note_exit(now)
         if process.can_not_heal:
             raise StartupError(
-                f"{name} can not be started again ({_how(code)}): {process.last_words}; "
+                f"{name} can not be started again ({how}): {process.last_words}; "
                 "mend that and start `moebius serve` again"
             )
         pause_s = round(pause, 3)
@@ -265,7 +264,7 @@ class Supervisor:
             )
         else:
             said = {"why": process.cause} if process.cause else {}
-            log.warning("process ended; restarting", name=name, how=_how(code), pause_s=pause_s, **said)
+            log.warning("process ended; restarting", name=name, how=how, pause_s=pause_s, **said)
         self._update_record()
         self._on_event(name, "died")
 
@@ -332,15 +331,10 @@ class Supervisor:
         self._wake.clear()
 
 
-def _start_failure(process: ManagedProcess, code: int) -> str:
+def _start_failure(process: ManagedProcess) -> str:
     """The cause first, then where to look; the processes that did start are stopped by now."""
     words = process.last_words
     name, lines = process.spec.name, f"the lines of {process.spec.name!r} above"
     if process.cause:
         return f"{name} could not start: {words}\n  Mend that and start again; {lines} say how far it came."
-    return f"{name} could not start: {_how(code)}, after it logged: {words}\n  See {lines}."
-
-
-def _how(code: int) -> str:
-    """An exit code in words."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"{name} could not start: {process.ending}, after it logged: {words}\n  See {lines}."
