@@ -59,7 +59,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "qkv_bias": (False, True),
     "mlp_bias": (False, True),
     "use_qk_norm": (False, True),
-    "hidden_act": ("silu", "gelu", "relu", "gelu_pytorch_tanh"),
+    "hidden_act": ("silu", "gelu"),
     "sliding_window": (1, 2, 3, 4, 7, 8, 100, None),
     "use_sliding_window": (False, True),
     "max_window_layers": (0, 1, 2),
