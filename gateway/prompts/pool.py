@@ -221,8 +221,13 @@ class PromptPool:
             except _Died as death:  # the engine may load for half an hour, in which anything may kill it
                 del self._running[number]
                 logger.warning("a process for prompts ended before it served", status=death.status)
-        self._running[number] = await _Process.spawn(setup.files)
-        await self._running[number].begin(setup)
+        await self._replace(number, setup)
+
+    async def _replace(self, number: int, setup: WorkerSetup) -> None:
+        """A new process that can serve; OSError, _Died or TimeoutError when there is none."""
+        process = await _Process.spawn(setup.files)
+        await process.begin(setup)
+        self._running[number] = process
 
     async def close(self) -> None:
         """Ends all processes."""
@@ -319,10 +324,7 @@ class PromptPool:
 
     async def _restart(self, number: int) -> None:
         try:
-            setup = self._limits()
-            process = await _Process.spawn(setup.files)
-            await process.begin(setup)
-            self._running[number] = process
+            await self._replace(number, self._limits())
             self._failed_starts.discard(number)
         except (OSError, _Died, TimeoutError) as error:
             logger.error("a process for prompts does not start", error=repr(error))

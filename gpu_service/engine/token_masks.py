@@ -57,7 +57,7 @@ class MaskBuilder:
 
         Depends on time, so it is asked on the rank where messages enter only.
         """
-        held = {request.key for request in running if request.constraint is not None and self._waits(request)}
+        held = {request.key for request in running if self._waits(request)}
         if held == self._said:
             return None
         self._said = held

@@ -127,13 +127,8 @@ def latent(keys: MetadataKeys, config: Config) -> Config:
 def indexed(keys: MetadataKeys, config: Config) -> Config:
     """`latent`, where layers that choose tokens have an indexer; others take over an earlier one's choice."""
     count = config["num_hidden_layers"]
-    name = "attention.indexer.types"
-    keys.skip(name)
-    listed = keys.model.value(name)
-    if listed is not None and (not isinstance(listed, list) or len(listed) < count):
-        raise keys.error(name, listed, f"true or false for each of {count} layers")
     own = keys.layers_with("indexer.attn_k.weight")
-    full = [layer in own for layer in range(count)] if listed is None else listed[:count]
+    full = keys.flags("attention.indexer.types", count) or [layer in own for layer in range(count)]
     return latent(keys, config) | {"indexer_types": ["full" if one else "shared" for one in full]}
 
 

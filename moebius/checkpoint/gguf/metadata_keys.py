@@ -62,6 +62,16 @@ class MetadataKeys:
             raise self.error(name, values, f"a number for each of {count} layers")
         return [float(str(np.float32(value))) for value in values[:count]]
 
+    def flags(self, name: str, count: int) -> list[bool]:
+        """Of the first `count` layers; none without a key. Raises CheckpointError naming the key."""
+        self.skip(name)
+        values = self.model.value(name)
+        if values is None:
+            return []
+        if not isinstance(values, list) or len(values) < count:
+            raise self.error(name, values, f"true or false for each of {count} layers")
+        return [bool(value) for value in values[:count]]
+
     def floats(self, tensor: str) -> NDArray[np.float32] | None:
         """The values of a small tensor of float32; None: there is none."""
         stored = self.model.tensors.get(tensor)

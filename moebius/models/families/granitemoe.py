@@ -126,14 +126,8 @@ GRANITE_HALVES = (
 def _gguf_swa(keys: MetadataKeys, config: Config) -> Config:
     """Files say of each layer whether it slides and whether it rotates, all by one base."""
     count = config["num_hidden_layers"]
-    found: dict[str, list[bool]] = {}
-    for name in ("sliding_window_pattern", "rope_pattern"):
-        keys.skip(f"attention.{name}")
-        listed = keys.model.value(f"attention.{name}")
-        if listed is not None and (not isinstance(listed, list) or len(listed) < count):
-            raise keys.error(f"attention.{name}", listed, f"true or false for each of {count} layers")
-        found[name] = [] if listed is None else listed[:count]
-    slides, rotates = found["sliding_window_pattern"], found["rope_pattern"] or [True] * count
+    slides = keys.flags("attention.sliding_window_pattern", count)
+    rotates = keys.flags("attention.rope_pattern", count) or [True] * count
     return rotated(keys, config) | {
         "layer_types": [SLIDING if one else FULL for one in slides],
         "layer_rope_theta": [config["rope_theta"] if one else 0.0 for one in rotates],
