@@ -192,6 +192,7 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
         built.experts,
         built.model_config.num_layers,
         lambda: telemetry.steps,
+        lambda: 0 if built.streamer is None else built.streamer.ring.operations,
     )
     servicer.service = Service(
         *(built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder),

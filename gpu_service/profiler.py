@@ -63,12 +63,18 @@ class EngineProfiler:
         client: ExpertClient | None,
         num_layers: int,
         count_steps: Callable[[], int],
+        count_streamed: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`addresses`: of the expert servers, by share; `count_steps`: forward passes since the start."""
+        """`addresses`: of the expert servers, by share; `count_steps`: forward passes since the start.
+
+        `count_streamed`: operations since the start that copy experts to the GPU and compute them there, of
+        which a step with a long prompt has many times as many as of all others.
+        """
         self._addresses = tuple(addresses)
         self._client = client
         self._num_layers = num_layers
         self._count_steps = count_steps
+        self._count_streamed = count_streamed
         self._until = 0.0  # time.monotonic(); 0: none runs
 
     async def run(self, seconds: float) -> pb.ProfileResponse:
@@ -117,6 +123,7 @@ class EngineProfiler:
                 self._client.call_log = calls
             started.set()
             self._wait(seconds, stop, calls, answer)
+            answer.engine_end_ns = time.monotonic_ns()
         finally:
             if self._client is not None:
                 self._client.call_log = None
@@ -143,17 +150,18 @@ class EngineProfiler:
     def _wait(
         self, seconds: float, stop: threading.Event, calls: Sequence[object], answer: pb.ProfileResponse
     ) -> None:
-        begin, first = time.monotonic(), self._count_steps()
+        begin, first, first_streamed = time.monotonic(), self._count_steps(), self._count_streamed()
         a_step = self._num_layers * _OPERATIONS_PER_LAYER["cuda" if _has_gpu() else "cpu"]
-        most_steps = max(1, MOST_OPERATIONS // a_step)
         while not stop.wait(min(_LOOK_S, max(0.0, begin + seconds - time.monotonic()))):
             passed = time.monotonic() - begin
             if passed >= seconds:
                 return
-            if self._count_steps() - first >= most_steps or len(calls) >= _MOST_CALLS:
-                steps = self._count_steps() - first
+            steps, streamed = self._count_steps() - first, self._count_streamed() - first_streamed
+            if steps * a_step + streamed >= MOST_OPERATIONS or len(calls) >= _MOST_CALLS:
+                experts = ", with experts streamed for prompts," if streamed else ""
                 answer.notes.append(
-                    f"the engine's part ends after {passed:.2f} s: {steps} steps are what a trace may hold"
+                    f"the engine's part ends after {passed:.2f} of {seconds:g} s: {steps} steps{experts} are "
+                    "what a trace may hold"
                 )
                 return
 

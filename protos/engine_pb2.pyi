@@ -407,18 +407,20 @@ class ProfileRequest(_message.Message):
     def __init__(self, seconds: _Optional[float] = ...) -> None: ...
 
 class ProfileResponse(_message.Message):
-    __slots__ = ("torch_trace", "unix_offset_ns", "servers", "calls", "notes")
+    __slots__ = ("torch_trace", "unix_offset_ns", "servers", "calls", "notes", "engine_end_ns")
     TORCH_TRACE_FIELD_NUMBER: _ClassVar[int]
     UNIX_OFFSET_NS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_END_NS_FIELD_NUMBER: _ClassVar[int]
     torch_trace: bytes
     unix_offset_ns: int
     servers: _containers.RepeatedCompositeFieldContainer[ExpertSpans]
     calls: bytes
     notes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, torch_trace: _Optional[bytes] = ..., unix_offset_ns: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[ExpertSpans, _Mapping]]] = ..., calls: _Optional[bytes] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+    engine_end_ns: int
+    def __init__(self, torch_trace: _Optional[bytes] = ..., unix_offset_ns: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[ExpertSpans, _Mapping]]] = ..., calls: _Optional[bytes] = ..., notes: _Optional[_Iterable[str]] = ..., engine_end_ns: _Optional[int] = ...) -> None: ...
 
 class ExpertSpans(_message.Message):
     __slots__ = ("index", "spans", "dropped", "num_threads", "clock_offset_ns")

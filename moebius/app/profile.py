@@ -52,7 +52,7 @@ def _first_ns(answer: pb.ProfileResponse) -> int:
     calls = _calls(answer)
     if len(calls):
         begins.append(int(calls[:, 2].min()))
-    return min(begins, default=0) + answer.unix_offset_ns
+    return min(begins, default=answer.engine_end_ns) + answer.unix_offset_ns
 
 
 def _spans(server: pb.ExpertSpans) -> Any:
@@ -77,6 +77,11 @@ def _own_events(answer: pb.ProfileResponse, base_ns: int) -> Iterator[str]:
             yield _event(_CALLS_PID, 1, name, collecting + to_base, collected + to_base, arguments)
     for server in answer.servers:
         yield from _server_events(server, to_base)
+    if answer.engine_end_ns:
+        # A mark across the whole picture, where what is missing begins to be missing.
+        for note in answer.notes:
+            mark = {"ph": "i", "s": "g", "cat": "experts", "name": note, "pid": _CALLS_PID, "tid": 0}
+            yield json.dumps({**mark, "ts": (answer.engine_end_ns + to_base) / 1e3})
 
 
 def _server_events(server: pb.ExpertSpans, to_base: int) -> Iterator[str]:

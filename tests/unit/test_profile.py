@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import pytest
 import gpu_service.profiler as profiler_module
 from expert_service.servicer import ExpertServicer
 from gpu_service.profiler import (
+    MOST_OPERATIONS,
     EngineProfiler,
     ProfileRunning,
     boot_id,
@@ -173,6 +175,25 @@ async def test_own_part_ends_when_it_is_large_enough() -> None:
     steps = iter(range(0, 10**9, 10**6))
     answer = await EngineProfiler([], None, 4, lambda: next(steps)).run(50)
     assert "steps are what a trace may hold" in answer.notes[0]
+
+
+@pytest.mark.usefixtures("without_torch")
+async def test_streamed_prompts_bound_a_trace() -> None:
+    """A step that streams experts fills a trace many times as fast: what it launches counts before it ends.
+
+    Whoever looks at the trace reads what was left out, at the time from which on it is missing.
+    """
+    streamed = itertools.count(0, MOST_OPERATIONS // 3)
+    before = time.monotonic_ns()
+    answer = await EngineProfiler([], None, 4, lambda: 7, lambda: next(streamed)).run(50)
+    (note,) = answer.notes
+    assert note.startswith("the engine's part ends after 0.0")
+    assert "of 50 s: 0 steps, with experts streamed for prompts, are what a trace may hold" in note
+    document = json.loads(chrome_trace(answer))
+    (mark,) = document["traceEvents"]
+    assert (mark["ph"], mark["s"], mark["name"]) == ("i", "g", note)
+    at = document["baseTimeNanoseconds"] + 1000 * mark["ts"] - answer.unix_offset_ns
+    assert before < at < time.monotonic_ns()
 
 
 class _Stopped:

@@ -19,7 +19,7 @@ from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.experts import LayerSlots, Share
 from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.streaming.plan import SHARES
-from gpu_service.experts.streaming.ring import BufferRing
+from gpu_service.experts.streaming.ring import _COPY_OPERATIONS, _PIECE_OPERATIONS, BufferRing
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer, StreamedStep
 from gpu_service.layers.moe import start_experts
@@ -369,7 +369,10 @@ def test_very_many_steps() -> None:
 
 @pytest.mark.parametrize(("products", "buffers"), [(0.2, 4), (1.0, 4), (3.0, 4), (1.0, 2)])
 def test_copies_run_under_products(products: float, buffers: int) -> None:
-    """A step takes what the slower of link and products takes; the next one's copies begin at once."""
+    """A step takes what the slower of link and products takes; the next one's copies begin at once.
+
+    What a profiler would note of them is counted as they are launched.
+    """
     device = SimulatedDevice(random.Random(0))
     segment = marked_segment(Part(tuple(range(6)), 0, 32))
     each = segment.layers[0].expert_bytes
@@ -392,6 +395,7 @@ def test_copies_run_under_products(products: float, buffers: int) -> None:
             streamed.forward(
                 layer, torch.zeros(ROWS, 16), new_ids(random.Random(0))[0], torch.ones(ROWS, 2), None
             )
+    assert streamer.ring.operations == steps * pieces * (_PIECE_OPERATIONS + _COPY_OPERATIONS)
     device.drain()
     slower, faster = max(1.0, products), min(1.0, products)
     assert device.time <= steps * pieces * slower + faster + 1e-6

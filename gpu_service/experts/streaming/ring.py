@@ -24,6 +24,9 @@ _cuda: Any = torch.cuda
 # The largest single copy. Others (a decode step's inputs, answers of expert servers) have their turns between
 # two, and a link loses nothing by it: 53 GB/s in copies of 3 MiB, 55 in those of 32.
 _COPY_BYTES = 8 * 2**20
+# What a profiler notes of one such copy (views of both sides, the call, the copy itself), and of a piece
+# besides: its events, and the kernels that compute it.
+_COPY_OPERATIONS, _PIECE_OPERATIONS = 8, 60
 
 
 class TransferDevice(ABC):
@@ -204,6 +207,8 @@ class BufferRing:
         self._copy: Copy | None = None
         # Of the present pieces: copied, and given back by their reader. The first one's buffer.
         self._launched = self._done = self._first = 0
+        # Of all pieces so far, roughly: what a profiler would have noted.
+        self.operations = 0
         # Of the present pieces' copies that were launched: events before and after each. Pieces that follow
         # have a list of their own, so whoever began keeps this one.
         self.copies: list[tuple[Any, Any]] = []
@@ -263,6 +268,8 @@ class BufferRing:
             begin = self._device.record_copied()
             for run in piece.runs:
                 self._copy(self.buffers[index][run.target : run.target + run.nbytes], piece, run)
+                self.operations += _COPY_OPERATIONS * -(-run.nbytes // _COPY_BYTES)
+            self.operations += _PIECE_OPERATIONS
             self._copied[index] = end = self._device.record_copied()
             self.copies.append((begin, end))
 
