@@ -187,13 +187,7 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     info = model_info(config, built)
     preparer = None if built.vision is None else built.vision.preparer
     live = make_live_experts(config, built.recorder, built.streamer, built.experts)
-    profiler = EngineProfiler(
-        config.experts.expert_addresses if live is not None else (),
-        built.experts,
-        built.model_config.num_layers,
-        lambda: telemetry.steps,
-        lambda: 0 if built.streamer is None else built.streamer.ring.operations,
-    )
+    profiler = _make_profiler(config, built, telemetry, has_experts=live is not None)
     servicer.service = Service(
         *(built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder),
         *(preparer, live, built.compiler, profiler),
@@ -221,6 +215,18 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     if not in_order:
         _log.warning("a step is still computing: leaving without its end", seconds=_LAST_STEP_S)
     return 0, in_order
+
+
+def _make_profiler(
+    config: MoebiusConfig, built: Built, telemetry: EngineTelemetry, has_experts: bool
+) -> EngineProfiler:
+    return EngineProfiler(
+        config.experts.expert_addresses if has_experts else (),
+        built.experts,
+        built.model_config.num_layers,
+        lambda: telemetry.steps,
+        lambda: 0 if built.streamer is None else built.streamer.ring.operations,
+    )
 
 
 async def drain(
