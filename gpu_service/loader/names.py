@@ -49,7 +49,9 @@ def wanted_name(
     (`tied_head` has compared them), and what other pipeline stages read; a name that no stage knows is left
     out by none. `head_is_embedding`: both are one, which is stored under the head's name alone.
     """
-    canonical = family_of(config.model_type).names.canonical_name(name, config.num_layers)
+    canonical = family_of(config.model_type).names.canonical_name(
+        name, config.num_layers, config.num_mtp_heads
+    )
     if canonical is not None and config.tie_word_embeddings and _module(canonical) == HEAD:
         canonical = EMBEDDING + canonical.removeprefix(HEAD) if head_is_embedding else None
     if canonical is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from gpu_service.layers.gated_streams import GatedStreamLayer, GatedStreams, NGr
 from gpu_service.layers.hyper_connections import HyperDecoderLayer, HyperHead, HyperStreams
 from gpu_service.layers.linear import Packed
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
+from gpu_service.layers.mtp import MtpLayer
 from gpu_service.layers.norm import RMSNorm, make_norm
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, note_overflow
@@ -76,6 +78,8 @@ class Backbone(nn.Module):
         if config.rope is not None and config.rope.learned:
             self.rotary_emb = LearnedRotation(self._rotaries)
         self._embedding_scale = config.embedding_scale
+        # Of this stage's layers, those that every token passes: layers of multi-token prediction are last.
+        self._num_passed = len(layers) - (config.num_mtp_heads if last else 0)
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` after the final norm; on a stage that is not the last, what was sent to the next one."""
@@ -87,7 +91,7 @@ class Backbone(nn.Module):
         overflow = context.first_overflow
         if overflow is not None and self._parallel.is_first_stage:
             _note(overflow, stream, EMBEDDING)
-        for index, layer in enumerate(self.layers, self._first_layer):
+        for index, layer in enumerate(islice(self.layers, self._num_passed), self._first_layer):
             rotary = self._rotary_of[index]
             stream = layer(stream, None if rotary is None else ropes[rotary], context)
             if images is not None and images.reaches(index):
@@ -121,15 +125,30 @@ class Backbone(nn.Module):
             received = torch.empty((ids.shape[0], self._stream_size), dtype=self._dtype, device=ids.device)
             received = self._parallel.receive_from_previous_stage(received)
             return ResidualStream(received) if hyper is None else self._streams(received, hyper.num_streams)
-        assert self.embed_tokens is not None
-        embedded: torch.Tensor = self.embed_tokens(ids)
-        if self._embedding_scale != 1.0:
-            embedded.mul_(self._embedding_scale)
+        embedded = self._embedded(ids)
         if inputs.image_features is not None:
             inputs.image_features.replace_embeddings(embedded)
         if hyper is None:
             return ResidualStream(embedded)
         return self._streams.embedded(embedded, hyper.num_streams)
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self.embed_tokens is not None
+        embedded: torch.Tensor = self.embed_tokens(ids)
+        return embedded if self._embedding_scale == 1.0 else embedded.mul_(self._embedding_scale)
+
+    def predict_further(
+        self, head: int, hidden_states: torch.Tensor, next_ids: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """As `CausalLM.predict_further`."""
+        index = self._num_passed + head
+        layer, rotary = self.layers[index], self._rotary_of[self._first_layer + index]
+        assert isinstance(layer, MtpLayer)
+        inputs = context.inputs
+        positions = inputs.positions if inputs.mrope_positions is None else inputs.mrope_positions
+        rope = None if rotary is None else self._rotaries[rotary].table(positions)
+        stream = layer.begin(self._embedded(next_ids), hidden_states)
+        return layer.ended(layer(stream, rope, context))
 
 
 class CausalLM(nn.Module):
@@ -171,6 +190,19 @@ class CausalLM(nn.Module):
         """
         hidden_states: torch.Tensor = self.model(context)
         return hidden_states
+
+    def predict_further(
+        self, head: int, hidden_states: torch.Tensor, next_ids: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """What a layer of multi-token prediction (`head`, from 0) makes of a step's rows, `[T, H]`, normed.
+
+        A row at position p has the hidden state of p after the final norm (or what the head before made of
+        it) and the id, int64 `[T]`, of the token at p + 1; with `compute_logits` its output predicts the
+        token at p + 2, and once more with another head, or the same, the one after. The layer's cache holds
+        the row in the slot of position p, and rotates it by p: transformers rotates by p + 1, which turns
+        queries and keys alike.
+        """
+        return self.model.predict_further(head, hidden_states, next_ids, context)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states `[L, H]` to logits, float32 `[L, vocab_size]`, the same on all ranks of the stage.
@@ -289,6 +321,8 @@ def build_causal_lm(
             attentions = [make_attention(2 * index), make_attention(2 * index + 1)]
             return _make_shortcut_layer(config, attentions, mlp, dtype=dtype, parallel=parallel)
         attention = make_attention(index)
+        if layer_id >= config.num_decoder_layers:
+            return MtpLayer(config, attention, mlp, dtype=dtype)
         if has_gated_streams(config):
             return GatedStreamLayer(config, attention, mlp, dtype=dtype, ngrams=make_ngrams(layer_id))
         return layer_class(config, attention, mlp, dtype=dtype)

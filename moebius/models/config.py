@@ -214,13 +214,29 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpConfig:
+    """Layers of multi-token prediction that are served; filled by `mtp.with_heads`.
+
+    They are the last of `ModelConfig.num_layers`: each is a decoder layer of the model, with a cache and
+    experts of its own, before which the hidden state of a token and the embedding of the next one are made
+    one. See `gpu_service.layers.mtp`.
+    """
+
+    num_heads: int
+    # Whether the projection reads the hidden state first; False: the embedding.
+    hidden_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOverrides:
-    """What the user may change about a checkpoint; filled from `MoebiusConfig.model`."""
+    """What the user may change about a checkpoint; filled from `MoebiusConfig`."""
 
     top_k: int | None = None
     max_model_len: int | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     language_model_only: bool = False  # Whether a vision tower is left out.
+    # Heads of multi-token prediction that are served at most; 0: none is loaded.
+    mtp_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,7 +248,7 @@ class ModelConfig:
     hidden_size: int
     # Width of the dense MLP layers.
     intermediate_size: int
-    num_layers: int
+    num_layers: int  # Decoder layers, and after them those of `mtp`.
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -319,8 +335,10 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    # Layers after the last decoder layer that hold multi-token prediction; the loader skips them.
+    # Layers of multi-token prediction that the checkpoint says it has, and those of them that are served;
+    # None: the loader skips all.
     num_mtp_layers: int = 0
+    mtp: MtpConfig | None = None
     # None: grouped-query attention. Else `num_kv_heads` is `num_heads`, and `head_dim` a query's.
     mla: MlaConfig | None = None
     block_indexer: BlockIndexerConfig | None = None  # None: no layer chooses blocks of tokens.
@@ -337,6 +355,16 @@ class ModelConfig:
     def dtype_bytes(self) -> int:
         """Bytes of an element of dense weights, activations and KV."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_mtp_heads(self) -> int:
+        """Layers of multi-token prediction that are served."""
+        return 0 if self.mtp is None else self.mtp.num_heads
+
+    @property
+    def num_decoder_layers(self) -> int:
+        """Layers that every token passes; those of multi-token prediction are numbered after them."""
+        return self.num_layers - self.num_mtp_heads
 
     @property
     def stream_size(self) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 from moebius.checkpoint.gguf.family import GgufFamily
 from moebius.models.config import ModelConfig, VisionConfig
 from moebius.models.keys import HfKeys
+from moebius.models.mtp_layers import like_last_layer
 from moebius.models.names import RenameRule, TensorNames
 
 
@@ -39,6 +40,18 @@ class VisionFamily:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpFamily:
+    """Layers of multi-token prediction that can be served; their names are in the family's `TensorNames`.
+
+    `ModelConfig.num_mtp_layers`, which the family reads from config.json, says how many there are.
+    """
+
+    hidden_first: bool = False  # As `MtpConfig.hidden_first`.
+    # The model with so many decoder layers more, as its layers of multi-token prediction are.
+    extend: Callable[[ModelConfig, int], ModelConfig] = like_last_layer
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One `model_type`. What computes it follows from the switches of the `ModelConfig` that `read` makes."""
 
@@ -48,5 +61,6 @@ class Family:
     names: TensorNames
     vision: VisionFamily | None = None  # None: text only.
     gguf: tuple[GgufFamily, ...] = ()  # GGUF architectures whose files are read as this family.
+    mtp: MtpFamily | None = None  # None: its multi-token prediction, if there is any, can not be served.
     # Whether published models of it are known to exceed, on ordinary prompts, what float16 holds.
     overflows_float16: bool = False

@@ -37,6 +37,12 @@ def _pattern(stored: str) -> re.Pattern[str]:
     return re.compile(escaped.replace(r"\*\*", "(.*)").replace(r"\*", r"(\d+)"))
 
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_MTP_HEAD = re.compile(r"mtp\.(\d+)\.(.*)")
+# Checkpoints repeat the model's embedding and head in layers of multi-token prediction, which share them.
+_SHARED_BY_HEADS = ("embed_tokens.", "shared_head.head.")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorNames:
     """How one `model_type` names its tensors: rules, tried in order (the first that matches applies)."""
@@ -46,20 +52,31 @@ class TensorNames:
     layouts: tuple[str, ...] = ("per_expert",)
     # Layers numbered after the last decoder layer are multi-token prediction, not the model.
     mtp_layers: bool = False
+    # Where multi-token prediction is named otherwise: rules to `mtp.<head>.` and the name below its layer,
+    # which come first where it is served.
+    mtp_renames: tuple[RenameRule, ...] = ()
 
-    def canonical_name(self, name: str, num_layers: int) -> str | None:
-        """The name here, or None for a name that is left out on purpose."""
-        for rule in self.renames:
+    def canonical_name(self, name: str, num_layers: int, mtp_heads: int = 0) -> str | None:
+        """The name here, or None for a name that is left out on purpose.
+
+        `num_layers`: of the model as it is served, whose last `mtp_heads` are multi-token prediction.
+        """
+        for rule in (*(self.mtp_renames if mtp_heads else ()), *self.renames):
             matches, renamed = rule.apply(name)
             if matches:
                 if renamed is None:
                     return None
                 name = renamed
                 break
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if self.mtp_layers and layer is not None and int(layer[1]) >= num_layers:
-            return None
-        return name
+        head = _MTP_HEAD.match(name)
+        if head is not None and mtp_heads:
+            name = f"model.layers.{num_layers - mtp_heads + int(head[1])}.{head[2]}"
+        layer = _LAYER.match(name)
+        if layer is None or int(layer[1]) < num_layers - mtp_heads:
+            return name
+        if int(layer[1]) >= num_layers:
+            return None if self.mtp_layers or head is not None else name
+        return None if layer[2].startswith(_SHARED_BY_HEADS) else name
 
 
 def drop(stored: str) -> RenameRule:
@@ -75,8 +92,7 @@ def rename(stored: str, canonical: str) -> RenameRule:
 # Some checkpoints carry rotary frequencies. Everybody computes them from config.json, as transformers does,
 # and leaves the stored ones aside: they need not even be of the right number (Kimi-K2's are of another head).
 ROTARY = drop("**.rotary_emb.inv_freq")
-# Multi-token prediction proposes tokens and changes none of the model's own: not served, here or in
-# transformers.
+# Multi-token prediction proposes tokens and changes none of the model's own: left out unless it is served.
 MTP = drop("mtp.**")
 SHARED = rename("model.layers.*.mlp.shared_expert.**", "model.layers.*.mlp.shared_experts.**")
 # Of multimodal models, whose towers are loaded by rules of their own.

@@ -22,6 +22,7 @@ from moebius.models.config import (
 )
 from moebius.models.geometry import MoeGeometry
 from moebius.models.keys import HfKeys
+from moebius.models.mtp import check_heads, with_heads
 from moebius.models.registry import FAMILIES, gguf_family, known_families
 from moebius.models.tied_head import has_own_head
 from moebius.models.vision import read_vision
@@ -53,10 +54,13 @@ def read_model_config(directory: str | Path, overrides: ModelOverrides | None = 
     """What the model in a directory (or GGUF file) is; `generation_config.json` counts where there is one.
 
     Where the head may be the embedding, the stored tensors decide. Raises ModelConfigError naming the key,
-    its value and what is allowed, CheckpointError for such tensors that can not be read.
+    its value and what is allowed, CheckpointError for such tensors that can not be read, and as
+    `mtp.check_heads`.
     """
     directory = Path(directory)
-    config = _with_own_head(directory, _described(directory, overrides or ModelOverrides()))
+    config = _described(directory, overrides or ModelOverrides())
+    check_heads(config, directory)
+    config = _with_own_head(directory, config)
     generation = companion_directory(directory) / "generation_config.json"
     if generation.exists():
         extra = HfKeys(str(generation), read_json(generation)).integers("eos_token_id")
@@ -71,12 +75,12 @@ def read_model_config(directory: str | Path, overrides: ModelOverrides | None = 
     return config
 
 
-def read_geometry(directory: str | Path, top_k: int | None = None) -> MoeGeometry:
-    """The routed experts' part of the same description; `top_k` overrides the checkpoint's.
+def read_geometry(directory: str | Path, top_k: int | None = None, mtp_heads: int = 0) -> MoeGeometry:
+    """The routed experts' part of the same description; the others are `ModelOverrides`' fields.
 
     Raises ModelConfigError naming the key, its value and what is allowed.
     """
-    return MoeGeometry.of(_described(Path(directory), ModelOverrides(top_k=top_k)))
+    return MoeGeometry.of(_described(Path(directory), ModelOverrides(top_k=top_k, mtp_heads=mtp_heads)))
 
 
 def check_described(directory: str | Path) -> None:
@@ -102,6 +106,8 @@ def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
     config = _apply_overrides(hf, family.read(hf), overrides)
     vision = read_vision(hf, family, wanted=not overrides.language_model_only)
     _check_router(hf, config.moe.router)
+    if overrides.mtp_heads:
+        config = with_heads(config, overrides.mtp_heads, source)
     return replace(config, vision=vision, unread_keys=hf.unread)
 
 

@@ -50,21 +50,22 @@ class PagedRunner:
         self.attention = make_attention(model.config, self.kv_cache, "cpu")
         self.states = make_states(model.config, _NUM_STATES, model.dtype)
         self._unused_states = iter(range(1, _NUM_STATES))
-        self._experts = experts
+        self.experts = experts
         self._free = [page for start in (1, 2, 3) for page in range(start, num_pages, 3)]
 
     @torch.inference_mode()
     def step(self, work: Sequence[tuple[Decoding, int]]) -> torch.Tensor:
         """Compute the next n tokens of each sequence together; logits `[sum(n), V]` of all rows."""
-        inputs = self._inputs(work)
+        inputs = self.inputs(work)
         self.attention.plan(inputs)
-        context = ForwardContext(inputs, self.kv_cache, self.attention, self._experts, states=self.states)
+        context = ForwardContext(inputs, self.kv_cache, self.attention, self.experts, states=self.states)
         logits = self.model.compute_logits(self.model(context)[inputs.logits_indices])
         for sequence, count in work:
             sequence.computed += count
         return logits
 
-    def _inputs(self, work: Sequence[tuple[Decoding, int]]) -> ForwardInputs:
+    def inputs(self, work: Sequence[tuple[Decoding, int]]) -> ForwardInputs:
+        """What a step of the next n tokens of each sequence reads; they are given pages."""
         page_size = self.kv_cache.page_size
         ids: list[int] = []
         positions: list[int] = []

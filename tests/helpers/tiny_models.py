@@ -203,8 +203,9 @@ def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
     return model.config_class, model
 
 
-def _randomize(model: Any, seed: int) -> None:
-    adds_one = model.config.model_type in ONE_PLUS_WEIGHT_NORMS
+def randomize(model: Any, seed: int, model_type: str) -> None:
+    """Gives all tensors of a module of transformers values, those of a model of this family."""
+    adds_one = model_type in ONE_PLUS_WEIGHT_NORMS
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
@@ -251,7 +252,7 @@ def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int, publish: bo
     else:
         config_class, model_class = _classes(tiny.written_as or tiny.model_type)
         model = model_class(config_class(**values)).eval()
-    _randomize(model, seed=seed)
+    randomize(model, seed, model.config.model_type)
     if tiny.shard_bytes is None:
         model.save_pretrained(directory)
     else:

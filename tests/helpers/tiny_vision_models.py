@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from tests.helpers.tiny_models import _COMMON, TINY_MODELS, _randomize
+from tests.helpers.tiny_models import _COMMON, TINY_MODELS, randomize
 from tests.helpers.tiny_multimodal_text import TEXT_TOWERS
 from tests.helpers.tiny_tokenizer import write_tokenizer
 
@@ -316,7 +316,7 @@ def write_vision_model(name: str, directory: Path, *, publish: bool = True) -> A
     if text.model_type == "kimi_k25":
         config.projection_hidden_size = tiny.vision["hidden_size"]
     model = tower.model(config).eval()
-    _randomize(model, seed=sum(name.encode()) + 1)
+    randomize(model, sum(name.encode()) + 1, model.config.model_type)
     model.save_pretrained(directory)
     if publish:
         tower.publish(directory, values)

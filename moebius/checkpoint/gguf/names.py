@@ -134,8 +134,12 @@ COMMON_RULES: tuple[GgufRule, ...] = (
     *gguf_linear("ffn_up_shexp", "mlp.shared_experts.up_proj"),
     *gguf_linear("ffn_down_shexp", "mlp.shared_experts.down_proj"),
     gguf_layer("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight", "row"),
-    # Multi-token prediction, which is not served.
-    GgufRule(r"blk\.\d+\.nextn\..*", None, ("blk.46.nextn.eh_proj.weight", None)),
+    # Multi-token prediction, whose embedding and head are the model's.
+    *gguf_linear("nextn.eh_proj", "eh_proj"),
+    *gguf_linear("nextn.enorm", "enorm"),
+    *gguf_linear("nextn.hnorm", "hnorm"),
+    *gguf_linear("nextn.shared_head_norm", "shared_head.norm"),
+    GgufRule(r"blk\.\d+\.nextn\..*", None, ("blk.46.nextn.embed_tokens.weight", None)),
 )
 
 # Of families whose norms, but for that inside linear attention, hold their weight less 1: the files add it.
@@ -146,6 +150,9 @@ ONE_PLUS_WEIGHT_NORM_RULES = (
     gguf_layer("attn_q_norm.weight", "self_attn.q_norm.weight", "one_plus_weight"),
     gguf_layer("attn_k_norm.weight", "self_attn.k_norm.weight", "one_plus_weight"),
     gguf_layer("ssm_norm.weight", "linear_attn.norm.weight"),
+    gguf_layer("nextn.enorm.weight", "enorm.weight", "one_plus_weight"),
+    gguf_layer("nextn.hnorm.weight", "hnorm.weight", "one_plus_weight"),
+    gguf_layer("nextn.shared_head_norm.weight", "shared_head.norm.weight", "one_plus_weight"),
 )
 
 # Of families that choose tokens as DeepSeek-V3.2 does.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from moebius.checkpoint.gguf.family import MLA_KEYS, Config, GgufFamily, deepseek_yarn, latent
 from moebius.models.common import after_dense, listed_or_after_dense, read_mtp_layers
 from moebius.models.config import ModelConfig, RouterConfig
-from moebius.models.family import Family
+from moebius.models.family import Family, MtpFamily
 from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla_common, read_moe, read_v3_router
 from moebius.models.names import ROTARY, TensorNames
@@ -87,7 +87,8 @@ FAMILIES = (
         _NAMES,
         # Kimi-K2 and GLM-4.7-Flash too.
         gguf=(GgufFamily("deepseek2", MLA_KEYS, 2, derive=latent, yarn=deepseek_yarn),),
+        mtp=MtpFamily(),
     ),
-    Family("kimi_k2", read_deepseek_v3, _NAMES),
-    Family("glm4_moe_lite", read_glm4_moe_lite, _NAMES),
+    Family("kimi_k2", read_deepseek_v3, _NAMES, mtp=MtpFamily()),
+    Family("glm4_moe_lite", read_glm4_moe_lite, _NAMES, mtp=MtpFamily()),
 )

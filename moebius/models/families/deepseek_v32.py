@@ -13,7 +13,7 @@ from moebius.checkpoint.gguf.names import INDEXER_RULES
 from moebius.models.attention_config import IndexerConfig
 from moebius.models.common import listed_or_after_dense, read_mtp_layers
 from moebius.models.config import ModelConfig
-from moebius.models.family import Family
+from moebius.models.family import Family, MtpFamily
 from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla_common, read_moe, read_v3_router
 from moebius.models.names import ROTARY, TensorNames
@@ -118,6 +118,7 @@ FAMILIES = (
                 rules=INDEXER_RULES,
             ),
         ),
+        mtp=MtpFamily(),
     ),
     Family(
         "glm_moe_dsa",
@@ -133,5 +134,6 @@ FAMILIES = (
                 rules=INDEXER_RULES,
             ),
         ),
+        mtp=MtpFamily(),
     ),
 )

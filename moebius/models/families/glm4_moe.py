@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moebius.checkpoint.gguf.family import DEEPSEEK_KEYS, Config, GgufFamily, grouped, rotated
 from moebius.models.common import read_biased_router, read_common, read_mtp_layers
 from moebius.models.config import ModelConfig, MoeConfig
-from moebius.models.family import Family, VisionFamily
+from moebius.models.family import Family, MtpFamily, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TEXT, VISION, VISUAL, TensorNames
 from moebius.models.rope import SectionDefaults, read_rope
@@ -57,6 +57,7 @@ FAMILIES = (
         read_glm4_moe,
         TensorNames((ROTARY,), mtp_layers=True),
         gguf=(GgufFamily("glm4moe", DEEPSEEK_KEYS, 2, derive=_glm),),
+        mtp=MtpFamily(),
     ),
     Family(
         "glm4v_moe",

@@ -1,0 +1,45 @@
+"""A layer of multi-token prediction: a decoder layer that looks one token ahead (arXiv:2412.19437, 2.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gpu_service.layers.decoder import DecoderLayer, ResidualStream
+from gpu_service.layers.linear import Linear
+from gpu_service.layers.norm import RMSNorm, make_norm
+from moebius.models.config import ModelConfig
+
+
+class MtpLayer(DecoderLayer):
+    """`layer(eh_proj(cat(enorm(embedding), hnorm(hidden state))))`, normed at its end.
+
+    The projection is whole on every rank of a group, so that all begin with the same stream. Names are the
+    checkpoint's, but for the embedding and the head, which are the model's own.
+    """
+
+    def __init__(
+        self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, *, dtype: torch.dtype
+    ) -> None:
+        super().__init__(config, attention, mlp, dtype=dtype)
+        assert config.mtp is not None, "only a model whose heads are served has such layers"
+        size = config.hidden_size
+        self.enorm = make_norm(config, size, dtype=dtype)
+        self.hnorm = make_norm(config, size, dtype=dtype)
+        self.eh_proj = Linear(2 * size, size, bias=False, dtype=dtype)
+        self.shared_head = nn.ModuleDict({"norm": make_norm(config, size, dtype=dtype)})
+        self._hidden_first = config.mtp.hidden_first
+
+    def begin(self, embedded: torch.Tensor, hidden_states: torch.Tensor) -> ResidualStream:
+        """The stream that the layer adds to, of next tokens' embeddings and hidden states, both `[T, H]`."""
+        parts = [self.enorm(embedded), self.hnorm(hidden_states)]
+        projected: torch.Tensor = self.eh_proj(
+            torch.cat(parts[::-1] if self._hidden_first else parts, dim=-1)
+        )
+        return ResidualStream(projected)
+
+    def ended(self, stream: ResidualStream) -> torch.Tensor:
+        """`[T, H]`, what the head reads."""
+        norm = self.shared_head["norm"]
+        assert isinstance(norm, RMSNorm)
+        return stream.normed(norm)

@@ -1,0 +1,117 @@
+"""Tiny checkpoints with layers of multi-token prediction, and transformers' own `MtpModel` of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.helpers.tiny_models import TINY_MODELS, randomize, write_tiny_model
+
+MTP_FILE = "model-mtp.safetensors"
+
+
+@dataclass(frozen=True)
+class MtpReference:
+    """Transformers' model and its heads, in float32; filled by `write_mtp_model`."""
+
+    model: Any
+    heads: Any  # transformers' MtpModel
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int], num_heads: int = 1) -> list[torch.Tensor]:
+        """Of each head in turn, `[len(tokens) - 1 - head, V]`: row p of head h scores the token at p + h + 2.
+
+        A head after the last one is the last once more, on what it made itself.
+        """
+        from transformers.cache_utils import MtpCache
+
+        ids = torch.tensor([list(tokens)])
+        hidden = self.model(ids, output_hidden_states=True).hidden_states[-1]
+        found = []
+        for head in range(num_heads):
+            layer, length = min(head, self.heads.num_mtp_layers - 1), len(tokens) - head - 1
+            positions = torch.arange(head + 1, head + 1 + length)[None]
+            cache = MtpCache(config=self.model.config.get_mtp_config())
+            hidden = self.heads.forward_layer(
+                layer, hidden[:, :length], positions, cache, input_ids=ids[:, head + 1 :]
+            )
+            found.append(self.heads._project_to_logits(hidden)[0])
+        return found
+
+
+def write_mtp_model(name: str, directory: Path, num_heads: int = 1, **changes: Any) -> MtpReference:
+    """The tiny model `name` with layers of multi-token prediction after its last; `changes` of its sizes."""
+    from transformers.modeling_layers import MtpModel
+
+    tiny = TINY_MODELS[name]
+    tiny = replace(tiny, changes=tiny.changes | changes, shard_bytes=None)
+    seed = sum(name.encode()) + num_heads
+    model = write_tiny_model(tiny, directory, seed=seed)
+    _describe_heads(model.config, num_heads)
+    heads = MtpModel(model, num_heads).eval()
+    if "indexed_attention" in (getattr(heads.config, "layer_types", None) or ()):
+        # Its layers want the mask of full attention, which `MtpModel` makes where no kinds are given.
+        heads.config.layer_types = None
+        heads.config._attn_implementation = "eager"
+    for layer in heads.layers:
+        # GLM-5's also return what they attended to, which `MtpModel` does not expect.
+        layer.mtp_block.register_forward_hook(
+            lambda *call: call[-1][0] if isinstance(call[-1], tuple) else None
+        )
+    randomize(heads.layers, seed + 1, model.config.model_type)
+    _add(directory, model.config.num_hidden_layers, heads)
+    return MtpReference(model, heads)
+
+
+def _describe_heads(config: Any, num_heads: int) -> None:
+    """What transformers asks of a configuration with such layers, also where its class knows of none."""
+    config.num_mtp_layers = num_heads
+    for kinds in ("layer_types", "mlp_layer_types"):
+        if getattr(config, kinds, None) is not None:
+            setattr(config, f"mtp_{kinds}", getattr(config, kinds)[-1:] * num_heads)
+
+
+def _add(directory: Path, num_layers: int, heads: Any) -> None:
+    """The heads' tensors in a file of their own, under the names of published checkpoints."""
+    tensors = {}
+    for head, layer in enumerate(heads.layers):
+        prefix = f"model.layers.{num_layers + head}."
+        for name, tensor in layer.state_dict().items():
+            stored = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+            for part, values in _published(stored, tensor):
+                tensors[prefix + part] = values.contiguous().clone()
+        tensors[prefix + "embed_tokens.weight"] = heads.embed_tokens.weight.detach().clone()
+        tensors[prefix + "shared_head.head.weight"] = heads.shared_head.weight.detach().clone()
+    save_file(tensors, directory / MTP_FILE, metadata={"format": "pt"})
+    stored = directory / "model.safetensors"
+    from safetensors import safe_open
+
+    with safe_open(stored, "pt") as file:
+        index = dict.fromkeys(file.keys(), stored.name) | dict.fromkeys(tensors, MTP_FILE)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    path = directory / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": len(heads.layers)})
+    )
+
+
+def _published(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Experts one by one, which transformers holds as one tensor."""
+    if name.endswith("experts.gate_up_proj"):
+        stem = name.removesuffix("gate_up_proj")
+        halves = [("gate_proj", 0), ("up_proj", 1)]
+        return [
+            (f"{stem}{expert}.{part}.weight", matrix.chunk(2)[half])
+            for expert, matrix in enumerate(tensor)
+            for part, half in halves
+        ]
+    if name.endswith("experts.down_proj"):
+        stem = name.removesuffix("down_proj")
+        return [(f"{stem}{expert}.down_proj.weight", matrix) for expert, matrix in enumerate(tensor)]
+    return [(name, tensor)]

@@ -1,0 +1,127 @@
+"""Invariant: layers of multi-token prediction compute what transformers' `MtpModel` computes, row by row.
+
+Their positions, their caches and their experts are the reference's, however a sequence is cut into steps; a
+checkpoint that has them is served without them bit by bit as one that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_service.engine.step import ForwardContext
+from moebius.models.config import ModelOverrides
+from tests.helpers.mtp_models import MtpReference, write_mtp_model
+from tests.helpers.paged_runner import Decoding, PagedRunner, load_runner
+from tests.tolerances import LOGITS_FLOAT32_SELF, LOGITS_FLOAT32_VS_TRANSFORMERS
+
+TOKENS = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2, 110, 77, 31, 9, 180, 12, 13, 14, 15]
+MODELS = (
+    "glm4_moe",
+    "glm4_moe_groups_tied",
+    "deepseek_v3",
+    "deepseek_v3_direct_query_half_split_tied",
+    "kimi_k2",
+    "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "glm_moe_dsa_shared_groups_biased_tied",
+)
+
+
+def _family(name: str) -> str:
+    return name.split("_groups")[0].split("_direct")[0]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, MtpReference]]:
+    root = tmp_path_factory.mktemp("mtp")
+
+    @cache
+    def make(name: str, heads: int) -> tuple[Path, MtpReference]:
+        directory = root / f"{name}-{heads}"
+        return directory, write_mtp_model(name, directory, heads)
+
+    return make
+
+
+@torch.inference_mode()
+def _logits(
+    runner: PagedRunner, tokens: Sequence[int], chunks: Sequence[int], heads: Sequence[int]
+) -> list[torch.Tensor]:
+    """Of each of `heads` in turn, for all rows: the last ones know no later token, and are wrong."""
+    sequence, found = Decoding(list(tokens)), []
+    padded = torch.tensor([*tokens, *[0] * (len(heads) + 1)])
+    for count in chunks:
+        inputs = runner.inputs([(sequence, count)])
+        runner.attention.plan(inputs)
+        context = ForwardContext(
+            inputs, runner.kv_cache, runner.attention, runner.experts, states=runner.states
+        )
+        hidden_states, rows = runner.model(context), []
+        for depth, head in enumerate(heads):
+            next_ids = padded[inputs.positions + depth + 1]
+            hidden_states = runner.model.predict_further(head, hidden_states, next_ids, context)
+            rows.append(runner.model.compute_logits(hidden_states))
+        found.append(rows)
+        sequence.computed += count
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+@pytest.mark.covering(1, name=_family)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_heads_logits_match_transformers(
+    name: str, written: Callable[[str, int], tuple[Path, MtpReference]]
+) -> None:
+    directory, reference = written(name, 1)
+    runner = load_runner(directory, overrides=ModelOverrides(mtp_heads=1))
+    (found,) = _logits(runner, TOKENS, [len(TOKENS)], [0])
+    (expected,) = reference.logits(TOKENS)
+    assert expected.std() > 0.5, "flat logits would hide errors"
+    torch.testing.assert_close(found[:-1], expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
+
+
+def test_two_heads_follow_one_another(written: Callable[[str, int], tuple[Path, MtpReference]]) -> None:
+    """The second reads what the first made, and has a cache and experts of its own."""
+    directory, reference = written("glm4_moe", 2)
+    runner = load_runner(directory, overrides=ModelOverrides(mtp_heads=5))
+    found = _logits(runner, TOKENS, [len(TOKENS)], [0, 1])
+    for head, expected in enumerate(reference.logits(TOKENS, 2)):
+        torch.testing.assert_close(
+            found[head][: -1 - head], expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS
+        )
+
+
+def test_only_as_many_heads_as_are_asked_for_are_loaded(
+    written: Callable[[str, int], tuple[Path, MtpReference]],
+) -> None:
+    runner = load_runner(written("glm4_moe", 2)[0], overrides=ModelOverrides(mtp_heads=1))
+    assert (runner.model.config.num_mtp_heads, len(runner.model.model.layers)) == (1, 4)
+    assert runner.kv_cache.num_layers == 4
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_steps_of_any_size_give_the_heads_logits(
+    name: str, written: Callable[[str, int], tuple[Path, MtpReference]]
+) -> None:
+    """What a head keeps of earlier steps lies in its cache."""
+    runner = load_runner(written(name, 1)[0], overrides=ModelOverrides(mtp_heads=1))
+    (whole,) = _logits(runner, TOKENS, [len(TOKENS)], [0])
+    (cut,) = _logits(runner, TOKENS, [8, 1, 1, 5, 6], [0])
+    torch.testing.assert_close(cut, whole, rtol=0, atol=LOGITS_FLOAT32_SELF)
+
+
+def test_a_model_served_without_its_heads_is_the_same_and_loads_none(
+    written: Callable[[str, int], tuple[Path, MtpReference]],
+) -> None:
+    directory, reference = written("glm4_moe", 1)
+    plain, with_head = (load_runner(directory, overrides=ModelOverrides(mtp_heads=heads)) for heads in (0, 1))
+    assert len(plain.model.model.layers) == plain.kv_cache.num_layers == 3
+    _, logits = plain.prefill(TOKENS)
+    assert torch.equal(logits, with_head.prefill(TOKENS)[1])
+    expected = reference.model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
