@@ -69,6 +69,9 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         # Nothing is to be cleaned up while modules are imported, which takes half a second.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Of this process and of all that it starts: gRPC's library notes on stderr, below the level of errors,
+    # every server that says goodbye. A level that a user has set stays.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from moebius.app.exits import exit_with
 
     run = direct(sys.argv[1:])

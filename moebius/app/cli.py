@@ -12,7 +12,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from moebius import __version__
 from moebius.app.commands import (
@@ -33,8 +33,37 @@ from moebius.app.exits import exit_with
 from moebius.app.other_options import note_variables, translated
 from moebius.config_loader import sections
 
+# Headings of `moebius --help`, in the order in which a newcomer meets the commands.
+COMMANDS = {
+    "Serve": ("demo", "plan", "serve", "run", "chat"),
+    "Look": ("top", "profile", "bench", "doctor", "topology", "experts", "verify"),
+    "Prepare": ("models", "keys", "demo-model", "version"),
+    "One process alone": ("gateway", "gpu", "expert", "ranks"),
+}
+
+
+class GroupedCommands(TyperGroup):
+    """The commands under a heading each in `moebius --help`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        widest = max(map(len, self.list_commands(ctx)))
+        for heading, names in COMMANDS.items():
+            found = [
+                (name, command) for name in names if (command := self.get_command(ctx, name)) is not None
+            ]
+            if found:
+                with formatter.section(heading):
+                    formatter.write_dl(
+                        [
+                            (name.ljust(widest), command.get_short_help_str(formatter.width - widest - 6))
+                            for name, command in found
+                        ]
+                    )
+
+
 app = typer.Typer(
     name="moebius",
+    cls=GroupedCommands,
     help="Serves mixture-of-experts models on GPUs and CPU sockets together.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -98,7 +127,9 @@ def _print_version(wanted: bool) -> None:
 def moebius(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit"),
+        typer.Option(
+            "--version", "-V", callback=_print_version, is_eager=True, help="Print the version and exit"
+        ),
     ] = False,
 ) -> None:
     """Serves mixture-of-experts models on GPUs and CPU sockets together."""

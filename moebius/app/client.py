@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
-from moebius.errors import UserError
+from moebius.errors import StartupError, UserError
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 600.0
+_THIS_HOST = ("127.0.0.1", "localhost", "::1")
+_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,23 @@ class ApiClient:
         raise UserError(f"{self._base_url} answered {response.status_code}: {message}")
 
     def _unreachable(self, error: Exception) -> UserError:
-        return Unreachable(f"cannot reach {self._base_url}: {error}; is `moebius serve` running there?")
+        reason = _ERRNO.sub("", str(error))
+        hint = _served_here(self._base_url) or "is `moebius serve` running there?"
+        return Unreachable(f"cannot reach {self._base_url}: {reason}; {hint}")
+
+
+def _served_here(base_url: str) -> str:
+    """Of systems that this user runs on this host, where nothing answers at `base_url`; empty: none."""
+    from moebius.app.supervisor.plan import default_state_dir
+
+    if urlsplit(base_url).hostname not in _THIS_HOST:
+        return ""
+    try:
+        found = [path.parent.name for path in default_state_dir().glob("serve-*/gpu.sock")]
+    except StartupError:
+        return ""
+    ports = sorted(int(name.removeprefix("serve-")) for name in found)
+    return f"`moebius serve` runs here on port {' and '.join(map(str, ports))}" if ports else ""
 
 
 def _encoded(body: dict[str, Any]) -> bytes:

@@ -175,7 +175,8 @@ def _user_message(error: Exception) -> str | None:
         if (message := unknown_option(error)) is not None:
             return message
         plain = " ".join(str(format_message()).split())
-        return unknown_command(plain) or plain
+        path = getattr(getattr(error, "ctx", None), "command_path", "moebius")
+        return unknown_command(plain, path) or plain
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "torch":
         return "this needs torch, which is not installed for this Python: `make setup` or `pip install torch`"
     if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home directory"):

@@ -33,6 +33,18 @@ _EMPTY = frozenset(
     {"", "num", "number", "n", "max", "min", "of", "the", "no", "size", "count", "enable", "use", "set"}
 )
 _TYPO = 0.83
+# What does here what a command of another server, or of its manager, does there.
+_OTHER_COMMANDS = {
+    "serve MODEL": "server start up launch launch_server launch-server llama-server api_server",
+    "run MODEL PROMPT": "cli complete completion generate ask llama-cli",
+    "models fetch NAME": "pull download fetch get install",
+    "top": "ps status stats watch monitor",
+    "plan MODEL": "show info inspect fit memory estimate",
+    "bench": "benchmark perf llama-bench bench_serving",
+    "doctor": "check check_env collect-env env",
+    "--help": "help",
+}
+_DOES = {name: command for command, names in _OTHER_COMMANDS.items() for name in names.split()}
 
 
 def suggestions(name: str, known: Mapping[str, str]) -> list[str]:
@@ -65,12 +77,18 @@ def unknown_option(error: Any) -> str | None:
     return f"{path} has no option {name}; {hint}"
 
 
-def unknown_command(message: str) -> str | None:
-    """What to write for a model that stands where a command does; None for any other message."""
-    found = re.fullmatch(r"No such command '(.+)'\.?", message)
-    if found is None or not (found[1].endswith(".gguf") or "/" in found[1] or os.path.exists(found[1])):
+def unknown_command(message: str, path: str = "moebius") -> str | None:
+    """What to write for a command that does not exist: another server's name for one of ours, or a model in
+    its place; None for any other message. `path`: of the group of commands."""
+    found = re.fullmatch(r"No such command '([^']+)'\.?( Did you mean .*)?", message)
+    if found is None:
         return None
-    return f"{found[1]} is no command; moebius serve {found[1]} serves a model"
+    name, near = found[1], found[2] or ""
+    if path == "moebius" and name in _DOES:
+        return f"{name} is no command; moebius {_DOES[name]} does that"
+    if name.endswith(".gguf") or "/" in name or os.path.exists(name):
+        return f"{name} is no command; moebius serve {name} serves a model"
+    return f"{name} is no command;{near.replace(' Did', ' did') or f' {path} --help lists them'}"
 
 
 def _words(text: str) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import typer
 
 from moebius.__main__ import direct
 from moebius.app import cli
+from moebius.app.commands.chat import _piped
 from moebius.app.commands.serve import examples
 from moebius.config import MoebiusConfig
 from moebius.config_loader import leaves
-from moebius.errors import USER_ERROR_EXIT
+from moebius.errors import USER_ERROR_EXIT, UserError
 from moebius.operations import LoopWatch, ProcessState
 from moebius.topology import format_cpu_list
 from tests.helpers.checkpoints import TinyMoe
@@ -48,7 +50,17 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["profile", "unix:/no.sock"], "is `moebius serve` or `moebius gpu` running there?"),
         (["chat", "--max-tokens", "many"], "'--max-tokens'"),
         (["bench", "decode", "--streams", "1,none"], "--streams: '1,none' is not allowed"),
-        (["sevre"], "No such command 'sevre'"),
+        (["sevre"], "sevre is no command; did you mean 'serve'?"),
+        (["xyzzy"], "xyzzy is no command; moebius --help lists them"),
+        (["models", "pull"], "pull is no command; moebius models --help lists them"),
+        (["pull", "qwen3"], "pull is no command; moebius models fetch NAME does that"),
+        (["launch_server", "x"], "moebius serve MODEL does that"),
+        (["help"], "moebius --help does that"),
+        (["chat", "qwen3"], "`moebius serve qwen3` starts a model, `moebius chat` then talks to it"),
+        (
+            ["serve", __file__],
+            "this file is not GGUF; allowed: a .gguf file, or the directory of a checkpoint",
+        ),
         (["m.gguf"], "m.gguf is no command; moebius serve m.gguf serves a model"),
         (["Qwen/Qwen3-30B-A3B"], "moebius serve Qwen/Qwen3-30B-A3B serves a model"),
     ],
@@ -70,7 +82,41 @@ def test_a_group_alone_lists_its_commands(capsys: pytest.CaptureFixture[str], gr
     """As `--help` does: what somebody types first is no error."""
     asked = run_cli(capsys, *group.split(), "--help")
     assert run_cli(capsys, *group.split()) == asked
-    assert "\nCommands:\n" in asked[1]
+    assert ("\nCommands:\n" if group else "\nServe:\n") in asked[1]
+
+
+def test_help_lists_every_command_once() -> None:
+    """Under a heading of its own; a new command that has none would be missing in `--help`."""
+    shown = [name for names in cli.COMMANDS.values() for name in names]
+    assert sorted(shown) == sorted(cli._command("").commands)
+
+
+def test_a_prompt_may_come_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`moebius run MODEL < question.txt`, as other programs have it; what is no text is refused."""
+    for piped, expected in ((b" What is \xc3\xa9? \n", "What is é?"), (b"", "")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped), encoding="ascii"))
+        assert _piped() == expected
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    with pytest.raises(UserError, match="not valid UTF-8"):
+        _piped()
+    monkeypatch.setattr("sys.stdin", None)  # closed
+    assert _piped() == ""
+
+
+def test_who_finds_no_server_reads_where_one_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A server of this host on another port; of other hosts nothing is said."""
+    monkeypatch.setattr("moebius.app.supervisor.plan.default_state_dir", lambda: tmp_path)
+    for asked, hint in (
+        ("127.0.0.1:9", "is `moebius serve` running there?"),
+        ("127.0.0.1:9", "port 81 and 900"),
+    ):
+        assert run_cli(capsys, "chat", f"http://{asked}")[2].endswith(f"{hint}\n")
+        for port in (81, 900):
+            (tmp_path / f"serve-{port}").mkdir(exist_ok=True)
+            (tmp_path / f"serve-{port}" / "gpu.sock").touch()
+    assert "port 81" not in run_cli(capsys, "top", "http://moebius.invalid:9")[2]
 
 
 def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

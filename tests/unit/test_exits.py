@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,3 +228,30 @@ def test_a_system_for_one_request_ends_with_the_signals_status(
     with pytest.raises(typer.Exit) as ended:
         ask_once(cast(Any, SimpleNamespace(base_url="http://127.0.0.1:1")), {}, [])
     assert ended.value.exit_code == 128 + number
+
+
+def test_a_server_that_says_goodbye_leaves_no_line_of_grpcs() -> None:
+    """What gRPC's library notes of another process's end is no part of what a command says."""
+    settings = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    goodbye = bytes([0, 0, 8, 7, 0, 0, 0, 0, 0]) + bytes([0, 0, 0, 0, 0, 0, 0, 2])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with listening.accept()[0] as connection:
+                listening.close()  # who tries again is refused at once
+                connection.recv(4096)
+                connection.sendall(settings + goodbye)
+
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        threading.Thread(target=serve, daemon=True).start()
+        ended = subprocess.run(
+            [sys.executable, "-m", "moebius", "top", address, "--once"],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    assert ended.returncode == USER_ERROR_EXIT
+    assert ended.stderr.startswith(f"moebius: error: cannot reach an engine at {address}")
+    assert "chttp2_transport" not in ended.stderr

@@ -134,9 +134,9 @@ def test_what_limits_the_step(changed: dict[str, Any], expected: str) -> None:
     assert figures_between(at(10), at(12)).limit.startswith(expected)
 
 
-def shown(now: dict[str, Any], before: dict[str, Any] | None, rows: int = 100) -> list[str]:
-    console = Console(file=io.StringIO(), width=80, highlight=False)
-    console.print(render(now, figures_between(before, now), rows))
+def shown(now: dict[str, Any], before: dict[str, Any] | None, rows: int = 100, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(render(now, figures_between(before, now), rows, width=width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -153,6 +153,22 @@ def test_it_fits_80_columns() -> None:
     assert "12.00 of 25.0 GB/s" in text
     assert "node 1, 16 x avx512" in text
     assert any(line.lstrip().startswith("3 ████▌") for line in lines)
+
+
+def test_a_narrow_terminal_cuts_no_number() -> None:
+    """Lines are folded, columns that tell least are left out, layers stand in fewer columns."""
+    now, before = answer(12), answer(10)
+    for live in (before, now):
+        layer = live["experts"]["layers"][0]
+        live["experts"]["layers"] = [{**layer, "layer": number} for number in range(7)]
+    lines = shown(now, before, width=60)
+    assert max(map(len, lines)) <= 60
+    found = next(line.split() for line in lines if line.startswith("server"))
+    assert found == ["server", "where", "busy", "GB/s", "roofline", "of", "it"]
+    assert any(line.endswith("%") and "25.0" in line for line in lines)
+    layers = lines[next(place for place, line in enumerate(lines) if "by layer" in line) + 1 :]
+    assert len(layers) == 4
+    assert "…" not in "".join(layers)
 
 
 def test_layers_without_room_are_the_slowest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from moebius.app.cli_options import (
     with_settings,
 )
 from moebius.config import MoebiusConfig
+from moebius.errors import UserError
 
 MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy")]
@@ -37,6 +39,9 @@ def register(app: typer.Typer) -> None:
 def _add_chat(app: typer.Typer) -> None:
     @app.command()
     def chat(
+        server: Annotated[
+            str, typer.Argument(metavar="URL", help="Running server, as --base-url", show_default=False)
+        ] = "",
         prompt: Annotated[str, typer.Option(help="Ask this, print the answer, end")] = "",
         base_url: BaseUrl = "http://127.0.0.1:8000",
         model: ModelName = "",
@@ -58,7 +63,7 @@ def _add_chat(app: typer.Typer) -> None:
 
         images = [image_url(place) for place in image or ()]
         tls = ClientTls(ca_file, client_cert_file, client_key_file)
-        client = ApiClient(base_url, client_key(api_key, api_key_file), tls=tls)
+        client = ApiClient(_address(server) or base_url, client_key(api_key, api_key_file), tls=tls)
         name = model or client.first_model().name
         conversation = Conversation(_body(name, max_tokens, temperature), system, images=images)
         if prompt:
@@ -73,7 +78,12 @@ def _add_run(app: typer.Typer) -> None:
     @with_settings(needs_device=True)
     def run(
         config: MoebiusConfig,
-        prompt: Annotated[str, typer.Argument(help="What to ask", metavar="PROMPT")] = "",
+        prompt: Annotated[
+            str,
+            typer.Argument(
+                help="What to ask [default: what a pipe brings]", metavar="PROMPT", show_default=False
+            ),
+        ] = "",
         system: System = "",
         image: Images = None,
         max_tokens: MaxTokens = 1024,
@@ -84,11 +94,14 @@ def _add_run(app: typer.Typer) -> None:
         from moebius.app.commands.models import check_files, with_checkpoint
         from moebius.app.commands.once import ask_once, quiet
         from moebius.app.supervisor.plan import plan_processes
-        from moebius.errors import UserError
         from moebius.telemetry import configure_logging
 
+        prompt = prompt or _piped()
         if not prompt:
-            raise UserError("PROMPT is missing: moebius run MODEL 'What is the capital of France?'")
+            raise UserError(
+                "PROMPT is missing: moebius run MODEL 'What is the capital of France?'; for a conversation "
+                "`moebius serve MODEL`, and `moebius chat` in another terminal"
+            )
         images = [image_url(place) for place in image or ()]
         config = with_checkpoint(quiet(config))
         check_files(config)
@@ -98,6 +111,26 @@ def _add_run(app: typer.Typer) -> None:
         conversation = Conversation(_body(name, max_tokens, temperature), system, images=images)
         conversation.ask(prompt)
         ask_once(serve_plan, conversation.body, conversation.request_messages())
+
+
+def _piped() -> str:
+    """What stdin has to say where it is no terminal. Raises UserError for bytes that are no text."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    try:
+        return sys.stdin.buffer.read().decode().strip()
+    except UnicodeDecodeError:
+        raise UserError("PROMPT: what the pipe brings is not valid UTF-8") from None
+
+
+def _address(given: str) -> str:
+    """Raises UserError for a model, which other programs' `chat` starts."""
+    if given and not given.startswith(("http://", "https://")):
+        raise UserError(
+            f"{given!r} is no server's address (http://HOST:PORT): `moebius serve {given}` starts a model, "
+            "`moebius chat` then talks to it"
+        )
+    return given
 
 
 def _body(model: str, max_tokens: int, temperature: float) -> dict[str, Any]:

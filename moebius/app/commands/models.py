@@ -108,6 +108,11 @@ def _check(given: str, path: Path, setting: str = "MODEL") -> None:
         except CheckpointError as error:
             raise UserError(f"{setting} {given!r}: {str(error).removeprefix(f'{path}: ')}") from None
         return
+    if path.is_file():
+        raise UserError(
+            f"{setting} {given!r}: this file is not GGUF; allowed: a .gguf file, or the directory of a "
+            "checkpoint with its config.json"
+        )
     if not path.is_dir():
         raise UserError(
             f"{setting} {given!r}: there is no such directory, and no such .gguf file; a model of the "

@@ -6,6 +6,7 @@ read there; unix sockets in the same directory connect the processes.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -235,7 +236,9 @@ def _with_port(config: MoebiusConfig) -> MoebiusConfig:
             probe.bind((host, config.gateway.port))
         except OSError as error:
             where = f"{host}:{config.gateway.port}"
-            raise StartupError(f"cannot serve HTTP on {where} (--host, --port): {error.strerror}") from None
+            out = "; --port 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
+            reason = f"{error.strerror}{out}"
+            raise StartupError(f"cannot serve HTTP on {where} (--host, --port): {reason}") from None
         port = int(probe.getsockname()[1])
     config = _replace(config, "gateway", port=port)
     if http_files(config.security) is not None and not config.gateway.gateway_metrics_port:

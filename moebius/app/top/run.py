@@ -24,8 +24,8 @@ from moebius.app.top.figures import figures_between
 from moebius.app.top.view import render
 from moebius.errors import UserError
 
-# Lines of everything but the layers.
-_OTHER_LINES = 16
+# Lines of everything but the layers, and how many more they become where 80 columns are not to be had.
+_OTHER_LINES, _FOLDED_LINES = 16, 6
 _RETRY_S = 2.0
 
 
@@ -81,7 +81,8 @@ def print_once(source: Source, interval_s: float, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"live": now, "figures": figures.to_json()}))
         return
-    Console(highlight=False).print(render(now, figures))
+    console = Console(highlight=False)
+    console.print(render(now, figures, width=console.width))
 
 
 def watch(source: Source, interval_s: float, console: Console | None = None) -> None:
@@ -106,7 +107,8 @@ def watch(source: Source, interval_s: float, console: Console | None = None) -> 
             if now is None:
                 shown = Text(problem, style="bold red")
             else:
-                shown = render(now, figures, console.height - _OTHER_LINES, problem)
+                other = _OTHER_LINES + (_FOLDED_LINES if console.width < 80 else 0)
+                shown = render(now, figures, console.height - other, problem, console.width)
             live.update(shown, refresh=True)
             if pressed(pause_s) in ("q", "Q", "\x03"):
                 return

@@ -1,4 +1,4 @@
-"""How figures look: text that fits 80 columns, for a terminal that is refreshed or for one print."""
+"""How figures look: text that fits 80 columns, with less of it 60; for a refreshed terminal or one print."""
 
 from __future__ import annotations
 
@@ -9,23 +9,30 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moebius.app.top.figures import Figures
+from moebius.app.top.figures import Figures, ServerRates
 
 UNKNOWN = "not measured"
-_LAYER_COLUMNS, _BAR = 3, 9
+_BAR, _LAYER_WIDTH = 9, 25
+# Columns of servers that a narrower terminal does without.
+_WIDE_COLUMNS, _WIDE = ("format", "while busy"), 80
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def render(now: Mapping[str, Any], figures: Figures, rows: int = 100, problem: str = "") -> RenderableType:
-    """`rows`: lines that layers may take; `problem`: why these are old figures, empty: they are not."""
+def render(
+    now: Mapping[str, Any], figures: Figures, rows: int = 100, problem: str = "", width: int = _WIDE
+) -> RenderableType:
+    """`rows`: lines that layers may take; `problem`: why these are old figures, empty: they are not.
+
+    `width`: of the terminal, columns.
+    """
     parts: list[RenderableType] = [_heading(now)]
     if problem:
         parts.append(Text(problem, style="bold red", overflow="ellipsis", no_wrap=True))
     parts.append(_figures(now, figures))
     if now.get("experts"):
-        parts += [Text(), _servers(now, figures)]
+        parts += [Text(), _servers(now, figures, width)]
         if figures.layers:
-            parts += [Text(), *_layers(figures.layers, max(1, rows))]
+            parts += [Text(), *_layers(figures.layers, max(1, rows), width)]
     return Group(*parts)
 
 
@@ -83,45 +90,55 @@ def _bandwidth(now: Mapping[str, Any], figures: Figures) -> str:
     return f"{_bar(share, 20)} {figures.bytes_per_second / 1e9:.2f} of {roof / 1e9:.1f} GB/s (roofline)"
 
 
-def _servers(now: Mapping[str, Any], figures: Figures) -> Table:
+def _servers(now: Mapping[str, Any], figures: Figures, width: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("server", "where", "format", "busy", "GB/s", "while busy", "roofline", "of it"):
-        table.add_column(title, justify="left" if title in ("where", "format") else "right", no_wrap=True)
+    titles = ("server", "where", "format", "busy", "GB/s", "while busy", "roofline", "of it")
+    shown = [title for title in titles if width >= _WIDE or title not in _WIDE_COLUMNS]
+    for title in shown:
+        is_text = title in ("where", "format")
+        # Words may be cut where there is no room, numbers not.
+        least = None if is_text else len(title)
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=True, min_width=least)
     rates = {rate.index: rate for rate in figures.servers if rate is not None}
     for server in now["experts"]["servers"]:
         if not server["is_up"]:
             table.add_row(str(server["index"]), Text("does not answer", style="red"))
             continue
-        node = "" if server["numa_node"] is None else f"node {server['numa_node']}, "
-        rate, roof = rates.get(server["index"]), server["calibrated_bytes_per_second"]
-        table.add_row(
-            str(server["index"]),
-            f"{node}{server['num_threads']} x {server['isa']}",
-            server["weight_format"][:16],
-            "…" if rate is None else f"{rate.busy_share:.0%}",
-            "…" if rate is None else f"{rate.bytes_per_second / 1e9:.2f}",
-            "idle"
-            if rate is None or rate.busy_bytes_per_second is None
-            else _giga(rate.busy_bytes_per_second),
-            _giga(roof) if roof else "-",
-            "-" if rate is None or rate.of_roofline is None else f"{rate.of_roofline:.0%}",
-        )
+        cells = dict(zip(titles, _server(server, rates.get(server["index"])), strict=True))
+        table.add_row(*(cells[title] for title in shown))
     return table
 
 
-def _layers(layers: Mapping[int, float], rows: int) -> list[RenderableType]:
+def _server(server: Mapping[str, Any], rate: ServerRates | None) -> tuple[str, ...]:
+    """A cell for each title."""
+    node = "" if server["numa_node"] is None else f"node {server['numa_node']}, "
+    roof = server["calibrated_bytes_per_second"]
+    busy = None if rate is None else rate.busy_bytes_per_second
+    return (
+        str(server["index"]),
+        f"{node}{server['num_threads']} x {server['isa']}",
+        server["weight_format"][:16],
+        "…" if rate is None else f"{rate.busy_share:.0%}",
+        "…" if rate is None else f"{rate.bytes_per_second / 1e9:.2f}",
+        "idle" if busy is None else _giga(busy),
+        _giga(roof) if roof else "-",
+        "-" if rate is None or rate.of_roofline is None else f"{rate.of_roofline:.0%}",
+    )
+
+
+def _layers(layers: Mapping[int, float], rows: int, width: int) -> list[RenderableType]:
     """The experts' time of each layer; where there is no room, of the slowest."""
-    room = rows * _LAYER_COLUMNS
-    chosen = sorted(layers, key=lambda layer: -layers[layer])[:room]
+    columns = max(1, min(3, (width + 2) // _LAYER_WIDTH))
+    chosen = sorted(layers, key=lambda layer: -layers[layer])[: rows * columns]
     longest = max(layers.values())
     what = f"the slowest {len(chosen)} of {len(layers)} layers" if len(chosen) < len(layers) else "by layer"
     cells = [
         f"{layer:>3} {_bar(layers[layer] / longest, _BAR)} {_micro(layers[layer])}"
         for layer in sorted(chosen)
     ]
-    lines = -(-len(cells) // _LAYER_COLUMNS)
+    lines = -(-len(cells) // columns)
     table = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(_LAYER_COLUMNS):
+    for _ in range(columns):
         table.add_column(no_wrap=True)
     for line in range(lines):
         table.add_row(*cells[line::lines])
