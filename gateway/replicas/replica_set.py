@@ -150,7 +150,7 @@ class ReplicaSet:
         if not self.replicas:
             raise call_error(grpc.StatusCode.UNAVAILABLE, self._why_none())
         failure: grpc.aio.AioRpcError | None = None
-        for replica in self.replicas.values():
+        for replica in list(self.replicas.values()):  # others may come and go while one is asked
             try:
                 replica.info = await replica.client.model_info()
             except grpc.aio.AioRpcError as error:

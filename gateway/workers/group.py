@@ -83,6 +83,8 @@ class Group:
         self._broken: str | None = None
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        # A SIGHUP has come that no replacement has begun for; and whether one runs.
+        self._replacement_is_due = self._is_replacing = False
         self._registry = CollectorRegistry()
         self._restarts = Counter(
             "moebius:gateway_worker_restarts", "Gateway processes that were replaced", registry=self._registry
@@ -95,9 +97,9 @@ class Group:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn_task(self._replace_all()))
+        loop.add_signal_handler(signal.SIGHUP, self._ask_for_replacement)
         for seat in range(self._count):
-            self._seats[seat] = self._start(seat)
+            self._seats[seat] = await self._start(seat)
         watching = asyncio.create_task(self._watch())
         await self._stopping.wait()
         await self._wait_for_all(self._config.supervisor.stop_timeout_s + _STOP_MARGIN_S)
@@ -118,12 +120,23 @@ class Group:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _start(self, seat: int) -> _Process:
-        index = next(i for i in range(2 * self._count) if i not in {one.index for one in self._processes})
+    async def _start(self, seat: int) -> _Process:
+        """A new process, once it has a place in the shared memory: those that were replaced keep theirs while
+        they finish their requests. Raises OSError when it can not be started."""
+        places = set(range(2 * self._count))
+        while not (free := places - {one.index for one in self._processes}):  # noqa: ASYNC110 - they end
+            await asyncio.sleep(_LOOK_S)
+        return self._started(seat, min(free))
+
+    def _started(self, seat: int, index: int) -> _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", "gateway.workers.member"]
-            popen = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=(self._memory,))
+            try:
+                popen = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=(self._memory,))
+            except OSError:
+                ours.close()
+                raise
         another = any(one.ready.is_set() for one in self._processes)
         setup = pickle.dumps(MemberSetup(self._config, index, 2 * self._count, self._memory, another))
         ours.sendall(struct.pack("!I", len(setup)) + setup)
@@ -222,35 +235,74 @@ class Group:
         self._spawn_task(self._restart(process.seat, 0.0 if lived_s > _STABLE_S else _pause_s(lived_s)))
 
     async def _restart(self, seat: int, pause_s: float) -> None:
-        await asyncio.sleep(pause_s)
-        if not self._stopping.is_set():
+        """Fills an empty seat, however often that has to be tried: memory or processes may be short."""
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._seats[seat] is not None:
+                return  # filled by a replacement that was under way
+            try:
+                new = await self._start(seat)
+            except OSError as error:
+                logger.error("a gateway process can not be started", worker=seat, reason=str(error))
+                pause_s = _LONGEST_PAUSE_S
+                continue
             self._restarts.inc()
-            self._seats[seat] = self._start(seat)
+            self._seat(new)
+            return
+
+    def _seat(self, new: _Process) -> None:
+        """Gives a process its seat; who has it now finishes its requests and ends."""
+        old, self._seats[new.seat] = self._seats[new.seat], new
+        if old is None:
+            return
+        try:
+            old.channel.tell("retire")
+        except ChannelClosed:  # it has ended, or has just been started and serves nobody yet
+            old.popen.terminate()
+
+    def _ask_for_replacement(self) -> None:
+        """At SIGHUP. During a replacement one more follows it: files may have changed since it began."""
+        self._replacement_is_due = True
+        if not self._is_replacing and not self._stopping.is_set():
+            self._is_replacing = True
+            self._spawn_task(self._replace_all())
 
     async def _replace_all(self) -> None:
         """One after the other, each only once the one that follows it can serve: files are read anew."""
-        logger.info("gateway processes are replaced")
-        for seat, old in enumerate(self._seats):
-            if old is None:
-                continue  # it is being started anyway
-            new = self._start(seat)
-            try:
-                async with asyncio.timeout(_READY_S):
-                    while not new.ready.is_set():
-                        if new.popen.poll() is not None:
-                            raise TimeoutError
-                        await asyncio.sleep(_LOOK_S)
-            except TimeoutError:
+        try:
+            while self._replacement_is_due:
+                self._replacement_is_due = False
+                logger.info("gateway processes are replaced")
+                for seat in range(self._count):
+                    if self._seats[seat] is None:
+                        continue  # it is being started anyway
+                    if not await self._replace(seat):
+                        break
+        finally:
+            self._is_replacing = False
+
+    async def _replace(self, seat: int) -> bool:
+        """Whether a new process has the seat; if not, the present one goes on."""
+        try:
+            new = await self._start(seat)
+        except OSError as error:
+            logger.error("a gateway process can not be started", worker=seat, reason=str(error))
+            return False
+        end = time.monotonic() + _READY_S
+        while not new.ready.is_set():
+            if new.popen.poll() is not None or time.monotonic() > end:
                 logger.error("the new gateway process can not serve: those that run go on", worker=seat)
                 new.popen.kill()
-                return
-            self._seats[seat] = new
-            with contextlib.suppress(ChannelClosed):
-                old.channel.tell("retire")
+                return False
+            await asyncio.sleep(_LOOK_S)
+        self._seat(new)
+        return True
 
     def _stop(self, number: int | None) -> None:
         if number is not None:
             logger.info("stopping", signal=signal.Signals(number).name)
+        for task in self._tasks:
+            task.cancel()  # no further process is started
         for process in self._processes:
             if process.popen.poll() is None:
                 process.popen.send_signal(signal.SIGTERM)

@@ -421,3 +421,36 @@ async def test_a_set_without_replicas_says_so(tmp_path: Path) -> None:
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "engines:50051" in (caught.value.details() or "")
     await empty.close()
+
+
+async def test_the_model_is_known_though_replicas_come_while_one_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All pods of a headless service start together: the set changes while the first still loads."""
+    found = ["127.0.0.1:1"]
+
+    async def resolve(_name: str) -> list[str]:
+        return list(found)
+
+    made = ReplicaSet(["engine:1"], ReplicaMetrics(CollectorRegistry()), resolve, poll_s=60, resolve_s=0.01)
+    asked = []
+
+    async def model_info(client: EngineClient) -> pb.GetModelInfoResponse:
+        asked.append(client.address)
+        found[:] = ["127.0.0.1:1", "127.0.0.1:2"]
+        while len(made.replicas) < 2:  # noqa: ASYNC110 - what the set's own task finds out
+            await asyncio.sleep(0.01)
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    async def is_serving(_client: EngineClient) -> bool:
+        return False
+
+    monkeypatch.setattr(EngineClient, "model_info", model_info)
+    monkeypatch.setattr(EngineClient, "is_serving", is_serving)
+    await made.open()
+    try:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await made.model_info()
+        assert asked == ["127.0.0.1:1"]
+    finally:
+        await made.close()
