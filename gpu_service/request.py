@@ -5,8 +5,9 @@
 `computed_len` tokens have their KV in the request's pages, `scheduled_len` will have it when the steps
 in flight are done, `planned_len` also counts the token those steps sample, which only the device knows
 yet. A request whose `scheduled_len` is short of `planned_len` has work; a step computes some of the
-difference. Prefill, chunked prefill, decode, resume after preemption and (later) speculation are all
-this rule.
+difference. Prefill, chunked prefill, decode and resume after preemption are all this rule. Drafts that a
+step verifies (`gpu_service/speculation`) are in none of the lengths until it is committed: how many of them
+count is unknown, and the request is in no other step before.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from gpu_service.cache.radix_cache import PrefixHandle
     from gpu_service.constraint import OutputConstraint
+    from gpu_service.speculation.ngram import NGramIndex
     from gpu_service.vision.prompt import VisionPrompt
 
 
@@ -75,6 +77,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """True when the largest (penalised) logit is taken."""
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether counts of the tokens so far are needed."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +149,16 @@ class Request:
     bias_entries: Entries | None = None
     stop_entries: Entries | None = None
     bad_word_entries: BadWordEntries | None = None
+
+    # A device drafter's guesses at the tokens after `total_len`; filled by the scheduler.
+    drafts: list[int] = field(default_factory=list)
+    # Filled by the drafter of n-grams.
+    ngrams: NGramIndex | None = None
+    # Filled by the speculation policy: whether it may speculate, once somebody asked; and the latest drafts,
+    # those that were right and those that were verified, older ones counting less.
+    speculates: bool | None = None
+    drafts_accepted: float = 0.0
+    drafts_verified: float = 0.0
 
     reported_len: int = 0  # Filled by the engine: output tokens handed to whoever asked for them.
 

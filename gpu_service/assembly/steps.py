@@ -104,6 +104,7 @@ def make_lane(
         has_mrope=runner.has_mrope,
         states=runner.states,
         notes_overflow=runner.notes_overflow,
+        drafter=runner.drafter,
     )
     recorder = runner.recorder
     lane = DeviceLane(

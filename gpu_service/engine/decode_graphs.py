@@ -50,6 +50,7 @@ class GraphOutputs:
     finite: torch.Tensor  # bool [N]
     logits: torch.Tensor  # float32 [N, V]; V = 0 on a pipeline stage without the head
     first_overflow: torch.Tensor | None  # int32 [N]; None: the runner notes no overflow
+    hidden_states: torch.Tensor | None = None  # [N, H]; None: the runner has no drafter
 
 
 class DecodeGraphs:
@@ -88,6 +89,7 @@ class DecodeGraphs:
             first_overflow=(
                 torch.zeros(largest, dtype=torch.int32, device=device) if runner.notes_overflow else None
             ),
+            hidden_states=None if runner.drafter is None else runner.drafter.make_buffer(largest),
         )
         self._graphs: dict[int, DecodeGraph] = {}
 
@@ -131,7 +133,8 @@ class DecodeGraphs:
         graph.captured.replay()
         out = self._outputs
         overflow = None if out.first_overflow is None else out.first_overflow[:count]
-        computed = ComputedStep(out.logits[:count], first_overflow=overflow)
+        hidden = None if out.hidden_states is None else out.hidden_states[:count]
+        computed = ComputedStep(out.logits[:count], first_overflow=overflow, hidden_states=hidden)
         return computed, Sampled(out.token_ids[:count], out.finite[:count], None)
 
     def close(self) -> None:
@@ -176,7 +179,8 @@ class DecodeGraphs:
         runner, out, size = self._runner, self._outputs, plan.num_requests
         plan.input_ids.copy_(runner.token_pool.gather(plan.token_slots, plan.positions))
         context = runner.context(plan)
-        logits = runner.model.compute_logits(runner.model.forward(context))
+        hidden_states = runner.model.forward(context)
+        logits = runner.model.compute_logits(hidden_states)
         first_overflow = runner.first_overflow(context)
         sampled = runner.sampler.greedy(logits)
         runner.token_pool.scatter(plan.sample_slots, plan.sample_positions, sampled.token_ids)
@@ -185,6 +189,8 @@ class DecodeGraphs:
         out.finite[:size].copy_(sampled.finite)
         if out.first_overflow is not None and first_overflow is not None:
             out.first_overflow[:size].copy_(first_overflow)
+        if out.hidden_states is not None:
+            out.hidden_states[:size].copy_(hidden_states)
 
     def _is_ever_padded(self, size: int) -> bool:
         """Whether smaller batches use this graph; where none does, masking would waste a kernel a layer."""

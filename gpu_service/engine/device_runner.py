@@ -198,11 +198,12 @@ class DeviceRunner(StepRunner):
         assert plan.sampling is not None
         is_greedy = plan.sampling.takes_argmax
         self._runner.begin_step()
-        staged = plan if is_greedy and not plan.uploads else self._stage(plan)
-        self._runner.upload(staged.uploads)
+        needs_tensors = not is_greedy or plan.uploads or plan.drafts is not None
+        staged = self._stage(plan) if needs_tensors or self._runner.drafter is not None else plan
+        self._runner.upload(staged)
         computed, sampled = graphs.replay(graph, plan)
         if is_greedy:
-            return staged, StepOutputs(sampled, first_overflow=computed.first_overflow)
+            return staged, self._runner.draw(staged, computed, sampled)
         return staged, computed
 
     def _stage(self, plan: StepPlan) -> StepPlan:

@@ -55,11 +55,13 @@ from gpu_service.request import FinishReason, Request, trace_fields
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused, refuse_impossible
 from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.scheduler.turns import TurnPace
+from gpu_service.speculation.pace import DraftPace
 
 _log = structlog.get_logger(__name__)
 # Operations of every engine, and how often its first rank looks whether the first of them is called for.
 _STREAM_PROMPTS, _LOOK_S = "stream prompts", 0.1
 _SIT_OUT = "sit out"
+_STEP_COSTS = "costs of steps with drafts"
 
 
 class Engine:
@@ -79,10 +81,12 @@ class Engine:
         operations: Mapping[str, Callable[[str], None]] | None = None,
         lane: PrefillLane | None = None,
         max_added_s: float | None = None,
+        draft_pace: DraftPace | None = None,
     ) -> None:
         """`operations`: what `call` may run, by name; the same on every rank. `lane`: of one rank only.
 
         `max_added_s`: without a lane, what a step of long prompts alone may take while others decode.
+        `draft_pace`: None where speculation is off, or does not follow what steps cost.
         """
         self.scheduler = scheduler
         self.load = EngineLoad(usable_pages=scheduler.cache.pool.usable)
@@ -93,6 +97,8 @@ class Engine:
         self._max_waiting = max_waiting
         self._inbox = inbox or Inbox()
         own = {_STREAM_PROMPTS: scheduler.turns.read, _SIT_OUT: builder.token_masks.read}
+        if scheduler.speculation is not None:
+            own[_STEP_COSTS] = scheduler.speculation.read
         self._operations = dict(operations or {}) | own
         scheduler.holds = builder.token_masks.holds
         self._look_again = 0.0
@@ -107,6 +113,7 @@ class Engine:
         # Of steps of prompts alone, where there is no lane.
         self._turns = TurnPace(limits.prefill_chunk_max, limits.max_num_batched_tokens, max_added_s)
         self._streams, self._told = False, ""
+        self._draft_pace = draft_pace if self._inbox.is_entry else None
         # An error of the loop itself, raised while the lane's layers were launched.
         self._defect: Exception | None = None
         if lane is not None:
@@ -206,6 +213,8 @@ class Engine:
         idle = wait and not (self._in_flight or self.scheduler.has_work or self._lane_is_open)
         if idle:
             self._check_integrity()
+            if self._draft_pace is not None:
+                self._draft_pace.idled()
         for message in self._inbox.drain(idle):
             self._apply(message)
         if self._stopping:
@@ -239,7 +248,8 @@ class Engine:
         if planned is None:
             return False
         batch, plan = planned
-        self._in_flight.append(Step(batch, self._runner.launch(plan), plan.awaits_masks))
+        overlaps = bool(self._in_flight) or self._depth == 1
+        self._in_flight.append(Step(batch, self._runner.launch(plan), plan.awaits_masks, overlaps))
         return True
 
     def _schedule(self) -> Batch | None:
@@ -321,6 +331,11 @@ class Engine:
             self._supply_masks(self._in_flight[0])
         if self._lane is not None:
             self._lane.pace.committed(step.batch, self._lane_is_open)
+        if self._draft_pace is not None:
+            self._draft_pace.committed(step.batch, step.overlaps)
+            costs = self._draft_pace.message()
+            if costs is not None:
+                self.call(_STEP_COSTS, costs)
 
     def _supply_masks(self, step: Step) -> None:
         """What a step awaits follows from the tokens of the one before it, which is committed now."""
@@ -365,12 +380,7 @@ class Engine:
             self.scheduler.ended(step.batch)
 
     def _apply_result(self, step: Step, result: StepResult) -> None:
-        poisoned = [
-            request
-            for request, row in zip(step.batch.requests, result.rows, strict=True)
-            if row.error and request.slot >= 0 and not request.finished
-        ]
-        pages = [page for request in poisoned for page in self.scheduler.cache.exclusive_pages(request)]
+        pages = self.scheduler.poisoned_pages(step.batch, result.rows)
         reported = self.scheduler.commit(step.batch, result.rows, replayed=result.num_replays > 0)
         deltas = [delta_of(request) for request in reported]
         if pages:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from opentelemetry.context import Context
 
-from gpu_service.engine.sampling_plan import build_sampling_plan, has_penalties
+from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.engine.step import (
     NO_INPUT_IDS,
     Batch,
@@ -23,6 +23,7 @@ from gpu_service.engine.step import (
 from gpu_service.engine.token_masks import MaskBuilder
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
+from gpu_service.speculation.rows import as_rows, plan_drafts
 from gpu_service.vision.features import ImagePlan, ImageSlice
 from gpu_service.vision.prompt import NUM_AXES, Positions
 
@@ -71,6 +72,7 @@ class InputBuilder:
 
     def build(self, batch: Batch, trace_context: Context | None = None) -> StepPlan:
         """Tensors are fresh in every call, so two steps may be in flight."""
+        drafts, batch = plan_drafts(batch), as_rows(batch)
         counts = np.asarray(batch.num_new_tokens, dtype=np.int64)
         starts = np.asarray(batch.start_positions, dtype=np.int64)
         slots = np.asarray([request.slot for request in batch.requests], dtype=np.int64)
@@ -113,11 +115,13 @@ class InputBuilder:
             mrope_positions=_axis_positions(batch, positions) if self._has_mrope else None,
             visible_ends=_visible_ends(batch, positions),
             images=_plan_images(batch),
+            drafts=drafts,
+            num_drafts=batch.num_drafts,
         )
 
     def masks(self, batch: Batch) -> TokenMasks | None:
         """Of a step whose plan awaits them, once all steps before it are committed."""
-        return self.token_masks.build(batch)
+        return self.token_masks.build(as_rows(batch))
 
     def _sampling(
         self, batch: Batch, requests: list[Request], output_positions: list[int]
@@ -129,7 +133,7 @@ class InputBuilder:
 
 def _upload(request: Request) -> SlotUpload:
     tokens = torch.tensor(request.known_tokens(0, request.total_len), dtype=torch.int32)
-    return SlotUpload(request.slot, tokens, request.prompt_len, has_penalties(request))
+    return SlotUpload(request.slot, tokens, request.prompt_len, request.params.has_penalties)
 
 
 def _state_slots(slots: list[int]) -> torch.Tensor | None:

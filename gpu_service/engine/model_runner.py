@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import structlog
 import torch
 from opentelemetry import context as otel_context
 
@@ -24,7 +25,6 @@ from gpu_service.engine.step import (
     ForwardContext,
     ForwardInputs,
     PromptLogprobRows,
-    SlotUpload,
     StepPlan,
 )
 from gpu_service.expert_recorder import ExpertRecorder
@@ -33,8 +33,11 @@ from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.ops.overflow import NO_OVERFLOW
+from gpu_service.speculation.drafter import DeviceDrafter
+from gpu_service.speculation.rows import last_rows
 from gpu_service.vision.features import ImageEncoder
 
+_log = structlog.get_logger(__name__)
 # Rows of prompt logits alive at once: 64 rows of a 150 k vocabulary are 38 MB.
 _PROMPT_ROWS = 64
 
@@ -85,6 +88,7 @@ class ComputedStep:
     prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
     streamed: StreamedExperts | None = None
     first_overflow: torch.Tensor | None = None  # As in `StepOutputs`.
+    hidden_states: torch.Tensor | None = None  # [T, H], for a drafter; None: there is none.
 
 
 class ModelRunner:
@@ -109,6 +113,7 @@ class ModelRunner:
         has_mrope: bool = False,
         states: StateSlots | None = None,
         notes_overflow: bool = False,
+        drafter: DeviceDrafter | None = None,
     ) -> None:
         """`encoder`: of a model with vision; `has_mrope`: its plans bring positions by axis.
 
@@ -129,6 +134,7 @@ class ModelRunner:
         # None: the model has no linear attention.
         self.states = states
         self.notes_overflow = notes_overflow
+        self.drafter = drafter
         # As `ForwardContext` says; set by who launches the steps.
         self.between_layers: Callable[[], None] | None = None
 
@@ -149,7 +155,7 @@ class ModelRunner:
     def compute(self, plan: StepPlan) -> ComputedStep:
         """The step as far as its logits."""
         self.begin_step()
-        self.upload(plan.uploads)
+        self.upload(plan)
         context = self.context(self._on_device(plan), self._stream(plan))
         hidden_states = self.forward(context)
         first_overflow = self.first_overflow(context)
@@ -157,13 +163,19 @@ class ModelRunner:
         logits = None
         if plan.sampling is not None:
             logits = self.model.compute_logits(hidden_states[plan.logits_indices])
-        return ComputedStep(logits, prompt_logprobs, context.streamed, first_overflow)
+        kept = None if self.drafter is None else hidden_states
+        return ComputedStep(logits, prompt_logprobs, context.streamed, first_overflow, kept)
 
-    def draw(self, plan: StepPlan, computed: ComputedStep) -> StepOutputs:
-        """The rest of it."""
-        sampled = None if computed.logits is None else self.sample(plan, computed.logits)
+    def draw(self, plan: StepPlan, computed: ComputedStep, sampled: Sampled | None = None) -> StepOutputs:
+        """The rest of it; `sampled` is what a graph has drawn already."""
+        if sampled is None and computed.logits is not None:
+            sampled = self.sample(plan, computed.logits)
         return StepOutputs(
-            sampled, computed.prompt_logprobs, computed.streamed, first_overflow=computed.first_overflow
+            sampled,
+            computed.prompt_logprobs,
+            computed.streamed,
+            first_overflow=computed.first_overflow,
+            drafts=None if self.drafter is None else self._draft(self.drafter, plan, computed, sampled),
         )
 
     def begin_step(self) -> None:
@@ -171,12 +183,14 @@ class ModelRunner:
         if self.resident is not None:
             self.resident.begin_step()
 
-    def upload(self, uploads: list[SlotUpload]) -> None:
-        """Known tokens of requests that were given a slot."""
-        for upload in uploads:
+    def upload(self, plan: StepPlan) -> None:
+        """Known tokens of requests that were given a slot, and drafts that the step verifies."""
+        for upload in plan.uploads:
             self.token_pool.upload(upload.slot, upload.token_ids)
             if upload.has_penalties:
                 self.sampler.penalties.assign(upload.slot, upload.token_ids, upload.prompt_len)
+        if plan.drafts is not None:
+            self.token_pool.scatter(plan.drafts.slots, plan.drafts.positions, plan.drafts.token_ids)
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """Hidden states `[T, H]` of all rows."""
@@ -222,6 +236,23 @@ class ModelRunner:
         sampled = self.sampler.sample(logits, plan.sampling, self.token_pool.tokens)
         self.token_pool.scatter(plan.sample_slots, plan.sample_positions, sampled.token_ids)
         return sampled
+
+    def _draft(
+        self, drafter: DeviceDrafter, plan: StepPlan, computed: ComputedStep, sampled: Sampled | None
+    ) -> torch.Tensor | None:
+        """What `DeviceDrafter.propose` says, of a step whose tokens are in the token pool."""
+        assert computed.hidden_states is not None
+        pool = self.token_pool
+        staged = replace(plan, input_ids=pool.gather(plan.token_slots, plan.positions))
+        context = self.context(staged)
+        self.attention.plan(staged)
+        next_ids = pool.gather(plan.token_slots, plan.positions + 1)
+        rows = plan.logits_indices[:0] if sampled is None else last_rows(plan, sampled.token_ids)
+        try:
+            return drafter.propose(context, staged, computed.hidden_states, next_ids, rows)
+        except ExpertUnavailable as error:
+            _log.warning("no drafts: an expert server is lost", error=str(error))
+            return None
 
     def retract(self, plan: StepPlan, outputs: StepOutputs) -> None:
         """Undoes the part of a step that is not idempotent, so that it can be run again."""

@@ -13,6 +13,7 @@ from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, NO_OVERFLOW
 from gpu_service.request import TokenLogprobs
 from gpu_service.scheduler.scheduler import RowResult
+from gpu_service.speculation.rows import fold
 
 NON_FINITE_LOGITS = (
     "the model produced NaN or Inf logits for this request, or what it asked for left no token to choose"
@@ -52,6 +53,8 @@ class StepOutputs:
     streamed: StreamedExperts | None = None
     # The first layer after which a row was not finite; None: the activations' type has room enough.
     first_overflow: Annotated[Tensor | None, TensorField("T", int32)] = None
+    # What a device drafter guesses for each request that samples; None: there is none, or it had no guess.
+    drafts: Annotated[Tensor | None, TensorField("Q K", int64)] = None
 
 
 @dataclass(slots=True)
@@ -83,6 +86,12 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
         _add_sampled(plan, outputs.sampled, rows, NON_FINITE_IN_FLOAT16 if is_float16 else NON_FINITE_LOGITS)
     if outputs.first_overflow is not None:
         _add_overflows(plan, outputs.first_overflow, rows)
+    if outputs.drafts is not None:
+        owners = plan.drafts.owners if plan.drafts is not None else plan.sample_batch_indices
+        for index, drafts in zip(owners, outputs.drafts.tolist(), strict=True):
+            rows[index].drafts = drafts
+    if plan.drafts is not None:
+        rows = fold(rows, plan.drafts.counts)
     return StepResult(rows)
 
 

@@ -178,14 +178,8 @@ def _scored_ids(lists: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
     return torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in lists]) if width else None
 
 
-def has_penalties(request: Request) -> bool:
-    """Whether token counts of this request are needed."""
-    p = request.params
-    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-
-
 def _penalties(requests: Sequence[Request]) -> PenaltyRows | None:
-    rows = [row for row, request in enumerate(requests) if has_penalties(request)]
+    rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
     if not rows:
         return None
     params = [requests[row].params for row in rows]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -66,11 +67,15 @@ class Batch:
     state_writes: list[int] = field(default_factory=list)
     # Long prompts alone, while others that decode wait for their turn (`scheduler/turns.py`).
     is_prompt_turn: bool = False
+    # Of a step that verifies drafts: each request's, for the positions after its own token.
+    drafts: list[list[int]] = field(default_factory=list)
+    # How many drafts of each request its next step would verify; asked of a device drafter.
+    num_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Rows of the forward pass."""
-        return sum(self.num_new_tokens)
+        return sum(self.num_new_tokens) + sum(map(len, self.drafts))
 
     @property
     def is_uniform_decode(self) -> bool:
@@ -173,6 +178,24 @@ class SlotUpload:
     token_ids: Annotated[Tensor, TensorField("N", int32)]  # prompt, then output
     prompt_len: int
     has_penalties: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """D drafts that a step verifies, of Q requests, all of which sample; filled by `speculation/rows.py`."""
+
+    slots: Annotated[Tensor, TensorField("D", int64)]  # rows of the token pool
+    positions: Annotated[Tensor, TensorField("D", int64)]
+    token_ids: Annotated[Tensor, TensorField("D", int64)]
+    # The same by request, padded with -1, and which of the S rows is each request's first one.
+    expected: Annotated[Tensor, TensorField("Q K", int64)]
+    first_rows: Annotated[Tensor, TensorField("Q", int64)]
+    counts: list[int]  # [Q]
+
+    @property
+    def owners(self) -> list[int]:
+        """[Q], `first_rows` for the host."""
+        return [0, *itertools.accumulate(1 + count for count in self.counts[:-1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,10 +324,14 @@ class StepPlan(ForwardInputs):
     trace_context: Context | None = None
     # None: no token of the step is part of an image.
     images: ImagePlan | None = None
+    # Written to the token pool before the step; every one has a row. None: the step verifies none.
+    drafts: Drafts | None = None
+    # As in `Batch`.
+    num_drafts: int = 0
 
     @property
     def num_requests(self) -> int:
-        """R."""
+        """R; every draft counts as a request."""
         return len(self.seq_lens)
 
     @property

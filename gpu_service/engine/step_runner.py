@@ -55,6 +55,8 @@ class Step:
     batch: Batch
     pending: Pending[StepResult]
     awaits_masks: bool = False  # at its launch
+    # Whether the step before had not been committed at its launch, or no step ever is launched so early.
+    overlaps: bool = False
 
 
 class StepRunner(ABC):

@@ -34,6 +34,8 @@ class SchedulerLimits:
     scored_token_cost: int = 1
     # Most tokens of a step that streams its experts: the prefill lane's, or one in which no request decodes.
     prefill_chunk_max: int = 0
+    # Most rows of a step with drafts, those of its requests included; 0: no step has any.
+    max_rows: int = 0
 
 
 def refuse_impossible(prompt_len: int, max_tokens: int, limits: SchedulerLimits) -> None:

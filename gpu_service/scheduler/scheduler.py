@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
@@ -30,6 +30,7 @@ from gpu_service.scheduler.admission import (
 from gpu_service.scheduler.lane import LaneBooks
 from gpu_service.scheduler.limits import SchedulerLimits, mark_finish, refuse_impossible
 from gpu_service.scheduler.turns import PromptTurns
+from gpu_service.speculation.policy import Speculation
 
 
 @dataclass(slots=True)
@@ -43,14 +44,22 @@ class RowResult:
     prompt_logprobs_start: int = 0
     # Not empty: the request ends with this error.
     error: str = ""
+    # Of the rows of its drafts, in order.
+    verified: Sequence[RowResult] = ()
+    # What a device drafter guesses for the request's next step.
+    drafts: list[int] = field(default_factory=list)
 
 
 class Scheduler:
     """Two queues in order of seniority; every request in `running` has a slot and, once computed, pages."""
 
-    def __init__(self, limits: SchedulerLimits, cache: RequestCache) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, cache: RequestCache, speculation: Speculation | None = None
+    ) -> None:
+        """`speculation` None: steps have no drafts."""
         self.limits = limits
         self.cache = cache
+        self.speculation = speculation
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -100,10 +109,15 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step's batch, or None when nothing can be computed before an earlier step's commit."""
+        if self.speculation is not None and self.speculation.waits(self.running):
+            return None
         self.lane.lacks_pages = None
         self._weigh_lane()
         batch = self._take_turns() if self.turns.streams and self._decodes() else None
-        return batch or self._schedule_main(self.lane.is_due, self.lane.excludes)
+        batch = batch or self._schedule_main(self.lane.is_due, self.lane.excludes)
+        if self.speculation is not None and batch is not None:
+            self.speculation.add_drafts(batch, self.running, self._grow_for_drafts)
+        return batch
 
     def _schedule_main(
         self, is_due: Callable[[Request, int], bool], excludes: Callable[[Request, int], bool]
@@ -209,12 +223,32 @@ class Scheduler:
             self._append_prompt_logprobs(request, result)
             if batch.samples[index]:
                 self._append_token(request, result)
+                if self.speculation is not None:
+                    self._append_drafts(request, batch.drafts[index] if batch.drafts else [], result)
                 reported.append(request)
         self.ended(batch)
         return reported
 
+    def poisoned_pages(self, batch: Batch, results: Sequence[RowResult]) -> list[int]:
+        """Before `commit`: pages with KV that is not finite, which nobody has once that is done.
+
+        Of a request that ends by its own error all that only it has; else from the first failed draft on.
+        """
+        pages: list[int] = []
+        for request, start, result in zip(batch.requests, batch.start_positions, results, strict=True):
+            failed = next((place for place, row in enumerate(result.verified, 1) if row.error), 0)
+            if request.slot < 0 or request.finished or not (result.error or failed):
+                continue
+            if result.error:
+                pages += self.cache.exclusive_pages(request)
+            else:
+                pages += request.pages[(start + failed) // self.cache.page_size :]
+        return pages
+
     def ended(self, batch: Batch) -> None:
         """The step will not be run again, whether it came to anything; `commit` calls it."""
+        if self.speculation is not None:
+            self.speculation.ended(batch)
         if self.cache.states is not None:
             self.cache.states.committed(batch)
         if batch is self.lane.batch:
@@ -269,6 +303,12 @@ class Scheduler:
             if has_room and self.cache.has_free_state:
                 self._append_row(batch, request, count)
         return preempted
+
+    def _grow_for_drafts(self, request: Request, num_tokens: int) -> bool:
+        """Room for drafts, which nobody else gives up pages for, now or in the next step."""
+        cache = self.cache
+        wanted = cache.pages_for(num_tokens) - len(request.pages)
+        return wanted <= cache.available - self.limits.watermark_pages and cache.grow(request, num_tokens)
 
     def _victim(self, request: Request) -> Request | None:
         """Who gives up pages for a request: the youngest. None: only the open step of the lane has younger.
@@ -420,3 +460,30 @@ class Scheduler:
         elif len(request.output_token_ids) == 1 and request.slot >= 0:
             # The prompt is computed: others may start from it, this request's siblings first.
             self.cache.store(request)
+
+    def _append_drafts(self, request: Request, drafts: Sequence[int], result: RowResult) -> None:
+        """After the step's own token: those of the drafts' rows, as long as the draft was what came before.
+
+        known tokens   |-- computed before --| t |
+        rows                                 | t   d0   d1   d2 |     each samples the token after its own
+        appended                                  d0   d1    x        d2 was wrong: its KV is written over
+        """
+        assert self.speculation is not None
+        accepted = 0
+        for draft, row in zip(drafts, result.verified, strict=True):
+            if request.finished or request.output_token_ids[-1] != draft:
+                break
+            if row.error:
+                self.finish(request, FinishReason.ERROR, row.error, keep=False)
+                break
+            accepted += 1
+            if request.slot >= 0:
+                request.computed_len += 1
+                request.scheduled_len += 1
+            self._append_token(request, row)
+        self.speculation.committed(request, len(drafts), accepted)
+        request.drafts = result.drafts
+        if request.slot >= 0 and any(row.error for row in result.verified):
+            # Its last page is among `poisoned_pages`.
+            request.speculates = False
+            self._preempt(request)

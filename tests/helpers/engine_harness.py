@@ -25,6 +25,8 @@ from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
+from gpu_service.speculation.drafter import DeviceDrafter, HostDrafter
+from gpu_service.speculation.policy import Speculation
 from tests.helpers.fake_model import VOCAB, FakeModel, NullAttention, fake_cache, fake_config
 
 
@@ -43,6 +45,10 @@ class Knobs:
     max_waiting: int = 1000
     context_limit: int = 128
     observer: EngineObserver | None = None
+    # Drafts of a request; from `drafter`, or from the device's if that is set.
+    num_drafts: int = 0
+    drafter: HostDrafter | None = None
+    device_drafter: DeviceDrafter | None = None
 
 
 # Changes of the knobs: every order in which an engine can do the same steps.
@@ -144,9 +150,11 @@ def build_scheduler(knobs: Knobs, prefill_chunk_max: int = 0) -> Scheduler:
         watermark_pages=1,
         eos_token_ids=frozenset({0}),
         prefill_chunk_max=prefill_chunk_max,
+        max_rows=4 * knobs.max_num_seqs,
     )
+    speculation = Speculation(limits, knobs.num_drafts, knobs.drafter) if knobs.num_drafts else None
     pool, tree = PagePool(knobs.num_pages), RadixCache(knobs.page_size)
-    return Scheduler(limits, RequestCache(pool, tree, knobs.prefix_caching))
+    return Scheduler(limits, RequestCache(pool, tree, knobs.prefix_caching), speculation)
 
 
 def _step_runner(runner: ModelRunner, knobs: Knobs) -> StepRunner:
@@ -175,6 +183,7 @@ def running_engine(
         experts,  # type: ignore[arg-type]
         TokenPool(knobs.max_num_seqs, knobs.context_limit + 1, device),
         Sampler(VOCAB, device),
+        drafter=knobs.device_drafter,
     )
     harness = Harness.__new__(Harness)
     builder = InputBuilder(scheduler.limits, knobs.page_size)

@@ -124,7 +124,7 @@ class _Run:
             runner, plan, model = self._runner, self._plan, self._runner.model
             assert isinstance(model, FakeModel)
             if index == 0:
-                runner.upload(plan.uploads)
+                runner.upload(plan)
                 self._context = runner.context(runner._on_device(plan))
             assert self._context is not None
             rows = plan.query_start_loc[-1]

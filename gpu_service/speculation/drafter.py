@@ -1,0 +1,48 @@
+"""What guesses tokens: on the host from known ones, or on the device from hidden states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gpu_service.engine.step import ForwardContext, StepPlan
+    from gpu_service.request import Request
+
+
+class HostDrafter(Protocol):
+    """Called by the scheduler. Deterministic: every rank has its own, and all have to guess alike."""
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        """At most `count` ids that may follow the known tokens; empty: no guess. Changes no length."""
+
+
+class DeviceDrafter(Protocol):
+    """Called by the model runner in every step, in stream order, waiting for nothing.
+
+    What it needs of earlier tokens (KV of its own layers) it keeps at the same slots as the model: KV of
+    drafts that turn out wrong is written over by the step that computes those positions next. A step may be
+    run again unchanged, and one of the prefill lane may be computed next to one of the main lane, for other
+    requests. It may raise ExpertUnavailable: the step's tokens stand, and it has no drafts.
+    """
+
+    def make_buffer(self, num_rows: int) -> Tensor:
+        """Memory `[num_rows, H]` that captured graphs leave the hidden states of decode steps in."""
+
+    def propose(
+        self,
+        context: ForwardContext,
+        plan: StepPlan,
+        hidden_states: Tensor,
+        next_ids: Tensor,
+        last_rows: Tensor,
+    ) -> Tensor | None:
+        """Drafts int64 `[Q, k]` for the Q requests that sample, in batch order; None: there are none.
+
+        `context`: of the step, whose attention is planned for `plan` (on the device); `hidden_states`
+        `[T, H]`: after the final norm; `next_ids` int64 `[T]`: the token after each row, by now in the token
+        pool: the prompt's, or what the row sampled; `last_rows` int64 `[Q]`: the row of each request whose
+        next token is its newest, drafts that were right counted, those after it are of no use.
+        k is at most `plan.num_drafts`; 0: nobody will read drafts, only the drafter's own KV is to be kept.
+        """

@@ -1,0 +1,87 @@
+"""The first rank's clock for `policy.py`: how long decode steps take, by their rows, with drafts and without.
+
+Measured from commit to commit, as clients see it: a step without drafts overlaps with its neighbours, one
+with drafts does not. Only steps in which every request decodes count.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpu_service.engine.step import Batch
+from gpu_service.speculation.policy import bucket
+
+# Weight of the newest time, and how much of the mean so far it counts at most: a pause is not the usual.
+_NEWEST, _MOST = 0.25, 2.0
+# Changes of a time that are not worth a message to all ranks.
+_UNTOLD = 0.05
+# Decode steps after which a time that was not measured again is forgotten, so that it is.
+_FORGOTTEN = 512
+
+
+@dataclass(slots=True)
+class _Time:
+    seconds: float
+    step: int  # of all decode steps: when it was last measured
+    is_first: bool = True
+
+
+_Times = dict[int, _Time]
+
+
+class DraftPace:
+    """Changed by the engine thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # Of steps without drafts and with, by rows.
+        self._plain: _Times = {}
+        self._verifying: _Times = {}
+        self._told: list[dict[int, float]] = [{}, {}]
+        self._steps = 0
+        self._last: float | None = None
+
+    def idled(self) -> None:
+        """There was nothing to compute: the time since the last commit is no step's."""
+        self._last = None
+
+    def committed(self, batch: Batch, overlaps: bool) -> None:
+        """A step has ended; `overlaps`: it was launched while another was in flight, or none ever is."""
+        last, self._last = self._last, self._clock()
+        # A step that only brings drafts is of neither kind.
+        is_kind = bool(batch.drafts) or (overlaps and not batch.num_drafts)
+        if last is None or not batch.is_uniform_decode or not is_kind:
+            return
+        self._steps += 1
+        self._measured(self._verifying if batch.drafts else self._plain, batch.num_tokens, self._last - last)
+        for times in (self._plain, self._verifying):
+            for rows in [rows for rows in times if self._steps - times[rows].step > _FORGOTTEN]:
+                del times[rows]
+
+    def _measured(self, times: _Times, rows: int, seconds: float) -> None:
+        known = times.setdefault(bucket(rows), _Time(seconds, self._steps))
+        if known.step < self._steps and known.is_first:
+            # The first one may have compiled or loaded something.
+            known.seconds, known.is_first = min(known.seconds, seconds), False
+        elif known.step < self._steps:
+            known.seconds += _NEWEST * (min(seconds, _MOST * known.seconds) - known.seconds)
+        known.step = self._steps
+
+    def message(self) -> str | None:
+        """For `Speculation.read` of every rank; None: nothing has changed by much."""
+        times = [
+            {rows: known.seconds for rows, known in table.items()} for table in (self._plain, self._verifying)
+        ]
+        if all(map(_are_close, times, self._told)):
+            return None
+        self._told = times
+        return json.dumps(times)
+
+
+def _are_close(times: dict[int, float], told: dict[int, float]) -> bool:
+    if times.keys() != told.keys():
+        return False
+    return all(abs(seconds - told[rows]) <= _UNTOLD * told[rows] for rows, seconds in times.items())

@@ -1,0 +1,74 @@
+"""Verified positions as rows of a decode step, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from gpu_service.engine.step import Batch, Drafts, StepPlan
+from gpu_service.scheduler.scheduler import RowResult
+
+
+def as_rows(batch: Batch) -> Batch:
+    """The same step with an entry for each row of attention: every draft is one of its request's.
+
+    |-- request a: p --|-- a: p + 1, its first draft --|-- a: p + 2 --|-- request b: q --| ...
+    """
+    if not batch.drafts:
+        return batch
+    places = [(index, place) for index, drafts in enumerate(batch.drafts) for place in range(1 + len(drafts))]
+    return replace(
+        batch,
+        requests=[batch.requests[index] for index, _ in places],
+        start_positions=[batch.start_positions[index] + place for index, place in places],
+        num_new_tokens=[batch.num_new_tokens[index] for index, _ in places],
+        samples=[batch.samples[index] for index, _ in places],
+        output_positions=[batch.output_positions[index] + place for index, place in places],
+        drafts=[],
+    )
+
+
+def plan_drafts(batch: Batch) -> Drafts | None:
+    """Where the drafts of a batch go before its step, and where they are verified; None: it has none."""
+    if not batch.drafts:
+        return None
+    requests = zip(batch.requests, batch.start_positions, batch.drafts, strict=True)
+    placed = [
+        (request.slot, start + place, token_id)
+        for request, start, drafts in requests
+        for place, token_id in enumerate(drafts, 1)
+    ]
+    slots, positions, token_ids = (torch.tensor(column) for column in zip(*placed, strict=True))
+    counts = [len(drafts) for drafts in batch.drafts]
+    expected = [[*drafts, *[-1] * (max(counts) - len(drafts))] for drafts in batch.drafts]
+    first_rows = torch.tensor([0, *(1 + count for count in counts[:-1])]).cumsum(0)
+    return Drafts(slots, positions, token_ids, torch.tensor(expected), first_rows, counts)
+
+
+def fold(rows: Sequence[RowResult], counts: Sequence[int]) -> list[RowResult]:
+    """Results of rows as those of requests with so many drafts each."""
+    folded, begin = [], 0
+    for count in counts:
+        end = begin + 1 + count
+        rows[begin].verified = rows[begin + 1 : end]
+        folded.append(rows[begin])
+        begin = end
+    return folded
+
+
+def last_rows(plan: StepPlan, sampled_ids: torch.Tensor) -> torch.Tensor:
+    """Row (of T) of each of Q sampling requests that its newest token follows, int64 `[Q]`: the one after the
+    last draft that was right.
+
+    `sampled_ids` int64 `[S]`. All on the device; nothing is waited for.
+    """
+    if plan.drafts is None:
+        return plan.logits_indices
+    first, expected = plan.drafts.first_rows, plan.drafts.expected
+    places = torch.arange(expected.shape[1], device=expected.device)
+    # Beyond a request's own rows there is no draft: -1 equals no token.
+    rows = (first.unsqueeze(1) + places).clamp_(max=sampled_ids.shape[0] - 1)
+    accepted = (sampled_ids[rows] == expected).long().cumprod(1).sum(1)
+    return plan.logits_indices[first + accepted]

@@ -1,0 +1,83 @@
+"""Drafters whose guesses a test decides: from the answers of a run without speculation, and others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gpu_service.engine.step import ForwardContext, StepPlan
+from gpu_service.request import Request
+
+Answers = Mapping[str, Sequence[int]]  # tokens of each request, by its id
+
+
+class OracleDrafter:
+    """Guesses what a request said before; `wrong_every` n: of each n tokens the last one is another."""
+
+    def __init__(self, answers: Answers, vocab_size: int, wrong_every: int = 0) -> None:
+        self._answers = answers
+        self._vocab_size = vocab_size
+        self._wrong_every = wrong_every
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        """As many as the answer still has."""
+        said = len(request.output_token_ids)
+        guesses = list(self._answers.get(request.request_id, ())[said : said + count])
+        for index in range(len(guesses)):
+            if self._wrong_every and (said + index) % self._wrong_every == self._wrong_every - 1:
+                guesses[index] = 1 + (guesses[index] + 1) % (self._vocab_size - 1)
+        return guesses
+
+
+class FixedDrafter:
+    """Always guesses the same."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self._token_ids = token_ids
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        """The first of them."""
+        return list(self._token_ids[:count])
+
+
+class DeviceOracle:
+    """A `DeviceDrafter` that knows texts, and finds its place in one by the newest tokens."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], error: Exception | None = None) -> None:
+        self._texts = [list(text) for text in texts]
+        self.error = error
+        # Rows of the steps it was called in, and how many drafts each wanted.
+        self.rows: list[int] = []
+        self.wanted: list[int] = []
+
+    def make_buffer(self, num_rows: int) -> torch.Tensor:
+        """For the fake model's hidden states."""
+        return torch.zeros((num_rows, 2), dtype=torch.float64)
+
+    def propose(
+        self,
+        context: ForwardContext,
+        plan: StepPlan,
+        hidden_states: torch.Tensor,
+        next_ids: torch.Tensor,
+        last_rows: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """What follows the newest token in the first text that has it there; 0 if none does."""
+        assert hidden_states.shape[0] == next_ids.shape[0] == plan.positions.shape[0]
+        assert context.inputs is plan
+        self.rows.append(hidden_states.shape[0])
+        self.wanted.append(plan.num_drafts)
+        if self.error is not None:
+            raise self.error
+        if plan.num_drafts == 0:
+            return None
+        drafts: list[list[int]] = []
+        for row in last_rows.tolist():
+            at, newest = int(plan.positions[row]) + 1, int(next_ids[row])
+            before = int(plan.input_ids[row])
+            found: Any = next((t for t in self._texts if t[at - 1 : at + 1] == [before, newest]), [])
+            guesses = list(found[at + 1 : at + 1 + plan.num_drafts])
+            drafts.append(guesses + [0] * (plan.num_drafts - len(guesses)))
+        return torch.tensor(drafts)
