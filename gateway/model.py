@@ -99,8 +99,9 @@ def load_served_model(
         TokenizerError: the tokenizer is another model's.
     """
     tokenizer.check_fits(info.vocab_size)
-    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
-    tool_parser, reasoning_parser = chosen_parsers(*parsers, info.model_type, template)
+    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.spelled_source
+    chosen = chosen_parsers(*parsers, info.model_type, template, tokenizer.added_tokens)
+    tool_parser, reasoning_parser = chosen
     name = served_name or info.served_model_name or Path(info.model_path).name
     return ServedModel(
         name=name,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 from moebius.parser_names import AUTO, NONE
 
 # The first text that a template contains tells its format of tool calls.
@@ -17,13 +20,14 @@ _TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (
     ("<|tool_call:begin|>", "solar_open"),
     ("<longcat_arg_key>", "longcat_keys"),
     ("<longcat_tool_call>", "longcat"),
-    ("<tool_sep:opensource>", "hy_v3_opensource"),
-    ("<arg_key:opensource>", "hy_v4"),
-    ("<tool_sep>", "hy_v3"),
+    ("<tool_sep", "hy_v3"),
+    ("<arg_key:", "hy_v4"),
     ("</arg_key><arg_value>", "glm47"),
     ("<arg_key>", "glm45"),
     ("<parameter=", "qwen3_coder"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_call|>", "granite"),
     ("<tool_call>", "hermes"),
     ("<|python_start|>", "pythonic"),
     ("[func_name1(", "pythonic"),
@@ -48,7 +52,7 @@ _REASONING_SIGNS = (
     ("<|channel>", "gemma4"),
     ("[THINK]", "mistral"),
     ("<mm:think>", "minimax_m3"),
-    ("<think:opensource>", "hy_v4"),
+    ("<think:", "hy_v4"),
     ("<longcat_think>", "longcat"),
 )
 # Families whose lists of calls are called as another one's, or whose answers stand in tags.
@@ -56,15 +60,24 @@ _LISTS_OF_FAMILIES = {"hunyuan_v1_moe": "hunyuan_a13b", "jamba": "jamba"}
 _ANSWERS = (("<response>", "ernie45"), ("<answer>", "hunyuan_a13b"))
 
 
+# Formats whose tags end in a suffix of the checkpoint's own, and where it is seen.
+_SUFFIXED = frozenset({"hy_v3", "hy_v4"})
+_SUFFIX = re.compile(r"<(?:think|tool_calls?|tool_sep|arg_key|arg_value):([\w.-]+)>")
+
+
 def detected_tool_parser(model_type: str, template: str) -> str | None:
     """The tool parser for a model; None: its template shows no format that is known.
 
     Args:
         model_type: config.json's.
-        template: the chat template's source; empty: there is none.
+        template: the chat template's source, with the tags that it puts together; empty: there is none.
     """
     if "<｜tool▁sep｜>" in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    if model_type == "hy_v4" and "<arg_key" in template:
+        return "hy_v4"
+    if model_type.startswith("lfm2") and "tools" in template:
+        return "lfm2"  # not all releases' templates show a call
     if "<tool_calls>" in template and model_type in _LISTS_OF_FAMILIES:
         return _LISTS_OF_FAMILIES[model_type]
     found = next((name for sign, name in _TOOL_SIGNS if sign in template), None)
@@ -92,14 +105,31 @@ def detected_reasoning_parser(model_type: str, template: str) -> str | None:
 
 def _has_such(model_type: str) -> bool:
     """Whether the tags are the family's; elsewhere they are examples of something else."""
-    return model_type.startswith(("ernie4_5", "hunyuan"))
+    return model_type.startswith(("ernie4_5", "hunyuan", "granite"))
 
 
 def chosen_parsers(
-    tool_setting: str, reasoning_setting: str, model_type: str, template: str
+    tool_setting: str,
+    reasoning_setting: str,
+    model_type: str,
+    template: str,
+    added_tokens: Iterable[str] = (),
 ) -> tuple[str | None, str | None]:
-    """Tool and reasoning parser by the settings `tool_call_parser` and `reasoning_parser`; None: none."""
+    """Tool and reasoning parser, as an `OutputPlan` has them; None: none.
+
+    Args:
+        tool_setting: `tool_call_parser`.
+        reasoning_setting: `reasoning_parser`.
+        model_type: config.json's.
+        template: the chat template's source, with the tags that it puts together; empty: there is none.
+        added_tokens: texts of the tokenizer's added tokens, for a suffix that the template does not show.
+    """
     tools = detected_tool_parser(model_type, template) if tool_setting == AUTO else tool_setting
     thoughts = detected_reasoning_parser(model_type, template)
     reasoning = thoughts if reasoning_setting == AUTO else reasoning_setting
-    return (None if tools == NONE else tools), (None if reasoning == NONE else reasoning)
+    names = [None if name in (None, NONE) else name for name in (tools, reasoning)]
+    if _SUFFIXED.intersection(names):
+        found = _SUFFIX.search(template) or _SUFFIX.search("".join(added_tokens))
+        suffix = "" if found is None else f":{found.group(1)}"
+        names = [f"{name}{suffix}" if name in _SUFFIXED else name for name in names]
+    return names[0], names[1]

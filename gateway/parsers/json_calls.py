@@ -164,6 +164,16 @@ class JsonList(NamedObject):
         return self.sink.calls > calls
 
 
+class Granite(JsonList):
+    """Granite 3: a list of objects after a token, or after a tag that is none."""
+
+    framing = ToolFraming(
+        '{"name": "{name}", "arguments": ', "}", begin="<|tool_call|>[", separator=", ", end="]"
+    )
+    openers = ("<|tool_call|>", "<tool_call>")
+    bare = ""
+
+
 class Jamba(JsonList):
     """A list of objects in tags: Jamba 1.5 and later."""
 

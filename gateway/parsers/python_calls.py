@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 from gateway.parsers.json_reader import MOST_LABEL
 from gateway.parsers.machine import ToolFormat
@@ -137,6 +138,17 @@ class Pythonic(ToolFormat):
             value = literal(_python(source))
         spelled = source.strip() if value is ... else value
         return ("" if match is None else match.group(1)), json.dumps(spelled, ensure_ascii=False)
+
+
+class Lfm2(Pythonic):
+    """LFM2: the list stands between two tokens, anywhere in the answer."""
+
+    framing = replace(
+        Pythonic.framing, begin="<|tool_call_start|>[", end="]<|tool_call_end|>", place="marked", marker=""
+    )
+    openers = ("<|tool_call_start|>",)
+    closers = ("<|tool_call_end|>",)
+    bare = ""
 
 
 def _python(source: str) -> str:

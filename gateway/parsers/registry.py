@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.parsers.events import OutputPlan
 from gateway.parsers.gemma_calls import Gemma4
@@ -11,6 +11,7 @@ from gateway.parsers.harmony import Harmony, HarmonyParser
 from gateway.parsers.json_calls import (
     DeepseekV3,
     DeepseekV31,
+    Granite,
     Hermes,
     HunyuanA13b,
     Jamba,
@@ -23,7 +24,7 @@ from gateway.parsers.json_calls import (
 )
 from gateway.parsers.machine import StreamParser, ThinkFormat, ToolFormat
 from gateway.parsers.nested_calls import MinimaxM3
-from gateway.parsers.python_calls import Pythonic
+from gateway.parsers.python_calls import Lfm2, Pythonic
 from gateway.parsers.sink import OutputParser
 from gateway.parsers.xml_calls import (
     DeepseekV4,
@@ -31,12 +32,14 @@ from gateway.parsers.xml_calls import (
     Glm45,
     Glm47,
     HyV3,
-    HyV3Opensource,
     HyV4,
+    KeyedCalls,
     LongcatKeys,
     MinimaxM2,
     Qwen3Coder,
     Step3p5,
+    suffixed,
+    with_tag_suffix,
 )
 from gateway.text.tokenizer import Tokenizer
 
@@ -53,7 +56,7 @@ REASONING: dict[str, ThinkFormat] = {
     "hunyuan_a13b": ThinkFormat(
         "<think>", "</think>", before_answer=("<answer>",), after_answer=("</answer>",)
     ),
-    "hy_v4": ThinkFormat("<think:opensource>", "</think:opensource>", ends_at_calls=True),
+    "hy_v4": ThinkFormat("<think>", "</think>", ends_at_calls=True),
     "ernie45": ThinkFormat(
         "<think>", "</think>", before_answer=("<response>",), after_answer=("</response>",)
     ),
@@ -72,6 +75,7 @@ REASONING: dict[str, ThinkFormat] = {
 }
 TOOLS: dict[str, type[ToolFormat]] = {
     "hermes": Hermes,
+    "granite": Granite,
     "qwen3_coder": Qwen3Coder,
     "glm45": Glm45,
     "glm47": Glm47,
@@ -81,7 +85,6 @@ TOOLS: dict[str, type[ToolFormat]] = {
     "gemma4": Gemma4,
     "hunyuan_a13b": HunyuanA13b,
     "hy_v3": HyV3,
-    "hy_v3_opensource": HyV3Opensource,
     "hy_v4": HyV4,
     "jamba": Jamba,
     "longcat": Longcat,
@@ -96,6 +99,7 @@ TOOLS: dict[str, type[ToolFormat]] = {
     "mistral": Mistral,
     "llama3_json": LlamaJson,
     "pythonic": Pythonic,
+    "lfm2": Lfm2,
 }
 HARMONY = "gpt_oss"  # one format for all: a reasoning parser, too
 # For forced calls of models whose own format is not known; nobody else writes it.
@@ -103,16 +107,33 @@ JSON_LIST = "json"
 
 
 def tool_format(name: str) -> type[ToolFormat]:
-    """The tool format of a parser's name, as an `OutputPlan` has it."""
-    return JsonList if name == JSON_LIST else TOOLS[name]
+    """The tool format of a parser's name, as an `OutputPlan` has it: `hy_v3:suffix` has that in its tags."""
+    if name == JSON_LIST:
+        return JsonList
+    base, _, suffix = name.partition(":")
+    form = TOOLS[base]
+    if not suffix:
+        return form
+    assert issubclass(form, KeyedCalls), f"{base} has no tags with suffixes"
+    return suffixed(form, suffix)
+
+
+def think_format(name: str) -> ThinkFormat | None:
+    """How the thoughts of a reasoning parser are written; None: a format that opens every part itself."""
+    base, _, suffix = name.partition(":")
+    think = REASONING.get(base)
+    if think is None or not suffix:
+        return think
+    return replace(think, begin=with_tag_suffix(think.begin, suffix), end=with_tag_suffix(think.end, suffix))
 
 
 def kept_tokens(plan: OutputPlan) -> frozenset[str]:
     """The texts of the plan's formats, which tokenizers may have special tokens for."""
     if HARMONY in (plan.reasoning_parser, plan.tool_parser):
         return Harmony.texts()
-    think = REASONING[plan.reasoning_parser].tokens if plan.reasoning_parser else frozenset()
-    return think | (tool_format(plan.tool_parser).texts() if plan.tool_parser else frozenset())
+    think = think_format(plan.reasoning_parser or "")
+    texts = frozenset[str]() if think is None else think.tokens
+    return texts | (tool_format(plan.tool_parser).texts() if plan.tool_parser else frozenset())
 
 
 def make_parser(plan: OutputPlan, added_tokens: Collection[str]) -> OutputParser | None:
@@ -125,7 +146,7 @@ def make_parser(plan: OutputPlan, added_tokens: Collection[str]) -> OutputParser
     tokens = kept_tokens(plan) & frozenset(added_tokens)
     if HARMONY in (plan.reasoning_parser, plan.tool_parser):
         return HarmonyParser(plan, tokens)
-    think = REASONING[plan.reasoning_parser] if plan.reasoning_parser else None
+    think = think_format(plan.reasoning_parser or "")
     tools = tool_format(plan.tool_parser) if plan.tool_parser else None
     return StreamParser(plan, think, tools, tokens)
 
@@ -159,6 +180,7 @@ def thought_bounds(parser: str, is_open: bool, calls_only: bool, tokenizer: Toke
             return ThoughtBounds(ids("<|channel|>analysis<|message|>"), ids(next_message))
         answer = "<|channel|>final<|message|>"
         return ThoughtBounds((), ids(answer), ids(next_message + answer))
-    think = REASONING[parser]
+    think = think_format(parser)
+    assert think is not None, f"no reasoning parser {parser}"
     end = think.end + (think.to_calls if calls_only else think.to_answer)
     return ThoughtBounds(ids("" if is_open else think.begin + think.label), ids(end))

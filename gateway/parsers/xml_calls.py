@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import structlog
 
@@ -305,36 +307,51 @@ class HyV3(KeyedCalls):
 
 
 class HyV4(KeyedCalls):
-    """Hy4: the names of all tags have a suffix, nothing stands between them."""
+    """Hy4: as Hunyuan 3 without that token, and nothing between the tags."""
 
     framing = ToolFraming(
-        "<tool_call:opensource>{name}",
-        "</tool_call:opensource>",
-        begin="<tool_calls:opensource>",
-        end="</tool_calls:opensource>",
+        "<tool_call>{name}",
+        "</tool_call>",
+        begin="<tool_calls>",
+        end="</tool_calls>",
         arguments="parameters",
-        parameter_begin="<arg_key:opensource>{name}</arg_key:opensource><arg_value:opensource>",
-        parameter_end="</arg_value:opensource>",
+        parameter_begin="<arg_key>{name}</arg_key><arg_value>",
+        parameter_end="</arg_value>",
     )
-    openers = ("<tool_call:opensource>",)
-    sections = ("<tool_calls:opensource>",)
-    closers = ("</tool_call:opensource>", "</tool_calls:opensource>")
-    key_close = "</arg_key:opensource>"
-    value_open = "<arg_value:opensource>"
-    parameter_open = "<arg_key:opensource>"
-    parameter_close = "</arg_value:opensource>"
-    call_close = "</tool_call:opensource>"
+    openers = ("<tool_call>",)
+    sections = ("<tool_calls>",)
+    closers = ("</tool_call>", "</tool_calls>")
 
 
-class HyV3Opensource(HyV4):
-    """Hunyuan 3 where its tags have Hy4's suffix."""
+def with_tag_suffix(text: str, suffix: str) -> str:
+    """The text with `:suffix` in each of its tags, `<name>` and `</name>`."""
+    return _TAG.sub(rf"\1:{suffix}>", text)
+
+
+_TAG = re.compile(r"(</?\w+)>")
+
+
+@functools.cache
+def suffixed(form: type[KeyedCalls], suffix: str) -> type[KeyedCalls]:
+    """The format with `:suffix` in the names of all its tags, as checkpoints of Hunyuan have them.
+
+    The suffix differs from one checkpoint to the next, `opensource` in Hy3's and a hash in Hy4's.
+    """
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, str):
+            return with_tag_suffix(value, suffix)
+        return tuple(with_tag_suffix(text, suffix) for text in value) if isinstance(value, tuple) else value
 
     framing = replace(
-        HyV4.framing,
-        begin="<tool_calls:opensource>\n",
-        call_begin="<tool_call:opensource>{name}<tool_sep:opensource>\n",
-        call_end="</tool_call:opensource>\n",
-        parameter_begin="<arg_key:opensource>{name}</arg_key:opensource>\n<arg_value:opensource>",
-        parameter_end="</arg_value:opensource>\n",
+        form.framing, **{f.name: changed(getattr(form.framing, f.name)) for f in fields(ToolFraming)}
     )
-    separator = "<tool_sep:opensource>"
+    texts = {name: changed(getattr(form, name)) for name in _TEXTS}
+    return type(f"{form.__name__}_{suffix}", (form,), {"framing": framing, "__doc__": form.__doc__, **texts})
+
+
+# The attributes of a format of keyed calls that hold its tags.
+_TEXTS = (
+    *("openers", "sections", "closers", "inner", "separator"),
+    *("key_close", "value_open", "parameter_open", "parameter_close", "call_close"),
+)

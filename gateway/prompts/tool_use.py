@@ -11,7 +11,7 @@ from gateway.grammar import response_format_constraint
 from gateway.model import ServedModel
 from gateway.parsers.events import OutputPlan, ToolSpec
 from gateway.parsers.json_calls import mistral_id
-from gateway.parsers.registry import HARMONY, JSON_LIST, REASONING, thought_bounds, tool_format
+from gateway.parsers.registry import HARMONY, JSON_LIST, think_format, thought_bounds, tool_format
 from gateway.schemas.requests import ChatCompletionRequest
 from gateway.schemas.tools import ToolFunction
 from gateway.text.conversation import Conversation
@@ -22,6 +22,7 @@ _MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
 _THINKING_SWITCHES = ("enable_thinking", "thinking")  # names that templates have for one thing
 # The efforts that gpt-oss knows, for those of newer models.
 _HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+_HUNYUAN_EFFORTS = {"none": "no_think"}
 
 
 def conversation_of(body: ChatCompletionRequest, model: ServedModel) -> Conversation:
@@ -90,8 +91,10 @@ def template_variables(body: ChatCompletionRequest, model: ServedModel) -> dict[
     if isinstance(schema, dict) and schema != {"type": "object"}:  # which says nothing of the answer
         values["response_format"] = schema
     if effort is not None:
-        is_harmony = model.reasoning_parser == "gpt_oss"
-        values["reasoning_effort"] = _HARMONY_EFFORTS.get(effort, effort) if is_harmony else effort
+        names = _HARMONY_EFFORTS if model.reasoning_parser == "gpt_oss" else {}
+        if "no_think" in template.source:
+            names = _HUNYUAN_EFFORTS
+        values["reasoning_effort"] = names.get(effort, effort)
         # Templates that read both follow one of them: what the request sets stands alone.
         if not any(name in given and name in template.variables for name in _THINKING_SWITCHES):
             values |= dict.fromkeys(_THINKING_SWITCHES, effort != "none")
@@ -139,7 +142,7 @@ def _spec(tool: ToolFunction, text: tuple[str, str] | None) -> ToolSpec:
 
 def _thought(body: ChatCompletionRequest, parser: str, prompt: str) -> Literal["open", "closed", "unknown"]:
     """Whether the prompt opened the thought that the output's first token belongs to, or closed it."""
-    think = REASONING.get(parser)
+    think = think_format(parser)
     if think is None:
         return "unknown"  # the format opens every part itself
     end = prompt.rstrip()
@@ -172,7 +175,7 @@ def constraint_of(
             "unsupported_parameter",
         )
     thought = "closed" if parser is None else _thought(body, parser, prompt)
-    think = REASONING.get(parser or "")
+    think = think_format(parser or "")
     if thought == "unknown" and think is not None and think.begin not in model.tokenizer.added_tokens:
         thought = "closed"  # a grammar whose calls begin with the same letter could not be told apart
     if parser is None or thought == "closed" or (constraint is None and budget is None):

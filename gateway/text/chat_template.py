@@ -20,6 +20,8 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gateway.text.template_constants import constant_texts
+
 # What ERNIE 4.5 VL's released template writes for an image, and the token that its image processor, which is
 # code next to the checkpoint, puts there.
 _IMAGE_TEXT, _IMAGE_TOKEN = "<|image@placeholder|>", "<|IMAGE_PLACEHOLDER|>"
@@ -72,6 +74,11 @@ class _NothingComputed(jinja2.compiler.CodeGenerator):
 class _Environment(ImmutableSandboxedEnvironment):
     code_generator_class = _NothingComputed
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Lists may be queues: in llama.cpp's templates for Kimi K2, which are in GGUF files, one is."""
+        is_queue = type(obj) is list and attr in ("append", "pop")
+        return is_queue or super().is_safe_attribute(obj, attr, value)
+
 
 def _raise_exception(message: str) -> NoReturn:
     """Templates call this to refuse a conversation."""
@@ -119,9 +126,12 @@ class ChatTemplate:
         self.knows_tools = re.search(r"\btools\b", source) is not None
         # What a request can set in it: `tools`, `enable_thinking` and such; names of its own among them. Read
         # off the tree: `jinja2.meta` would compute constants, of which a template may have endless ones.
-        names = environment.parse(source).find_all(jinja2.nodes.Name)
+        tree = environment.parse(source)
+        names = tree.find_all(jinja2.nodes.Name)
         self.variables = frozenset(name.name for name in names if name.ctx == "load")
         self.source = source
+        # With the tags that it puts together.
+        self.spelled_source = "\n".join((source, *constant_texts(tree)))
 
     def render(
         self,
@@ -148,7 +158,7 @@ class ChatTemplate:
             text = self._template.render(
                 **{**self._named_tokens, "documents": None, **(kwargs or {})},
                 messages=[self._prepared(message) for message in messages],
-                tools=tools,
+                tools=None if tools is None else list(tools),
                 add_generation_prompt=add_generation_prompt,
             )
         except MemoryError:

@@ -21,6 +21,7 @@ from gateway.parsers.events import (
 )
 from gateway.parsers.registry import REASONING, TOOLS, kept_tokens, make_parser
 from gateway.parsers.scanner import Mark
+from gateway.parsers.xml_calls import with_tag_suffix
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -185,7 +186,6 @@ def _gemma(value: object) -> str:
     return json.dumps(value)
 
 
-_HY = ":opensource"  # after the names of its tags
 _HARMONY_CALL = (
     "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
 )
@@ -248,24 +248,29 @@ RECORDED: dict[str, str] = {
     "hy_v3": "Let me see.\n<tool_calls>\n<tool_call>get_weather<tool_sep>\n"
     + _tagged("<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>")
     + "\n</tool_call>\n<tool_call>get_time<tool_sep>\n</tool_call>\n</tool_calls>",
-    "hy_v3_opensource": "Let me see.\n<tool_callsX>\n<tool_callX>get_weather<tool_sepX>\n".replace("X", _HY)
-    + _tagged("<arg_keyX>KEY</arg_keyX>\n<arg_valueX>VALUE</arg_valueX>".replace("X", _HY))
-    + "\n</tool_callX>\n<tool_callX>get_time<tool_sepX>\n</tool_callX>\n</tool_callsX>".replace("X", _HY),
-    "hy_v4": "Let me see.<tool_callsX><tool_callX>get_weather".replace("X", _HY)
-    + _tagged("<arg_keyX>KEY</arg_keyX><arg_valueX>VALUE</arg_valueX>".replace("X", _HY), "")
-    + "</tool_callX><tool_callX>get_time</tool_callX></tool_callsX>".replace("X", _HY),
+    "hy_v4": "Let me see.<tool_calls><tool_call>get_weather"
+    + _tagged("<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>", "")
+    + "</tool_call><tool_call>get_time</tool_call></tool_calls>",
     "solar_open": "Let me see.<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather"
     f"<|tool_call:args|>{_JSON}<|tool_call:end|><|tool_call:begin|>f6g7h8i9j0<|tool_call:name|>get_time"
     "<|tool_call:args|>{}<|tool_call:end|>",
+    "granite": f'Let me see.<|tool_call|>[{{"name": "get_weather", "arguments": {_JSON}}}, '
+    '{"name": "get_time", "arguments": {}}]',
+    "lfm2": f"Let me see.<|tool_call_start|>[get_weather({_KEYWORDS}), get_time()]<|tool_call_end|>",
     "json": f'[{{"name": "get_weather", "parameters": {_JSON}}}, {{"name": "get_time", "parameters": {{}}}}]',
+}
+# As Hy3's and Hy4's checkpoints have them.
+RECORDED |= {
+    f"{name}:{suffix}": with_tag_suffix(RECORDED[name], suffix).replace(f"<b:{suffix}>", "<b>")
+    for name, suffix in (("hy_v3", "opensource"), ("hy_v4", "6124c78e"))
 }
 _BARE = ("llama3_json", "pythonic", "json")  # outputs are calls alone
 _BOTH = (("get_weather", ARGUMENTS), ("get_time", {}))
 MEANING: dict[str, Parsed] = {
     name: Parsed("" if name in _BARE else "Let me see.", "", _BOTH) for name in RECORDED if name != "gpt_oss"
 } | {"gpt_oss": Parsed("Let me see.", "Look it up.", _BOTH[:1])}
-NAMES = [name for name in RECORDED if name in TOOLS]
-THINKING = sorted(REASONING)
+NAMES = [name for name in RECORDED if name.partition(":")[0] in TOOLS]
+THINKING = [*sorted(REASONING), "hy_v4:6124c78e"]
 
 _PIECES = [
     "{",

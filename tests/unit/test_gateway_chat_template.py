@@ -80,13 +80,28 @@ def test_developer_becomes_system_unless_known() -> None:
         "{{ messages.__class__.__mro__ }}",
         "{{ messages[99].content }}",
         "{{ 1 / 0 }}",
-        "{{ messages.append(1) }}",
+        "{{ messages.clear() }}",
+        "{{ messages[0].update({}) }}",
     ],
 )
 def test_refusals_are_chat_template_errors(source: str) -> None:
     """A template that refuses, breaks, or reaches outside the sandbox gives one kind of error."""
     with pytest.raises(ChatTemplateError):
         ChatTemplate(source, {}).render(CONVERSATION)
+
+
+def test_a_template_may_have_a_queue() -> None:
+    """llama.cpp's templates do; what the caller gave stays as it was."""
+    grown = "{% set seen = [] %}{% for t in tools %}{% set _ = seen.append(t.name) %}{% endfor %}"
+    tools = [{"name": "a"}, {"name": "b"}]
+    assert (
+        ChatTemplate(grown + "{{ seen.pop(0) }}, {{ seen }}", {}).render(CONVERSATION, tools=tools)
+        == "a, ['b']"
+    )
+    assert ChatTemplate("{{ tools.append(1) }}{{ messages.pop() and 1 }}", {}).render(
+        CONVERSATION, tools=tools
+    )
+    assert len(tools) == 2
 
 
 def test_broken_template_names_the_line() -> None:

@@ -15,8 +15,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from gateway.parsers.detection import chosen_parsers
 from gateway.parsers.events import OutputPlan, ToolCallArguments, ToolSpec
-from gateway.parsers.registry import REASONING, TOOLS, make_parser, tool_format
+from gateway.parsers.registry import REASONING, TOOLS, make_parser, think_format, tool_format
 from gateway.parsers.scanner import Mark
+from gateway.text.chat_template import ChatTemplate
 from gateway.tool_grammar import ToolFraming, tool_call_constraint
 from moebius.grammar.compile import grammar_of
 from moebius.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
@@ -70,7 +71,8 @@ def test_a_recorded_output_means_the_same_however_it_is_cut(name: str) -> None:
 def test_thoughts_come_before_any_format(name: str, is_open: bool) -> None:
     """Whether the prompt opened the thought or the model does; its frame's white space belongs to nothing."""
     for reasoning in THINKING:
-        think = REASONING[reasoning]
+        think = think_format(reasoning)
+        assert think is not None
         plan = plan_for(name, reasoning, starts_in_reasoning=is_open)
         text = f"{'' if is_open else think.begin}\n1 < 2\nso\n{think.end}\n\n{RECORDED[name]}"
         expected = Parsed(MEANING[name].content, "1 < 2\nso", MEANING[name].calls)
@@ -86,7 +88,7 @@ def test_arguments_stream(name: str) -> None:
     events = read(recorded_plan(name), in_characters(text))
     pieces = [event for event in events if isinstance(event, ToolCallArguments)]
     # A Python argument is a literal that has to be whole.
-    assert len(pieces) > (5 if name == "pythonic" else 300)
+    assert len(pieces) > (5 if name in ("pythonic", "lfm2") else 300)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in TEXT_FORMATS])
@@ -157,8 +159,11 @@ MALFORMED = {
     "longcat": ["<longcat_tool_call>fox", '<longcat_tool_call>{"name": 1}'],
     "longcat_keys": ["<longcat_tool_call>the fox runs</longcat_tool_call>", "<longcat_tool_call>"],
     "hy_v3": ["<tool_call>the fox runs</tool_call>", "<tool_calls>fox"],
-    "hy_v3_opensource": ["<tool_calls:opensource>fox", "<tool_call:opensource>"],
-    "hy_v4": ["<tool_calls:opensource>fox", "<tool_call:opensource>"],
+    "hy_v4": ["<tool_calls>fox", "<tool_call>"],
+    "hy_v3:opensource": ["<tool_calls:opensource>fox", "<tool_call:opensource>", "<tool_call>"],
+    "hy_v4:6124c78e": ["<tool_calls:6124c78e>fox", "<tool_call:6124c78e>", "<tool_call:opensource>"],
+    "granite": ["<|tool_call|>the fox", "<tool_call>fox"],
+    "lfm2": ["<|tool_call_start|>fox", "[get_weather()]"],
     "solar_open": ["<|tool_calls|>fox", "<|tool_call:begin|>a<|tool_call:end|>"],
     "mistral": ["[TOOL_CALLS]fox", "[TOOL_CALLS][1, 2]", '[TOOL_CALLS]{"a": 1}'],
     "llama3_json": ['{"a": 1}', '{"name": "fox"', "{}"],
@@ -308,7 +313,8 @@ def test_work_doubles_when_the_output_does(name: str) -> None:
     """Linear time, of calls, of one long argument, of white space and of markers that begin nothing."""
     plan = recorded_plan(name)
     tokens = tokens_of(plan)
-    opener = (*TOOLS[name].openers, *TOOLS[name].sections, "<|channel|>")[0]
+    form = tool_format(name)
+    opener = (*form.openers, *form.sections, "<|channel|>")[0]
     for unit in (RECORDED[name] + "\n", "\n \n", opener + "<" + opener[:-1]):
         for size in (1, 1 << 30):
             once, twice = work(plan, unit * 30, tokens, size), work(plan, unit * 60, tokens, size)
@@ -354,8 +360,11 @@ def test_every_name_has_a_parser_and_users_spellings_find_it() -> None:
         ("gemma4", "'<|tool_call>call:' <|channel>thought", "gemma4", "gemma4"),
         ("hunyuan_v1_moe", "<think> <answer> <tool_call> <tool_calls>", "hunyuan_a13b", "hunyuan_a13b"),
         ("hy_v3", "<think> <tool_calls> <tool_call>a<tool_sep> <arg_key>", "hy_v3", "qwen3"),
-        ("hy_v3", "<think:opensource> <tool_sep:opensource>", "hy_v3_opensource", "hy_v4"),
-        ("hy_v4", "<think:opensource> <arg_key:opensource>", "hy_v4", "hy_v4"),
+        ("hy_v3", "<think:opensource> <tool_sep:opensource>", "hy_v3:opensource", "hy_v4:opensource"),
+        ("hy_v4", "<think:6124c78e> <arg_key:6124c78e>", "hy_v4:6124c78e", "hy_v4:6124c78e"),
+        ("hy_v4", "<think> <arg_key>a</arg_key><arg_value>", "hy_v4", "qwen3"),
+        ("granitemoe", "with <|tool_call|> followed by a JSON list", "granite", None),
+        ("lfm2_moe", "{{ tools }}", "lfm2", None),
         ("jamba", "<tool_calls>[", "jamba", None),
         ("longcat_flash", "<longcat_tool_call>", "longcat", None),
         ("longcat_flash", "<longcat_think> <longcat_arg_key>", "longcat_keys", "longcat"),
@@ -368,6 +377,7 @@ def test_every_name_has_a_parser_and_users_spellings_find_it() -> None:
         ("laguna", "<think> <tool_call>a\n<arg_key>b</arg_key>\n<arg_value>", "glm45", "glm45"),
         ("granitemoehybrid", "<tool_call>", "hermes", None),
         ("bailing_hybrid", "<think> <tool_call>", "hermes", "qwen3"),
+        ("bailing_hybrid", "<think> <tool_call> <arg_key>a</arg_key>\n<arg_value>", "glm45", "glm45"),
         ("llama4", "[func_name1(params", "pythonic", None),
         ("step3p7", "<think> <tool_call> <function=x> <parameter=y>", "step3p5", "step3p5"),
         ("qwen2_moe", "<|im_start|>", None, None),
@@ -380,3 +390,41 @@ def test_a_model_gets_the_parsers_that_its_template_calls_for(
     assert chosen_parsers("auto", "auto", model_type, template) == (tools, reasoning)
     assert chosen_parsers("pythonic", "none", model_type, template) == ("pythonic", None)
     assert chosen_parsers("none", "qwen3", model_type, template) == (None, "qwen3")
+
+
+# As Hy3's template and DeepSeek-V4's begin, which never spell their tags.
+_ASSEMBLED = {
+    "hy_v3": (
+        "{%- set HYTK = ':opensource' %}{%- set think = '<think{}>'.format(HYTK) %}"
+        "{%- set sep = '<tool_sep{}>'.format(HYTK) %}{{ think + sep }}",
+        ("hy_v3:opensource", "hy_v4:opensource"),
+    ),
+    "deepseek_v4": (
+        "{%- set dsml = '｜DSML｜' -%}{%- set close = '</think>' -%}"
+        "{{ '\\n\\n<' + dsml + 'tool_calls>\\n' ~ close }}",
+        ("deepseek_v4", "deepseek_v31"),
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", list(_ASSEMBLED))
+def test_tags_that_a_template_puts_together_are_seen(model_type: str) -> None:
+    """A template that never spells a tag in one piece, as published ones do, still names the parsers."""
+    source, expected = _ASSEMBLED[model_type]
+    spelled = ChatTemplate(source, {}).spelled_source
+    assert chosen_parsers("auto", "auto", model_type, source) != expected
+    assert chosen_parsers("auto", "auto", model_type, spelled) == expected
+
+
+def test_a_template_that_doubles_a_text_takes_no_memory() -> None:
+    """What a template puts together is looked at up to a length of tags."""
+    lines = ["{% set a = 'x' * 1000000000 %}{% set b = 'yy' %}", *["{% set b = b + b %}"] * 60]
+    assert len(ChatTemplate("".join(lines), {}).spelled_source) < 10_000
+
+
+def test_a_suffix_may_be_known_to_the_tokenizer_alone() -> None:
+    """Where the template takes its tags from the tokenizer, and for parsers that a setting names."""
+    tokens = ["<|endoftext|>", "</think:6124c78e>", "<think:6124c78e>", "<arg_key:6124c78e>"]
+    chosen = chosen_parsers("hy_v4", "hy_v4", "hy_v4", "{{ think_begin_token }}", tokens)
+    assert chosen == ("hy_v4:6124c78e", "hy_v4:6124c78e")
+    assert chosen_parsers("hy_v4", "hermes", "hy_v4", "", ["<s>"]) == ("hy_v4", "hermes")
