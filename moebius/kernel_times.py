@@ -122,7 +122,7 @@ def read_times(path: Path) -> tuple[PanelTimes, ...]:
     Raises OSError, or ValueError when it is not one that `write_times` wrote.
     """
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
         return tuple(_from_json(entry) for entry in document["times"])
     except FileNotFoundError:
         return ()
@@ -166,7 +166,9 @@ def write_times(path: Path, new: Sequence[PanelTimes]) -> None:
             and (times.on.cpu not in cpus or (times.on.cpu, times.on.kernels) in builds)
         ]
         text = json.dumps({"times": [asdict(times) for times in (*kept, *new)]}, indent=1)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False
+        ) as file:
             file.write(text + "\n")
         os.replace(file.name, path)
 

@@ -74,7 +74,9 @@ def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
     model = built.model_config
     raw = read_config(directory)
     defaults = companion_directory(directory) / "generation_config.json"
-    sampling = sampling_defaults(json.loads(defaults.read_text()) if defaults.exists() else {})
+    sampling = sampling_defaults(
+        json.loads(defaults.read_text(encoding="utf-8")) if defaults.exists() else {}
+    )
     pad = raw.get("pad_token_id")
     return pb.GetModelInfoResponse(
         model_path=str(directory),

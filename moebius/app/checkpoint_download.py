@@ -30,7 +30,7 @@ def read_checksums(path: Path) -> dict[str, str]:
     """Name -> SHA-256 of a file as `sha256sum` writes it. Raises UserError naming the line."""
     found: dict[str, str] = {}
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--checksums {path}: can not be read: {error}") from None
     for number, line in enumerate(lines, start=1):
@@ -138,11 +138,11 @@ class Download:
     def _note(self, name: str, digest: str) -> None:
         status = (self._directory / name).stat()
         self._notes[name] = [digest, status.st_size, status.st_mtime_ns]
-        (self._directory / NOTES).write_text(json.dumps(self._notes))
+        (self._directory / NOTES).write_text(json.dumps(self._notes), encoding="utf-8")
 
     def _read_notes(self) -> dict[str, list[object]]:
         try:
-            found = json.loads((self._directory / NOTES).read_text())
+            found = json.loads((self._directory / NOTES).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}

@@ -87,7 +87,7 @@ def preamble() -> str:
 
 def program() -> str:
     """The complete source of the kernels."""
-    return preamble() + SOURCE.read_text()
+    return preamble() + SOURCE.read_text(encoding="utf-8")
 
 
 def compiled(arch: str, directory: str) -> bytes:

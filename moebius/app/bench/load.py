@@ -237,7 +237,7 @@ def write_checkpoint(directory: Path, shape: RandomShape, name: str, threads: in
     experts = expert_format(name)
     layers = shards(ModelDraw(shape, experts, skew=0.0, seed=0))[: shape.num_layers]
     routed = [[group for group in layer if ".experts." in group.tensors[0].name] for layer in layers]
-    (directory / "config.json").write_text(json.dumps(shape.hf_config(experts.config)))
+    (directory / "config.json").write_text(json.dumps(shape.hf_config(experts.config)), encoding="utf-8")
     return write_shards(directory, routed, threads)
 
 

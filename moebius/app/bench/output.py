@@ -72,6 +72,6 @@ def write_json(document: object, path: Path | None) -> None:
     if isinstance(document, (list, tuple)):
         document = [row if isinstance(row, dict) else asdict(row) for row in document]
     try:
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--json {path}: {error.strerror}") from None

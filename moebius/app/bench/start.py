@@ -116,7 +116,7 @@ def serving(config: MoebiusConfig, jit_cache: str) -> Iterator[Serving]:
     with tempfile.TemporaryDirectory(prefix="mb-start-") as directory:
         state, file = Path(directory) / "state", Path(directory) / "serve.yaml"
         own = _own_settings(config, state, jit_cache)
-        file.write_text(effective_config(own))
+        file.write_text(effective_config(own), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "moebius", "serve", own.model.model, "--config", str(file)]
         begin = time.monotonic()
         process = subprocess.Popen(

@@ -149,7 +149,7 @@ class Conversation:
         path = _path(argument, "/save")
         document = {"settings": self.body, "system": self.system, "messages": self.messages}
         try:
-            path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+            path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
         return Outcome(f"saved {len(self.messages)} messages to {path}")
@@ -157,7 +157,7 @@ class Conversation:
     def _load(self, argument: str) -> Outcome:
         path = _path(argument, "/load")
         try:
-            document = json.loads(path.read_text())
+            document = json.loads(path.read_text(encoding="utf-8"))
             messages, system = document["messages"], document.get("system", "")
             is_right = isinstance(system, str) and all(
                 isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages

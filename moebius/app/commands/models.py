@@ -120,7 +120,7 @@ def _check(given: str, path: Path, setting: str = "MODEL") -> None:
         )
     try:
         refuse_pointer(path / "config.json")
-        document = json.loads((path / "config.json").read_text())
+        document = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{setting} {given!r}: no config.json in it; is it a checkpoint directory?") from None
     except CheckpointError as error:
@@ -237,7 +237,7 @@ def download(
 
     wanted = read_checksums(checksums)
     try:
-        token = token_file.read_text().strip() if token_file else ""
+        token = token_file.read_text(encoding="utf-8").strip() if token_file else ""
     except OSError as error:
         raise UserError(f"--token-file {token_file}: {error.strerror}") from None
     with rich_progress() as progress:

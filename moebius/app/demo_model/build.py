@@ -48,7 +48,7 @@ WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 
 def write_notice(directory: Path) -> None:
     """Write the licence and provenance notice as LICENSE.txt into `directory`."""
-    (directory / "LICENSE.txt").write_text(NOTICE)
+    (directory / "LICENSE.txt").write_text(NOTICE, encoding="utf-8")
 
 
 REQUIRED_BYTES = 600 << 20
@@ -162,8 +162,10 @@ def _write_checkpoint(gguf: Path, output: Path, progress: ProgressCallback) -> N
     progress("building tokenizer", 0, 1)
     build_tokenizer(gguf, output)
     progress("building tokenizer", 1, 1)
-    (output / "config.json").write_text(json.dumps(recipe.hf_config(), indent=2) + "\n")
-    (output / "generation_config.json").write_text(json.dumps(recipe.generation_config(), indent=2) + "\n")
+    (output / "config.json").write_text(json.dumps(recipe.hf_config(), indent=2) + "\n", encoding="utf-8")
+    (output / "generation_config.json").write_text(
+        json.dumps(recipe.generation_config(), indent=2) + "\n", encoding="utf-8"
+    )
     write_notice(output)
     progress("computing checksums", 0, 1)
     write_manifest(output)

@@ -180,7 +180,7 @@ def write_shard(path: Path, tensors: dict[str, StoredTensor]) -> None:
 def write_index(directory: Path, weight_map: dict[str, str], total_size: int) -> None:
     """Write the index of a sharded checkpoint: tensor name -> file name, and the data's size in bytes."""
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    (directory / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
+    (directory / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 def build_tokenizer(gguf: Path, directory: Path) -> None:
@@ -202,7 +202,7 @@ def build_tokenizer(gguf: Path, directory: Path) -> None:
             f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {recipe.VOCAB_SIZE}"
         )
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(found.chat_template)
+    (directory / "chat_template.jinja").write_text(found.chat_template, encoding="utf-8")
     _write_tokenizer_config(directory, source.field("tokenizer.ggml.tokens"), found.chat_template)
 
 
@@ -220,7 +220,7 @@ def _write_tokenizer_config(directory: Path, tokens: list[str], template: str) -
         "chat_template": template,
     }
     text = json.dumps(settings, indent=2, ensure_ascii=False)
-    (directory / "tokenizer_config.json").write_text(text + "\n")
+    (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 Array: TypeAlias = NDArray[np.float32]

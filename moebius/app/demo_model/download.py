@@ -180,7 +180,7 @@ def write_manifest(directory: Path) -> None:
         if path.name != MANIFEST_NAME
     }
     content = {"recipe": recipe_identity(), "files": files}
-    (directory / MANIFEST_NAME).write_text(json.dumps(content, indent=2) + "\n")
+    (directory / MANIFEST_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def has_manifest(directory: Path) -> bool:
@@ -195,7 +195,7 @@ def verify_checkpoint(directory: Path, full: bool = False) -> None:
     """
     path = directory / MANIFEST_NAME
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         found_recipe, files = content["recipe"], dict(content["files"])
     except FileNotFoundError as error:
         raise DemoModelError(f"{directory} holds no demo model ({MANIFEST_NAME} is missing)") from error

@@ -149,6 +149,6 @@ def write_values(path: Path, values: Mapping[str, Any], headline: str) -> None:
     text = "".join(f"# {line}\n" for line in headline.splitlines())
     text += "# To be added: where the checkpoint is, for example --set model.source.pvc.claimName=models\n"
     try:
-        path.write_text(text + yaml.safe_dump(dict(values), sort_keys=False))
+        path.write_text(text + yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--values {path}: {error.strerror}") from None

@@ -68,7 +68,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
         "eos_token": SPECIAL[2],
         "chat_template": CHAT_TEMPLATE,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
 # Written first: says what the directory is, and that it may be overwritten.
@@ -187,10 +187,10 @@ def _write_safetensors(
     write_tokenizer(directory, draw.shape.vocab_size)
     written = write_shards(directory, groups, _threads(options), _counted(total, on_progress))
     generation = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "temperature": 1.0}
-    (directory / "generation_config.json").write_text(json.dumps(generation) + "\n")
+    (directory / "generation_config.json").write_text(json.dumps(generation) + "\n", encoding="utf-8")
     # Last: a directory without it is no checkpoint, so an interrupted one is never taken for one.
     config = draw.shape.hf_config(draw.experts.config)
-    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     return directory, written
 
 
@@ -239,7 +239,7 @@ def _prepare(directory: Path, total: int, marker: str) -> None:
             )
         for path in present:
             path.unlink()
-        (directory / MARKER).write_text(marker + "\n")
+        (directory / MARKER).write_text(marker + "\n", encoding="utf-8")
         free = shutil.disk_usage(directory).free
     except OSError as error:
         raise UserError(f"DIR {directory}: {error.strerror}") from None

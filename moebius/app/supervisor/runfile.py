@@ -64,7 +64,7 @@ def write_private(path: Path, text: str) -> None:
     try:
         temporary.unlink(missing_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         temporary.replace(path)
     except OSError as error:
@@ -223,7 +223,7 @@ def _try_lock(directory: Path) -> int | None:
 
 def _owner(directory: Path) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError):
-        return str(json.loads((directory / "run.json").read_text())["supervisor"]["pid"])
+        return str(json.loads((directory / "run.json").read_text(encoding="utf-8"))["supervisor"]["pid"])
     return "unknown"
 
 
@@ -267,7 +267,7 @@ def _read_record(run_file: Path) -> RunRecord | None:
     except OSError as error:
         reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
         raise StartupError(f"the run file {run_file} is not trusted: {reason}; delete it") from None
-    with os.fdopen(descriptor) as file:
+    with os.fdopen(descriptor, encoding="utf-8") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & OTHERS_WRITE:
             raise StartupError(
@@ -300,8 +300,10 @@ def _own_segment(name: str, directory: Path) -> Path | None:
     try:
         found = path.lstat()
         ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
-        # Zeros: its creator died before it was complete.
-        ours = ours and int.from_bytes(path.open("rb").read(8), "little") in (0, MAGIC)
+        if ours:
+            with path.open("rb") as segment:
+                # Zeros: its creator died before it was complete.
+                ours = int.from_bytes(segment.read(8), "little") in (0, MAGIC)
     except FileNotFoundError:
         return None
     if not ours:

@@ -43,7 +43,7 @@ class BareApp:
     """The ASGI application."""
 
     def __init__(self, directory: Path, step_s: float) -> None:
-        events: list[str] = json.loads((directory / "events.json").read_text())
+        events: list[str] = json.loads((directory / "events.json").read_text(encoding="utf-8"))
         self._opening, self._token, self._end = events[0].encode(), events[1].encode(), events[-1].encode()
         self._whole = (directory / "whole.json").read_bytes()
         self._pace = Pace(step_s)

@@ -54,7 +54,7 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.add_special_tokens([AddedToken(IMAGE, normalized=False)])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"eos_token": END, "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 class ScriptedEngine(engine_pb2_grpc.EngineServicer):

@@ -177,7 +177,7 @@ async def _record(port: int, model: str, directory: Path) -> None:
         raise UserError(f"a stream of the bench failed: {text[:500]}")
     # The role comes with the first token, the finish reason with [DONE].
     parts = [events[0] + events[1], events[2], "".join(events[-2:])]
-    (directory / "events.json").write_text(json.dumps(parts))
+    (directory / "events.json").write_text(json.dumps(parts), encoding="utf-8")
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(chat(model, _WHOLE_TOKENS, False))
     (directory / "whole.json").write_bytes(await read_answer(reader))

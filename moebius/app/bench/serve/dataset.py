@@ -144,7 +144,7 @@ def sharegpt_lengths(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
 def _conversations(path: Path, scale: TokenScale) -> list[PromptRequest]:
     """First questions and lengths of their answers, of those that are neither trivial nor very long."""
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--dataset-path {path}: {error.strerror}") from None
     except ValueError as error:

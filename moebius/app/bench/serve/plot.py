@@ -43,7 +43,7 @@ def write_plot(rows: Sequence[PlottedRow], path: Path) -> None:
     Raises UserError when the file can not be written.
     """
     try:
-        path.write_text(plot(rows))
+        path.write_text(plot(rows), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--plot {path}: {error.strerror}") from None
 
