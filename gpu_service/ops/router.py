@@ -119,7 +119,9 @@ def _finished(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights of the chosen, and their ids where rows are valid."""
     weights = scores.gather(-1, ids.long())
-    if config.post == "renormalize":
+    if config.post in ("sigmoid", "sigmoid_renormalize"):
+        weights = weights.sigmoid()
+    if config.post in ("renormalize", "sigmoid_renormalize"):
         weights = weights / (weights.sum(dim=-1, keepdim=True) + config.renormalize_epsilon)
     elif config.post == "softmax":
         weights = weights.softmax(dim=-1)

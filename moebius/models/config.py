@@ -26,7 +26,7 @@ from moebius.models.attention_config import (
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "none"]
 GroupScore = Literal["max", "top2_sum"]
-RouterPost = Literal["none", "renormalize", "softmax"]
+RouterPost = Literal["none", "renormalize", "softmax", "sigmoid", "sigmoid_renormalize"]
 GateActivation = Literal["sigmoid", "softplus"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 LayerHalf = Literal["attention", "mlp"]
@@ -81,7 +81,7 @@ class RouterConfig:
     num_groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = "top2_sum"
-    post: RouterPost = "none"
+    post: RouterPost = "none"  # What becomes of the scores of the chosen, which then weigh them.
     # Added to the sum before dividing by it (GLM and DeepSeek: 1e-20).
     renormalize_epsilon: float = 0.0
     scale: float = 1.0
@@ -175,6 +175,9 @@ class LinearAttentionConfig:
     # Mamba instead of the delta rule, whose every channel is a head with a value of one element: width of the
     # bottleneck that their steps come through. 0: another one.
     step_rank: int = 0
+    # No recurrence, only a convolution between two gates, whose every channel is a head with a value of one
+    # element and without a key (`key_head_dim` 0): LFM2.
+    short_conv: bool = False
 
     @property
     def key_size(self) -> int:

@@ -121,7 +121,11 @@ def _small_ops() -> None:
     IMPLEMENTATIONS["qk_norm_rope"].function(heads, weight, weight, 1e-6, 1, table)
     IMPLEMENTATIONS["apply_rope"].function(heads[:, :1], table)
     logits = torch.zeros(2, 128, dtype=BF16)
-    for score, post in (("softmax", "renormalize"), ("none", "softmax")):
+    for score, post in (
+        ("softmax", "renormalize"),
+        ("none", "softmax"),
+        ("none", "sigmoid_renormalize"),
+    ):
         router = RouterConfig(128, 8, score, post=post)
         IMPLEMENTATIONS["route"].function(logits, None, router, logits[:, 0] > 0)
         IMPLEMENTATIONS["route"].function(logits, None, replace(router, logit_softcap=30.0))

@@ -23,6 +23,7 @@ ARCHITECTURES_OF_TODAY = {
     "hy_v3": "hy_v3",
     "hy_v4": "hy_v4",
     "laguna": "laguna",
+    "mellum": "mellum",
     "minimax_m3_vl_text": "minimax-m3",
 }
 _SQRT_SOFTPLUS = 4
@@ -247,7 +248,8 @@ def write_newer(writer: GGUFWriter, config: Any) -> None:
         _write_granite(writer, config)
         return
     gating = _SQRT_SOFTPLUS if kind == "deepseek_v4" else ExpertGatingFuncType.SIGMOID
-    writer.add_uint32(f"{arch}.expert_gating_func", int(gating))
+    if kind != "mellum":
+        writer.add_uint32(f"{arch}.expert_gating_func", int(gating))
     experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_local_experts", None)
     writer.add_expert_count(experts or config.num_experts)
     if kind != "minimax_m3_vl_text":
@@ -262,6 +264,7 @@ def write_newer(writer: GGUFWriter, config: Any) -> None:
         "hy_v3": _write_hy3,
         "hy_v4": _write_hy4,
         "laguna": _write_laguna,
+        "mellum": _write_mellum,
         "minimax_m3_vl_text": _write_minimax3,
     }[kind](writer, config)
 
@@ -417,6 +420,15 @@ def _write_laguna(writer: GGUFWriter, config: Any) -> None:
         writer.add_uint32(f"{writer.arch}.rope.dimension_count{suffix}", rotated)
         if suffix:
             writer.add_rope_freq_base_swa(rope["rope_theta"])
+
+
+def _write_mellum(writer: GGUFWriter, config: Any) -> None:
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([one == "sliding_attention" for one in config.layer_types])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 def _write_minimax3(writer: GGUFWriter, config: Any) -> None:

@@ -225,6 +225,23 @@ NEWER_CASES: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "mellum": {
+        "model_type": "mellum",
+        "types": _QUANTISED,
+        "changes": _SIZES
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "layer_types": [_SLIDING, _FULL, _SLIDING],
+            "rope_parameters": {
+                _FULL: _YARN,
+                _SLIDING: {"rope_type": "default", "rope_theta": 3000.0},
+            },
+        },
+    },
     # Every layer that is not dense chooses blocks, and experts are as wide as the shared one.
     "minimax_m3_vl": {
         "model_type": "minimax_m3_vl",

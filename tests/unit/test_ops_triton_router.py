@@ -38,7 +38,7 @@ def _configs(draw: st.DrawFn) -> RouterConfig:
         num_groups=num_groups,
         top_groups=top_groups,
         group_score=draw(st.sampled_from(["max", "top2_sum"])),
-        post=draw(st.sampled_from(["none", "renormalize", "softmax"])),
+        post=draw(st.sampled_from(["none", "renormalize", "softmax", "sigmoid", "sigmoid_renormalize"])),
         renormalize_epsilon=draw(st.sampled_from([0.0, 1e-20])),
         scale=draw(st.sampled_from([1.0, 2.5])),
         logit_softcap=draw(st.sampled_from([0.0, 1.5])),

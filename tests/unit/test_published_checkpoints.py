@@ -37,6 +37,7 @@ FORMATS = {
     "gpt-oss-20b": "mxfp4",
     "kimi-k2": "fp8_block",
     "kimi-k2.5": "int4_g32",
+    "kolibri-1": "fp8_block",
     "mimo-v2-flash": "fp8_block",
     "minimax-m2": "fp8_block",
     "qwen3-30b-a3b-fp8": "fp8_block",

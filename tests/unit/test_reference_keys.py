@@ -50,6 +50,7 @@ DEPENDENT = {
     "ernie4_5_moe": {"moe_layer_end_index"},  # beyond the last layer here
     "exaone_moe": {"sliding_window_pattern"},  # without layer_types
     "gemma4_text": {"vocab_size_per_layer_input"},  # of embeddings by layer, which are refused
+    "kolibri1": {"intermediate_size"},  # of dense layers, which it has none of
     "longcat_flash": {"head_dim", "qk_head_dim"},
     # Of initial values: the published code has no such limit (families/nemotron_h.py).
     "nemotron_h": {"time_step_floor", "time_step_max", "time_step_min"},

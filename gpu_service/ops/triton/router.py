@@ -15,7 +15,7 @@ from gpu_service.ops.triton.jit import jit, next_power_of_2
 from moebius.models.config import RouterConfig
 
 _SCORES = {"none": 0, "softmax": 1, "sigmoid": 2, "sqrt_softplus": 3}
-_POSTS = {"none": 0, "renormalize": 1, "softmax": 2}
+_POSTS = {"none": 0, "renormalize": 1, "softmax": 2, "sigmoid": 3, "sigmoid_renormalize": 4}
 _LOWEST = -3.0e38
 
 
@@ -81,7 +81,9 @@ def _finished(
     weights: tl.tensor, used: tl.tensor, epsilon: float, scale: float, POST: tl.constexpr
 ) -> tl.tensor:
     """What happens to the chosen scores `[K]`."""
-    if POST == 1:
+    if POST >= 3:
+        weights = 1.0 / (1.0 + tl.exp(-weights))
+    if POST == 1 or POST == 4:
         weights = weights / (tl.sum(tl.where(used, weights, 0.0), axis=0) + epsilon)
     if POST == 2:
         weights = tl.where(used, weights, float("-inf"))

@@ -110,6 +110,25 @@ def grouped(keys: MetadataKeys) -> Config:
     }
 
 
+def sliding_layers(keys: MetadataKeys, config: Config, *, last_is_full: bool) -> list[bool]:
+    """Whether each layer has the window: as listed; else all but every fourth, or what the file has for four.
+
+    `last_is_full`: which one of each group sees the whole context, its last or its first layer. Raises
+    CheckpointError for a list of fewer layers.
+    """
+    count, name = config["num_hidden_layers"], "attention.sliding_window_pattern"
+    keys.skip(name)
+    listed = keys.model.value(name)
+    if not config.get("sliding_window"):
+        return [False] * count
+    if not isinstance(listed, list):
+        every = 4 if listed is None else keys.integer(name)
+        return [(layer + last_is_full) % every != 0 for layer in range(count)]
+    if len(listed) < count:
+        raise keys.error(name, listed, f"one for each of {count} layers")
+    return [bool(slides) for slides in listed[:count]]
+
+
 def latent(keys: MetadataKeys, config: Config) -> Config:
     """Newer files give the sizes of a head before its latent form under names of their own."""
     rope = keys.integer("rope.dimension_count")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily
+from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, sliding_layers
 from moebius.checkpoint.gguf.names import gguf_linear
 from moebius.models.common import FULL, SLIDING, listed_or_after_dense, read_common, read_windows
 from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
@@ -99,21 +99,6 @@ _GGUF_KEYS = SPARSE_KEYS | {
 }
 
 
-def _gguf_kinds(keys: MetadataKeys, config: Config) -> list[str]:
-    """What the file says; without a list, the first of each four layers sees everything."""
-    count, name = config["num_hidden_layers"], "attention.sliding_window_pattern"
-    keys.skip(name)
-    listed = keys.model.value(name)
-    if not config.get("sliding_window"):
-        return [FULL] * count
-    if not isinstance(listed, list):
-        every = 4 if listed is None else keys.integer(name)
-        listed = [layer % every != 0 for layer in range(count)]
-    if len(listed) < count:
-        raise keys.error(name, listed, f"one for each of {count} layers")
-    return [SLIDING if slides else FULL for slides in listed[:count]]
-
-
 def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
     """Sizes by layer, and either kind of rotation, of which one may be scaled; gates as wide as stored."""
     if not keys.get("expert_weights_norm"):
@@ -132,7 +117,7 @@ def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
     for rope, suffix in ((full, ""), (sliding, "_swa")):
         rotated = keys.integer(f"rope.dimension_count{suffix}", head_dim)
         rope["partial_rotary_factor"] = rotated / head_dim
-    kinds = _gguf_kinds(keys, config)
+    kinds = [SLIDING if slides else FULL for slides in sliding_layers(keys, config, last_is_full=False)]
     return {
         "num_attention_heads": max(heads),
         "num_attention_heads_per_layer": heads,
