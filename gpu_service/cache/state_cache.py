@@ -50,8 +50,9 @@ class StateCache(StateSlots):
 
     Per layer `[num_slots + 1, conv_width - 1, conv_size]` in the activations' dtype, the latest inputs of
     the convolution, oldest first; and `[num_slots + 1, num_value_heads, key_head_dim, value_head_dim]` in
-    float32, the recurrent state. Per layer that embeds n-grams, tokens int64 `[num_slots + 1, size - 1]`, and
-    inputs of its convolution, which has a channel for each element of the residual streams.
+    float32, the recurrent state, without elements where there is only the convolution. Per layer that embeds
+    n-grams, tokens int64 `[num_slots + 1, size - 1]`, and inputs of its convolution, which has a channel for
+    each element of the residual streams.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ def entry_rows(sizes: CompressedAttentionConfig, head_dim: int, layer: int) -> l
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On a CPU, memory that the system hands over only where it is first written: most slots never are."""
-    if device.type != "cpu":
+    if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(untouched).view(dtype).view(shape)

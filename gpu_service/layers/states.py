@@ -84,12 +84,12 @@ class LayerStates(NamedTuple):
     slots: tuple[torch.Tensor, torch.Tensor]  # int64 [R], before the step and after it
     sequences: Sequences | None  # None: one token of each request
 
-    def convolve(self, rows: torch.Tensor, conv: ConvTaps) -> torch.Tensor:
-        """`[T, channels]` to the same; leaves the latest inputs for the next step."""
+    def convolve(self, rows: torch.Tensor, conv: ConvTaps, *, activates: bool = True) -> torch.Tensor:
+        """`[T, channels]` to the same; leaves the latest inputs for the next step. `activates`: by SiLU."""
         own = rows, self.recent, conv.taps, *self.slots
         if self.sequences is None:
-            return causal_conv_update(*own, conv.bias)
-        return causal_conv_extend(*own, self.sequences, conv.bias)
+            return causal_conv_update(*own, conv.bias, activates)
+        return causal_conv_extend(*own, self.sequences, conv.bias, activates)
 
     def recur(
         self, update: Callable[..., torch.Tensor], extend: Callable[..., torch.Tensor], *rows: Any

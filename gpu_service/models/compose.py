@@ -17,6 +17,7 @@ from gpu_service.layers.kimi_delta import KimiDeltaAttention
 from gpu_service.layers.mamba import Mamba
 from gpu_service.layers.mamba2 import Mamba2
 from gpu_service.layers.mla import Indexer, MLAttention, StepSelection
+from gpu_service.layers.short_conv import ShortConv
 from gpu_service.layers.states import StateLayer, StepSequences
 from gpu_service.models.common import CausalLM, build_causal_lm
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -110,6 +111,8 @@ def _compressed_attention(
 
 
 def _linear_class(linear: LinearAttentionConfig) -> Callable[..., StateLayer]:
+    if linear.short_conv:
+        return ShortConv
     if linear.step_rank:
         return Mamba
     if linear.state_space:

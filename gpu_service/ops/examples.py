@@ -82,6 +82,9 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
     if linear is not None and linear.step_rank:
         scan = linear.num_value_heads, linear.key_head_dim
         sizes = replace(sizes, scan=scan, channels=linear.conv_size)
+    elif linear is not None and linear.short_conv:
+        width = replace(sizes.linear, conv_width=linear.conv_width)
+        sizes = replace(sizes, linear=width, channels=linear.conv_size)
     elif linear is not None:
         sizes = replace(sizes, linear=linear, channels=None)
     if config.mla is not None and config.mla.indexer is not None:

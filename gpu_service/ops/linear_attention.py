@@ -80,13 +80,17 @@ def over_requests(
 
 
 def causal_conv(
-    rows: torch.Tensor, recent: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    rows: torch.Tensor,
+    recent: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activates: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`y[t, c] = silu(sum_j weight[c, j] x[t - width + 1 + j, c] + bias[c])` over one request's next tokens.
 
     rows `[T, C]`; recent `[width - 1, C]`, the inputs before them, oldest first; weight `[C, width]`; bias
-    `[C]` or None, no bias. Sums in float32. Returns `[T, C]` in the rows' dtype, and the recent inputs of the
-    tokens to come.
+    `[C]` or None, no bias; `activates` False: without the silu. Sums in float32. Returns `[T, C]` in the
+    rows' dtype, and the recent inputs of the tokens to come.
     """
     length, width = rows.shape[0], weight.shape[1]
     inputs = torch.cat((recent, rows))
@@ -95,7 +99,7 @@ def causal_conv(
         total += bias
     for tap in range(width):
         total.addcmul_(inputs[tap : tap + length].float(), weight[:, tap].float())
-    return functional.silu(total).to(rows.dtype), inputs[length:]
+    return (functional.silu(total) if activates else total).to(rows.dtype), inputs[length:]
 
 
 @Op
@@ -106,19 +110,20 @@ def causal_conv_update(
     reads: torch.Tensor,
     writes: torch.Tensor,
     bias: torch.Tensor | None = None,
+    activates: bool = True,
 ) -> torch.Tensor:
     """`causal_conv` of one token of each of R requests.
 
     rows `[R, C]` (columns contiguous); states `[slots, width - 1, C]`; weight `[C, width]`; reads and writes
     int64 `[R]`: slots of the recent inputs before and after the token, none both read and written; bias `[C]`
-    or None. Returns `[R, C]`.
+    or None; `activates` as there. Returns `[R, C]`.
     """
     inputs = torch.cat((states[reads], rows[:, None]), dim=1)
     states[writes] = inputs[:, 1:]
     total = (inputs.float() * weight.t().float()).sum(1)
     if bias is not None:
         total += bias
-    return functional.silu(total).to(rows.dtype)
+    return (functional.silu(total) if activates else total).to(rows.dtype)
 
 
 @Op
@@ -130,14 +135,17 @@ def causal_conv_extend(
     writes: torch.Tensor,
     sequences: Sequences,
     bias: torch.Tensor | None = None,
+    activates: bool = True,
 ) -> torch.Tensor:
     """One or more tokens of each of R requests, whose rows `sequences` gives; else as `causal_conv_update`.
 
     The recent inputs written are those after each request's last row. Returns `[T, C]`.
     """
     return over_requests(
-        lambda own, states, reads, writes: causal_conv_update(own, states, weight, reads, writes, bias),
-        lambda own, recent: causal_conv(own, recent, weight, bias),
+        lambda own, states, reads, writes: causal_conv_update(
+            own, states, weight, reads, writes, bias, activates
+        ),
+        lambda own, recent: causal_conv(own, recent, weight, bias, activates),
         (rows,),
         (),
         states,

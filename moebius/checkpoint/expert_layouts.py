@@ -147,6 +147,15 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
             *_PROJECTIONS,
             "backbone.layers.3.mixer.experts.7.up_proj.weight",
         ),
+        # LFM2's.
+        _separate(
+            "per_expert_w123_feed_forward",
+            "feed_forward.experts.{expert}",
+            "w1",
+            "w3",
+            "w2",
+            "model.layers.3.feed_forward.experts.7.w1.weight",
+        ),
         # Jamba's.
         _separate(
             "per_expert_feed_forward",

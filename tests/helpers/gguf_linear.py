@@ -56,6 +56,8 @@ def linear_tensors(config: Any, name: str, shape: torch.Size, split: bool) -> It
         )
         for which, part in parts.items():
             yield Converted(f"{block}.ffn_{which}_exps.weight", part, gguf=True)
+    elif config.model_type == "lfm2_moe":
+        yield from _lfm2_tensors(name, places)
     if config.model_type == "step3p5" and name.endswith("norm.weight"):
         yield Converted(name, places, lambda values: values + 1, lambda values: values - 1)
     if config.model_type == "kimi_linear":
@@ -170,6 +172,22 @@ def _mamba2_tensors(config: Any, name: str, places: torch.Tensor) -> Iterator[Co
         yield Converted(published, pairs.reshape(places.shape))
     elif published != name:
         yield Converted(published, places)
+
+
+def _lfm2_tensors(name: str, places: torch.Tensor) -> Iterator[Converted]:
+    """Experts by names that most families have, one number per tap and channel."""
+    block, (stem, _, last) = (
+        f"blk.{name.removeprefix('model.layers.').partition('.')[0]}",
+        name.rpartition("."),
+    )
+    if name.endswith("conv.conv.weight"):
+        yield Converted(name, places.squeeze(1))
+    elif last == "expert_bias":
+        yield Converted(f"{block}.exp_probs_b.bias", places, gguf=True)
+    elif stem.endswith("experts"):
+        gate_up = dict(zip(("gate", "up"), places.chunk(2, dim=1), strict=True))
+        for which, part in ({"down": places} if last == "down_proj" else gate_up).items():
+            yield Converted(f"{block}.ffn_{which}_exps.weight", part, gguf=True)
 
 
 def _kimi_tensors(name: str, places: torch.Tensor) -> Iterator[Converted]:

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "granitemoehybrid": "GRANITE_HYBRID",
     "jamba": "JAMBA",
     "kimi_linear": "KIMI_LINEAR",
+    "lfm2_moe": "LFM2MOE",
     "hunyuan_v1_moe": "HUNYUAN_MOE",
     "llama4_text": "LLAMA4",
     "mimo_v2_flash": "MIMO2",
@@ -65,7 +66,8 @@ def write_metadata(
         writer.add_feed_forward_length(config.intermediate_size)
     if kind != "step3p5":
         writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon if kind == "nemotron_h" else config.rms_norm_eps)
+    eps = {"nemotron_h": "layer_norm_epsilon", "lfm2_moe": "norm_eps"}.get(kind, "rms_norm_eps")
+    writer.add_layer_norm_rms_eps(getattr(config, eps))
     chosen = "top_k_experts" if kind == "gemma4_text" else "num_experts_per_tok"
     writer.add_expert_used_count(getattr(config, chosen))
     writer.add_file_type(0)
@@ -99,6 +101,16 @@ def write_metadata(
         writer.add_ssm_state_size(config.mamba_d_state)
         writer.add_ssm_time_step_rank(config.mamba_dt_rank)
         writer.add_expert_count(config.num_experts)
+        return
+    if kind == "lfm2_moe":
+        writer.add_head_count_kv(_by_layer(config, "full_attention", config.num_key_value_heads))
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         return
     if kind == "gemma4_text":
         _write_gemma4(writer, config)

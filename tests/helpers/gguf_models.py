@@ -367,6 +367,23 @@ CASES: dict[str, GgufModelCase] = {
             "mamba_dt_rank": 32,
         },
     ),
+    "lfm2_moe": GgufModelCase(
+        "lfm2_moe",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | {
+            "num_hidden_layers": 4,
+            "intermediate_size": 96,
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "norm_eps": 1e-3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},
+        },
+    ),
     "kimi_linear": GgufModelCase(
         "kimi_linear",
         GgufTypes("Q4_0", "Q8_0", "Q8_0"),

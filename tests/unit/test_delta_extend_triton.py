@@ -106,8 +106,8 @@ def test_heads_that_are_too_large_are_left_to_torch() -> None:
         assert supports_extend(*make_delta_case(sizes, [2], torch.float32)) is fits
 
 
-@pytest.mark.parametrize("width", [2, 4])
-def test_convolution_of_short_and_long_requests(width: int) -> None:
+@pytest.mark.parametrize(("width", "activates"), [(2, True), (4, True), (3, False)])
+def test_convolution_of_short_and_long_requests(width: int, activates: bool) -> None:
     """Fewer tokens than a state remembers, tiles that end with a request and one row after it."""
     lengths = [1, 2, 16, 1, 17, 3]
     generator = torch.Generator().manual_seed(width)
@@ -116,8 +116,8 @@ def test_convolution_of_short_and_long_requests(width: int) -> None:
     states = torch.randn(2 * len(lengths) + 1, width - 1, 130, generator=generator)
     theirs, ours = states.clone(), states.clone()
     rest = weight, *slots(lengths, "cpu"), sequences_of(lengths, "cpu")
-    expected = causal_conv_extend.reference(rows, theirs, *rest)
-    got = chunks.causal_conv_extend(rows, ours, *rest)
+    expected = causal_conv_extend.reference(rows, theirs, *rest, None, activates)
+    got = chunks.causal_conv_extend(rows, ours, *rest, None, activates)
     tolerance = OP_ROUNDINGS[torch.float32]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(ours, theirs)

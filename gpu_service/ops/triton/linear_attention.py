@@ -30,6 +30,7 @@ def causal_conv_update_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATES: tl.constexpr,
 ) -> None:
     """Program (r, c) makes block c of request r: the sum, and the shifted inputs in the slot it writes."""
     request = tl.program_id(0).to(tl.int64)
@@ -49,8 +50,9 @@ def causal_conv_update_kernel(
         if position > 0:
             tl.store(after + (position - 1) * channels, value, mask=mask)
     tl.store(after + (WIDTH - 2) * channels, newest, mask=mask)
-    output = total * tl.sigmoid(total)
-    tl.store(output_ptr + request * channels + channel, output.to(output_ptr.dtype.element_ty), mask=mask)
+    if ACTIVATES:
+        total = total * tl.sigmoid(total)
+    tl.store(output_ptr + request * channels + channel, total.to(output_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -170,6 +172,7 @@ def causal_conv_update(
     reads: torch.Tensor,
     writes: torch.Tensor,
     bias: torch.Tensor | None = None,
+    activates: bool = True,
 ) -> torch.Tensor:
     requests, channels = rows.shape
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -187,6 +190,7 @@ def causal_conv_update(
             WIDTH=weight.shape[1],
             BLOCK=_CHANNELS,
             HAS_BIAS=bias is not None,
+            ACTIVATES=activates,
         )
     return output
 

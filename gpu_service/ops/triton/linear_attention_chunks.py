@@ -62,6 +62,7 @@ _ROWS, _CHANNELS = 16, 128
 def causal_conv_extend_kernel(  # type: ignore[no-untyped-def]
     rows, states, weight, bias, reads, writes, query_starts, output, num_requests, row_stride, channels,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATES: tl.constexpr,
 ):  # fmt: skip
     """Program (block of channels, tile of a request's rows). Who has a request's last rows, or where there
     are fewer of them than a state holds its first one, writes that part of the state.
@@ -95,7 +96,9 @@ def causal_conv_extend_kernel(  # type: ignore[no-untyped-def]
             place = local - length + WIDTH - 1
             newest = value.to(states.dtype.element_ty)
             tl.store(after[None, :] + place[:, None] * channels, newest, mask=held & (place >= 0)[:, None])
-    result = (total * tl.sigmoid(total)).to(output.dtype.element_ty)
+    if ACTIVATES:
+        total = total * tl.sigmoid(total)
+    result = total.to(output.dtype.element_ty)
     at_output = output + (start + local).to(tl.int64)[:, None] * channels + channel[None, :]
     tl.store(at_output, result, mask=held)
     if first == 0:
@@ -113,13 +116,14 @@ def causal_conv_extend(
     writes: torch.Tensor,
     sequences: Sequences,
     bias: torch.Tensor | None = None,
+    activates: bool = True,
 ) -> torch.Tensor:
     (num_rows, channels), num_requests = rows.shape, reads.shape[0]
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     causal_conv_extend_kernel[(-(-channels // _CHANNELS), num_row_tiles(num_rows, num_requests, _ROWS))](
         rows, states, weight, weight if bias is None else bias, reads, writes, sequences.starts, output,
         num_requests, rows.stride(0), channels, WIDTH=weight.shape[1], ROWS=_ROWS, BLOCK=_CHANNELS,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=bias is not None, ACTIVATES=activates,
     )  # fmt: skip
     return output
 

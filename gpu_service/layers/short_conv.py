@@ -1,0 +1,54 @@
+"""A short convolution between two gates: the mixer of most layers of LFM2.
+
+Source: the model of transformers 5.23 (`Lfm2ShortConv`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.engine.step import ForwardContext
+from gpu_service.layers.linear import FusedLinear, RowParallelLinear
+from gpu_service.layers.states import ConvTaps, StateLayer, StepSequences, own_rows
+from gpu_service.ops.rope import RopeTable
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import ShardRange
+from moebius.models.config import ModelConfig
+
+
+class ShortConv(StateLayer):
+    """`out(c * conv(b * x))`, where b, c and x are projected from the hidden states.
+
+    Of a `LinearAttentionConfig`, every channel is a head; all that a request leaves behind are the latest
+    inputs of the convolution.
+    """
+
+    checkpoint_name = "conv"
+    head_vectors = ()
+
+    def __init__(
+        self,
+        state_layer: int,
+        config: ModelConfig,
+        sequences: StepSequences,
+        *,
+        dtype: torch.dtype,
+        parallel: ParallelContext = SOLO,
+    ) -> None:
+        super().__init__(state_layer, config, sequences, parallel)
+        channels, size = self._heads, config.hidden_size
+        # b of all channels, then c, then x.
+        stored = {"in_proj": ShardRange.whole(3 * channels.total)}
+        order = None if channels.is_whole else own_rows(channels, channels, channels)
+        self.in_proj = FusedLinear(size, stored, bias=False, dtype=dtype, order=order)
+        self.conv = ConvTaps({"": channels}, self._linear.conv_width, dtype=dtype)
+        self.out_proj = RowParallelLinear(channels, size, bias=False, dtype=dtype, parallel=parallel)
+
+    def forward(
+        self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        b, c, x = self.in_proj(hidden_states).chunk(3, dim=1)
+        convolved = self._states(context).convolve(b * x, self.conv, activates=False)
+        output: torch.Tensor = self.out_proj(c * convolved)
+        return output
