@@ -23,7 +23,7 @@ class ThinkFormat:
 
     begin: str
     end: str
-    # The thought is also over where a tool call begins with a token: some models leave out its end.
+    # The thought is also over where a tool call begins with a token: many models leave out its end at times.
     ends_at_calls: bool = False
     # The output begins with the thought unless the prompt closed it, whether or not `begin` was written.
     always: bool = False
@@ -205,7 +205,7 @@ class StreamParser(OutputParser):
         openers: tuple[str, ...] = ()
         if think.ends_at_calls and self._tools is not None:
             all_openers = (*self._tools.openers, *self._tools.sections)
-            openers = tuple(opener for opener in all_openers if opener in self._strict)
+            openers = tuple(opener for opener in all_openers if self._is_certain(opener, self._tools))
         markers = Markers((think.begin, think.end, *openers), self._strict)
         is_start = True
         while True:
@@ -221,6 +221,10 @@ class StreamParser(OutputParser):
                 if marker != END:
                     sink.end_reasoning()
                 return marker if marker in openers else None
+
+    def _is_certain(self, opener: str, tools: ToolFormat) -> bool:
+        """Whether no text that is meant as such reads so: it is a token, or one is in it."""
+        return opener in self._strict or any(text in opener for text in tools.inner if text in self._strict)
 
     def _bare_call(self, tools: ToolFormat) -> Steps[str | None]:
         """A call that the output begins with, without an opener; anything else is left or becomes content.

@@ -43,20 +43,20 @@ from gateway.parsers.xml_calls import (
 )
 from gateway.text.tokenizer import Tokenizer
 
-_THINK = ThinkFormat("<think>", "</think>")
+_THINK = ThinkFormat("<think>", "</think>", ends_at_calls=True)
 REASONING: dict[str, ThinkFormat] = {
-    "qwen3": ThinkFormat("<think>", "</think>", ends_at_calls=True),
+    "qwen3": _THINK,
     "deepseek_r1": ThinkFormat("<think>", "</think>", always=True),
     "deepseek_v31": _THINK,
     "glm45": _THINK,
-    "kimi_k2": ThinkFormat("<think>", "</think>", ends_at_calls=True),
-    "minimax_m2": ThinkFormat("<think>", "</think>", always=True),
+    "kimi_k2": _THINK,
+    "minimax_m2": ThinkFormat("<think>", "</think>", ends_at_calls=True, always=True),
     "minimax_m3": ThinkFormat("<mm:think>", "</mm:think>"),
     "gemma4": ThinkFormat("<|channel>", "<channel|>", ends_at_calls=True, label="thought\n"),
     "hunyuan_a13b": ThinkFormat(
         "<think>", "</think>", before_answer=("<answer>",), after_answer=("</answer>",)
     ),
-    "hy_v4": ThinkFormat("<think>", "</think>", ends_at_calls=True),
+    "hy_v4": _THINK,
     "ernie45": ThinkFormat(
         "<think>", "</think>", before_answer=("<response>",), after_answer=("</response>",)
     ),
@@ -70,7 +70,7 @@ REASONING: dict[str, ThinkFormat] = {
         to_answer="<|begin|>assistant<|content|>",
         to_calls="<|begin|>assistant",
     ),
-    "step3p5": ThinkFormat("<think>", "</think>", always=True),
+    "step3p5": ThinkFormat("<think>", "</think>", ends_at_calls=True, always=True),
     "mistral": ThinkFormat("[THINK]", "[/THINK]"),
 }
 TOOLS: dict[str, type[ToolFormat]] = {

@@ -197,3 +197,31 @@ def test_a_grammar_begins_after_the_frame_of_an_answer() -> None:
     assert bounds("gemma4", False) == ("<|channel>thought\n", "<channel|>")
     assert bounds("solar_open", False) == ("<|think|>", "<|end|><|begin|>assistant<|content|>")
     assert bounds("solar_open", True) == ("<|think|>", "<|end|><|begin|>assistant")
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "tokens"),
+    [
+        ("glm45", "glm45", ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
+        ("glm47", "glm45", ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
+        ("minimax_m2", "minimax_m2", ["<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"]),
+        ("step3p5", "step3p5", ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
+        (
+            "deepseek_v31",
+            "deepseek_v31",
+            ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"],
+        ),
+        ("deepseek_v32", "deepseek_v31", ["｜DSML｜"]),
+        ("deepseek_v4", "deepseek_v31", ["｜DSML｜"]),
+        ("hy_v4:6124c78e", "hy_v4:6124c78e", ["<tool_calls:6124c78e>", "<tool_call:6124c78e>"]),
+    ],
+)
+def test_a_call_ends_a_thought_that_was_left_open(tools: str, reasoning: str, tokens: list[str]) -> None:
+    """Models forget the tag; what begins as a call with the tokenizer's own token is none of the thought."""
+    plan = plan_for(tools, reasoning, starts_in_reasoning=True)
+    text = RECORDED[tools].replace("Let me see.", "So.", 1)
+    result = parsed(read(plan, in_tokens(text, tokens), tokens))
+    assert (result.reasoning, result.content) == ("So.", "")
+    assert [name for name, _ in result.calls] == ["get_weather", "get_time"]
+    # Without the token it may be what the thought is about.
+    assert parsed(read(plan, in_characters(text))).calls == ()
