@@ -90,6 +90,9 @@ def template_variables(body: ChatCompletionRequest, model: ServedModel) -> dict[
     schema = _answer_schema(body)
     if isinstance(schema, dict) and schema != {"type": "object"}:  # which says nothing of the answer
         values["response_format"] = schema
+    reads_switch = any(name in template.variables for name in _THINKING_SWITCHES)
+    if effort is None and not reads_switch and any(given.get(name) is False for name in _THINKING_SWITCHES):
+        effort = "none"  # GLM-5.3's and Hunyuan's templates read the effort alone
     if effort is not None:
         names = _HARMONY_EFFORTS if model.reasoning_parser == "gpt_oss" else {}
         if "no_think" in template.source:

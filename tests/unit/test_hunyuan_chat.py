@@ -80,3 +80,12 @@ def test_effort_none_is_called_no_think_there(model: ServedModel, effort: str | 
     plan = output_plan(body, model, prompt)
     assert plan is not None
     assert plan.starts_in_reasoning == thinks
+
+
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_a_switch_that_the_template_does_not_read_is_an_effort(model: ServedModel, switch: str) -> None:
+    """Clients switch thoughts off by a name that works for most models; an effort of the request's own wins."""
+    off = {"chat_template_kwargs": {switch: False}}
+    assert prompt_of(model, request(**off)).endswith(f"</think:{SUFFIX}>")
+    assert prompt_of(model, request(**off, reasoning_effort="high")).endswith(f"<think:{SUFFIX}>")
+    assert prompt_of(model, request(chat_template_kwargs={switch: True})).endswith(f"<think:{SUFFIX}>")
