@@ -84,7 +84,7 @@ def test_effort_none_is_called_no_think_there(model: ServedModel, effort: str | 
 
 @pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
 def test_a_switch_that_the_template_does_not_read_is_an_effort(model: ServedModel, switch: str) -> None:
-    """Clients switch thoughts off by a name that works for most models; an effort of the request's own wins."""
+    """Clients use a name that works for most models; an effort of the request's own wins."""
     off = {"chat_template_kwargs": {switch: False}}
     assert prompt_of(model, request(**off)).endswith(f"</think:{SUFFIX}>")
     assert prompt_of(model, request(**off, reasoning_effort="high")).endswith(f"<think:{SUFFIX}>")
