@@ -99,10 +99,11 @@ class RadixCache:
         """
         if len(tokens) != len(pages) * self.page_size:
             raise ValueError(f"{len(tokens)} tokens do not fill {len(pages)} pages of {self.page_size}")
-        array = np.asarray(tokens, dtype=np.int64)
-        node, found = self._walk(array, self._root(namespace))
+        array, root = np.asarray(tokens, dtype=np.int64), self._root(namespace)
+        node, found = self._walk(array, root)
         already = len(found) * self.page_size
         if already < len(array):
+            self._roots[namespace] = root
             node = self._add_child(node, array[already:].copy(), list(pages[len(found) :]))
             found = [*found, *node.pages]
         takes_state = state_slot != 0 and node.state_slot == 0
@@ -186,11 +187,11 @@ class RadixCache:
             pages += len(node.pages)
             evictable += len(node.pages) if node.locks == 0 else 0
         assert (pages, evictable) == (self.num_pages, self.evictable_pages), "page counters drifted"
+        assert all(root.children for root in self._roots.values()), "a namespace without pages is kept"
 
     def _root(self, namespace: str) -> Node:
-        if namespace not in self._roots:
-            self._roots[namespace] = Node(np.empty(0, np.int64), [], None, -1)
-        return self._roots[namespace]
+        """A new one is not kept before it has a page: clients choose namespaces, as many as they like."""
+        return self._roots.get(namespace) or Node(np.empty(0, np.int64), [], None, -1)
 
     def _key(self, tokens: TokenArray) -> bytes:
         return tokens[: self.page_size].tobytes()
