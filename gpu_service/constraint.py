@@ -243,9 +243,9 @@ class ConstraintCompiler:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(key)
         if is_new:
-            if self.announce is not None:
-                self.announce(base64.b64encode(constraint.SerializeToString()).decode())
             try:
+                if self.announce is not None:
+                    self.announce(base64.b64encode(constraint.SerializeToString()).decode())
                 compiled.set_result(self._compile(constraint))
             except Exception as error:  # it is raised again in everybody who waits
                 compiled.set_exception(error)

@@ -461,3 +461,16 @@ def test_a_grammar_whose_first_mask_is_too_complex_is_refused() -> None:
         compiler().make(Constraint(regex="ab日"))
     fewer = {"type": "object", "properties": dict(list(properties.items())[:60])}
     assert compiler().make(Constraint(json_schema=json.dumps(fewer)))
+
+
+def test_a_grammar_that_was_not_announced_keeps_nobody_waiting() -> None:
+    """Where the engine ends while ranks are told of a grammar, whoever asks for it gets the error."""
+    made = compiler.__wrapped__()  # one of its own
+
+    def refuse(_constraint: str) -> None:
+        raise RuntimeError("the engine has ended")
+
+    made.announce = refuse
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="has ended"):
+            made.make(Constraint(regex="[a-z]+"))
