@@ -25,9 +25,11 @@ from moebius.app.supervisor.health import (
     Probe,
     ProcessSpec,
     Silence,
+    Timing,
     Watch,
     read_activity,
 )
+from moebius.app.supervisor.process import ManagedProcess
 from moebius.mailbox import Mailbox, MailboxGeometry, MailboxServer
 from tests.helpers.fake_programs import wait_until
 
@@ -229,3 +231,28 @@ def test_a_server_that_accepts_and_never_answers_is_silent(tmp_path: Path) -> No
         begin = time.monotonic()
         assert GrpcProbe(f"unix:{address}", "any").sign(1, 0.2) is None
         assert time.monotonic() - begin < 10
+
+
+def test_a_restart_that_the_system_refuses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a process was killed for want of memory there may be none for its successor at first."""
+    spec = ProcessSpec("p", (sys.executable, "-c", "import time; time.sleep(60)"), Script(), 0)
+    timing = Timing(60, restart_backoff_s=0, restart_backoff_max_s=5, stop_timeout_s=5, hang_timeout_s=60)
+    process = ManagedProcess(spec, timing, json_logs=False)
+    process.start()
+    process.kill()
+    process.note_exit(now=100.0)
+    start = subprocess.Popen
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert not process.restart_if_due(now=100.0)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    try:
+        assert not process.restart_if_due(now=104.0)
+        assert process.restart_if_due(now=105.0)
+        assert process.pid is not None
+        assert process.restarts == 1
+    finally:
+        process.kill()

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+import structlog
+
 from moebius.app.supervisor.health import Hang, ProcessSpec, Timing, Watch
 from moebius.app.supervisor.lines import ForwardedLines
 from moebius.errors import FAILURE_MARK, USER_ERROR_EXIT, WRONG_IDENTITY_EXIT
@@ -29,6 +31,8 @@ KILL_WAIT_S = 5.0
 # What a user has to mend (a setting, a file that is gone) may pass; so often in a row it does not.
 USER_ERRORS_ALLOWED = 5
 TAIL_LINES = 30
+
+log = structlog.get_logger(__name__)
 
 
 class ManagedProcess:
@@ -186,11 +190,22 @@ class ManagedProcess:
         return pause
 
     def restart_if_due(self, now: float) -> bool:
-        """Starts again once the pause after `note_exit` is over; True when it did."""
+        """Starts again once the pause after `note_exit` is over; True when it did.
+
+        Where the system has no memory or no process to give, it is tried again after the longest pause.
+        """
         if self._popen is not None or now < self._restart_at:
             return False
+        try:
+            self.start()
+        except OSError as error:
+            pause_s = self._timing.restart_backoff_max_s
+            log.warning(
+                "process can not be started", name=self.spec.name, why=error.strerror, pause_s=pause_s
+            )
+            self._restart_at = now + pause_s
+            return False
         self.restarts += 1
-        self.start()
         return True
 
     def check_ready(self) -> bool:
