@@ -64,11 +64,21 @@ def _service(name: str) -> Callable[[MoebiusConfig], object]:
     return run_gpu
 
 
+def _open_closed_streams() -> None:
+    """A stream that whoever started this has closed (`<&-`) reads and writes nothing, as /dev/null does: a
+    file that is opened later must not become this process's output."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest number that is free is that of the stream.
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115
+
+
 def main() -> None:
     """Runs what the process's arguments say, and exits."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         # Nothing is to be cleaned up while modules are imported, which takes half a second.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _open_closed_streams()
     # Of this process and of all that it starts: gRPC's library notes on stderr, below the level of errors,
     # every server that says goodbye. A level that a user has set stays.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -110,8 +110,9 @@ def exit_with(run: Callable[[], object]) -> NoReturn:
             status = run()
     except (KeyboardInterrupt, SystemExit, Exception) as error:
         status = signals.status if signals.explains(error) else _status_of(error)
-    if not _flushed() and not signals.number:
-        status = BROKEN_PIPE_EXIT
+    unwritten = _flush_error()
+    if unwritten is not None and not signals.number:
+        status = _status_of_unwritten(unwritten, status)
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -149,20 +150,30 @@ def _is_unread() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-def _flushed() -> bool:
-    """False when the rest of the output could not be written, as in `moebius topology | head -1`; it is
-    dropped, since Python would complain of it at its end."""
-    is_read = True
+def _status_of_unwritten(error: Exception, status: object) -> object:
+    """Of a command whose last output could not be written; says why, unless an earlier line has met it."""
+    said = _lacking(error) if isinstance(error, OSError) else None
+    if said is None:
+        return BROKEN_PIPE_EXIT
+    if not status:
+        report_failure(said)
+    return status or USER_ERROR_EXIT
+
+
+def _flush_error() -> Exception | None:
+    """Why the rest of the output could not be written, as in `moebius topology | head -1`; None: it was. What
+    is left is dropped, since Python would complain of it at its end."""
+    found: Exception | None = None
     for stream in (sys.stdout, sys.stderr):
         if stream is None:  # `>&-`: closed by whoever started this
             continue
         try:
             stream.flush()
-        except (OSError, ValueError):
-            is_read = False
+        except (OSError, ValueError) as error:
+            found = found or error
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return is_read
+    return found
 
 
 def _user_message(error: Exception) -> str | None:

@@ -74,6 +74,7 @@ def fetch_model(
         listed = _listed(model, revision)
     except _unreachable() as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = re.sub(r"^\[Errno -?\d+\] ", "", reason)
         return _cached(
             model, revision, needs_weights, f"{constants.ENDPOINT} can not be reached ({reason}), and "
         )

@@ -213,6 +213,18 @@ def test_a_pipe_is_read_line_by_line(tmp_path: Path, ending: str) -> None:
     assert len(server.requests) == 2
 
 
+@pytest.mark.parametrize(("closed", "requests"), [("<&-", 0), (">&-", 1), ("<&- >&- 2>&-", 0)])
+def test_closed_streams_are_no_defect(closed: str, requests: int) -> None:
+    """What whoever starts a command has closed reads and writes nothing: no traceback, no message lost."""
+    with scripted_server([delta_event("Paris"), usage_event(1)]) as server:
+        script = f"'{sys.executable}' -m moebius chat {server.base_url} {closed}"
+        ended = subprocess.run(
+            ["bash", "-c", script], input="one\n", capture_output=True, text=True, timeout=WAIT_S, check=False
+        )
+    assert (ended.returncode, ended.stdout, ended.stderr.count("Traceback")) == (0, "", 0)
+    assert len(server.requests) == requests
+
+
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 

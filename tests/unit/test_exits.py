@@ -189,6 +189,7 @@ def test_a_reader_that_goes_away_ends_a_command_silently(arguments: list[str]) -
     ("script", "said"),
     [
         ("{python} -m moebius topology >/dev/full", "no room left to write the output"),
+        ("PYTHONUNBUFFERED=1 {python} -m moebius topology >/dev/full", "no room left to write the output"),
         ("{python} -m moebius --help >/dev/full", "no room left to write the output"),
         (
             "mkdir {gone} && cd {gone} && rmdir {gone} && {python} -m moebius plan x",
@@ -207,7 +208,7 @@ def test_what_the_system_lacks_is_one_line(tmp_path: Path, script: str, said: st
         text=True,
         timeout=WAIT_S,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
     )
     assert said in ended.stderr
     assert ended.stderr.count("\n") == (1 if said else 0)

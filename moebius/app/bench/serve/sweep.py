@@ -280,7 +280,7 @@ async def measure_row(
     slots = asyncio.Semaphore(most or len(requests))
     done = 0
     # Nothing here but on a terminal, where a row that takes minutes should move.
-    status = Console(stderr=True).status("")
+    status = Console(stderr=True).status(f"0 of {len(requests)} requests")
 
     async def one(request: PromptRequest, planned: float) -> Sample:
         nonlocal done
