@@ -26,6 +26,7 @@ from gpu_service.assembly.experts import (
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
+from gpu_service.assembly.speculation import check_speculation, make_draft_pace, make_speculation
 from gpu_service.assembly.steps import (
     attention_that_runs,
     make_lane,
@@ -92,6 +93,7 @@ def build_engine(
             "requests in which that happens end with an error, and bfloat16 has no such limit",
             model_type=model_config.model_type,
         )
+    check_speculation(config.gpu, model_config)
     group = join_group(config, device)
     sizes = sizes_of(shard_config(model_config, group.parallel), STORAGE_DTYPES[config.gpu.kv_cache_dtype])
     shape = cache_shape(config.gpu, shard_config(model_config, group.parallel), device)
@@ -248,7 +250,7 @@ def _engine(
     if compiler is not None:
         operations[PREPARE] = compiler.prepare
     cache = make_request_cache(gpu, runner.states, num_pages)
-    scheduler = Scheduler(limits, cache)
+    scheduler = Scheduler(limits, cache, make_speculation(gpu, limits, runner))
     builder = InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope)
     engine = Engine(
         scheduler,
@@ -262,6 +264,7 @@ def _engine(
         operations=operations,
         lane=lane,
         max_added_s=None if gpu.max_itl_ms is None else gpu.max_itl_ms / 1e3,
+        draft_pace=make_draft_pace(gpu),
     )
     if compiler is not None and group.parallel.size > 1 and group.parallel.rank == 0:
         compiler.announce = partial(engine.call, PREPARE)

@@ -35,6 +35,9 @@ class EngineMetrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started outputs")
         self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Of these, from the prefix cache")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens")
+        self.drafts = self._counter("spec_decode_num_drafts", "Outputs that had drafts verified in a step")
+        self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
+        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Those that were right")
         self.preemptions = self._counter("num_preemptions", "Outputs that had to give up their pages")
         self.request_preemptions = self._histogram(
             "request_num_preemptions", "How often an output had to give up its pages", _TIMES
@@ -234,6 +237,10 @@ class EngineTelemetry:
         self.metrics.prefix_queries.inc(load.query_tokens - last.query_tokens)
         self.metrics.prefix_hits.inc(load.hit_tokens - last.hit_tokens)
         self.metrics.preemptions.inc(load.num_preemptions - last.num_preemptions)
+        if load.draft_tokens > last.draft_tokens:
+            self.metrics.drafts.inc(load.num_drafts - last.num_drafts)
+            self.metrics.draft_tokens.inc(load.draft_tokens - last.draft_tokens)
+            self.metrics.accepted_tokens.inc(load.accepted_tokens - last.accepted_tokens)
 
     def corrupted(self, error: AssertionError) -> None:
         """Counts it: an alert belongs on this."""

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field
 
 from moebius.config_operations import Section as Section
 from moebius.config_operations import SecurityConfig as SecurityConfig
+from moebius.config_operations import SpeculationSettings as SpeculationSettings
 from moebius.config_operations import SupervisorConfig as SupervisorConfig
 from moebius.config_operations import TelemetryConfig as TelemetryConfig
 from moebius.parser_names import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
@@ -214,7 +215,7 @@ class GatewayConfig(Section):
 DEFAULT_NUM_SEQS = 64
 
 
-class GpuConfig(Section):
+class GpuConfig(SpeculationSettings):
     """The engine process."""
 
     gpu_address: str = Field(default="127.0.0.1:50051", description="gRPC address gpu_service listens on")
@@ -301,6 +302,13 @@ class GpuConfig(Section):
     def num_seqs(self) -> int:
         """`max_num_seqs`, or its default."""
         return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a decode step, at most: of sequences, and of their drafts if few sequences leave room."""
+        if self.speculative_method == "off":
+            return self.num_seqs
+        return max(self.num_seqs, min(DEFAULT_NUM_SEQS, self.num_seqs * (1 + self.num_draft_tokens)))
 
 
 class ExpertConfig(Section):

@@ -1,16 +1,46 @@
-"""The sections of the configuration tree (`config.py`) for operators: processes, TLS, telemetry."""
+"""Sections of the configuration tree (`config.py`) for operators: processes, TLS, telemetry; speculation."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
     """A frozen group of settings; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SpeculationSettings(Section):
+    """The engine's, of speculative decoding (docs/speculation.md); part of its section."""
+
+    speculative_method: Literal["off", "ngram", "mtp"] = Field(
+        default="off",
+        description="Guess tokens ahead: from the request's own text (ngram), or by the model's MTP layers",
+    )
+    num_draft_tokens: int = Field(
+        default=3, ge=1, le=16, description="Tokens guessed ahead for each request, at most"
+    )
+    adaptive_drafts: bool = Field(
+        default=True, description="Verify only as many guesses as are worth it, by what steps were measured"
+    )
+    ngram_match_min: int = Field(
+        default=3, ge=1, le=64, description="ngram: latest tokens that must have been in the text before"
+    )
+    ngram_match_max: int = Field(
+        default=8, ge=1, le=64, description="ngram: of several such places the one that most tokens match"
+    )
+
+    @model_validator(mode="after")
+    def _matches_in_order(self) -> Self:
+        if self.ngram_match_min > self.ngram_match_max:
+            raise ValueError(
+                f"ngram_match_min: {self.ngram_match_min} is more than ngram_match_max "
+                f"({self.ngram_match_max}); allowed: 1 to ngram_match_max"
+            )
+        return self
 
 
 class SupervisorConfig(Section):

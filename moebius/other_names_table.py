@@ -67,7 +67,20 @@ _KV_SIZE = "here --kv-cache-gib, or --num-pages times --page-size tokens"
 _KV_TYPE = "here --kv-cache-dtype fp8"
 _KV_STAYS = "KV pages are not moved to RAM or disk; preempted requests are computed again"
 _HOSTS = "ranks on several hosts: --rank-hosts, --host-index, --rank-address (docs/parallel.md)"
-_SPECULATION = "speculative decoding is not supported"
+_SPECULATION = "here --speculative-method, --num-draft-tokens, --ngram-match-min and --ngram-match-max"
+_NO_DRAFT_MODEL = "no second model makes guesses; here --speculative-method"
+_NO_DRAFT_LEAST = "how many guesses are worth it is measured (--adaptive-drafts)"
+_METHODS = {
+    "none": "off",
+    **dict.fromkeys(("NGRAM", "ngram-cache", "ngram-simple", "ngram-mod"), "ngram"),
+    **dict.fromkeys(("ngram-map-k", "ngram-map-k4v"), "ngram"),
+    **dict.fromkeys(("NEXTN", "EAGLE", "deepseek_mtp", "draft-mtp"), "mtp"),
+    **dict.fromkeys(
+        ("eagle", "eagle3", "EAGLE3", "STANDALONE", "medusa", "mlp_speculator", "draft_model", "suffix"),
+        f"!{_NO_DRAFT_MODEL}",
+    ),
+    **dict.fromkeys(("draft-simple", "draft-eagle3"), f"!{_NO_DRAFT_MODEL}"),
+}
 _LORA = "LoRA adapters are not supported: merge them into the checkpoint"
 _OF_MODEL = "edit config.json in a copy of the checkpoint"
 _IN_RAM = "experts are packed into memory of the expert servers"
@@ -160,10 +173,16 @@ TABLE: dict[str, OtherName] = {
     "data-parallel-size dp dp-size": refused(_REPLICAS),
     "nnodes node-rank master-addr dist-init-addr": refused(_HOSTS),
     "headless": refused(_HOSTS, False),
-    "speculative-config speculative-algorithm speculative-num-steps speculative-eagle-topk": refused(
-        _SPECULATION
+    "speculative-config": refused(_SPECULATION),
+    "speculative-config.method speculative-algorithm spec-type": OtherName("speculative_method", _METHODS),
+    "speculative-config.num-speculative-tokens speculative-num-steps": _same("num_draft_tokens"),
+    "speculative-config.prompt-lookup-min speculative-ngram-min-match-window-size": _same("ngram_match_min"),
+    "speculative-config.prompt-lookup-max speculative-ngram-max-match-window-size": _same("ngram_match_max"),
+    "speculative-config.model model-draft md spec-draft-model": refused(_NO_DRAFT_MODEL),
+    "speculative-num-draft-tokens": refused(
+        "here --num-draft-tokens, which does not count the token that there is without guesses"
     ),
-    "speculative-num-draft-tokens model-draft md spec-type": refused(_SPECULATION),
+    "speculative-eagle-topk": no_effect("guesses are a sequence, not a tree", takes_value=True),
     "hf-overrides json-model-override-args rope-scaling rope-scale yarn-orig-ctx": refused(_OF_MODEL),
     "limit-mm-per-prompt": refused("here --max-images-per-request"),
     "default-chat-template-kwargs chat-template-kwargs": refused(
@@ -267,9 +286,8 @@ TABLE: dict[str, OtherName] = {
     "enable-lmcache enable-kv-sharing": refused(_KV_STAYS, False),
     "kv-cache-memory": refused(_KV_SIZE),
     "offload-mode offload-group-size offload-backend": refused(_EXPERTS_ON_GPU),
-    "speculative-draft-model-path speculative-token-map speculative-accept-threshold-single": refused(
-        _SPECULATION
-    ),
+    "speculative-draft-model-path speculative-token-map": refused(_NO_DRAFT_MODEL),
+    "speculative-accept-threshold-single": refused("guesses are right where they equal what is sampled"),
     "lora-paths max-loras-per-batch max-lora-rank max-loras": refused(_LORA),
     "base-gpu-id gpu-id-step": refused("CUDA_VISIBLE_DEVICES says which GPUs are used"),
     "admin-api-key": refused("nothing is administered over HTTP; clients' keys: --api-key-file"),
@@ -373,9 +391,11 @@ TABLE: dict[str, OtherName] = {
     "cpu-mask-batch Cb cpu-range-batch Crb cpu-strict-batch prio-batch poll-batch": refused(
         "threads are pinned by NUMA node (--expert-threads, --numa-node), within the CPUs of the process"
     ),
-    "draft draft-n draft-max draft-min draft-n-min draft-p-min ngld cd devd lcs lcd": refused(_SPECULATION),
-    "spec-draft-n-max spec-draft-n-min spec-draft-model lookup-cache-static lookup-cache-dynamic": refused(
-        _SPECULATION
+    "draft draft-n draft-max spec-draft-n-max": _same("num_draft_tokens"),
+    "draft-min draft-n-min draft-p-min spec-draft-n-min": no_effect(_NO_DRAFT_LEAST, takes_value=True),
+    "ngld cd devd": refused(_NO_DRAFT_MODEL),
+    "lookup-cache-static lookup-cache-dynamic lcs lcd": refused(
+        "n-grams are looked up in the request's own text (--speculative-method ngram)"
     ),
     "lora-scaled control-vector control-vector-scaled": refused(_LORA),
     "override-kv rope-freq-base rope-freq-scale yarn-ext-factor yarn-attn-factor yarn-beta-fast": refused(

@@ -50,7 +50,7 @@ def make_step_runner(
             runner,
             CudaGraphs(stream),
             uploader,
-            sizes=graph_sizes(min(config.gpu.cuda_graph_max_batch_size, limits.max_num_seqs)),
+            sizes=graph_sizes(min(config.gpu.cuda_graph_max_batch_size, config.gpu.num_rows)),
             max_pages=-(-limits.context_limit // config.gpu.page_size),
             vocab_size=vocab_size if parallel.is_last_stage else 0,
         )

@@ -475,6 +475,7 @@ class Engine:
     def _snapshot(self) -> None:
         cache = self.scheduler.cache
         evictable = cache.tree.evictable_pages
+        speculation = self.scheduler.speculation
         self.load = EngineLoad(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -484,6 +485,7 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             query_tokens=cache.query_tokens,
             hit_tokens=cache.hit_tokens,
+            **({} if speculation is None else speculation.counts),
         )
         self._observer.loaded(self.load)
 

@@ -134,6 +134,10 @@ class EngineLoad:
     num_preemptions: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
+    # Of requests in steps with drafts: how often they had some, how many, and how many were right.
+    num_drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class EngineObserver(Protocol):

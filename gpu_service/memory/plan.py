@@ -51,13 +51,13 @@ class StepSize:
     @staticmethod
     def largest(gpu: GpuConfig) -> StepSize:
         """What the scheduler may put into one step of the main lane, which streams no longer prompts."""
-        return StepSize(gpu.max_num_batched_tokens, min(gpu.num_seqs, gpu.max_num_batched_tokens))
+        return StepSize(gpu.max_num_batched_tokens, min(gpu.num_rows, gpu.max_num_batched_tokens))
 
     @staticmethod
     def streaming(gpu: GpuConfig) -> StepSize:
         """Of a step of prompts whose experts are streamed: the lane's, or without one the main lane's."""
         tokens = max(gpu.max_num_batched_tokens, gpu.prefill_chunk_max or 0)
-        return StepSize(tokens, min(gpu.num_seqs, tokens))
+        return StepSize(tokens, min(gpu.num_rows, tokens))
 
 
 def has_lane(gpu: GpuConfig, parallel: ParallelContext) -> bool:
@@ -233,7 +233,7 @@ def graph_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext, 
     """Graphs of 1, 2, 4, 8 and every further 8 requests, and the shared pool of the largest one."""
     if not gpu.cuda_graphs:
         return 0
-    largest = min(gpu.cuda_graph_max_batch_size, gpu.num_seqs)
+    largest = min(gpu.cuda_graph_max_batch_size, gpu.num_rows)
     count = 3 + -(-largest // 8)
     pool = activation_bytes(config, StepSize(largest, largest), parallel, resident)
     return count * GRAPH_BYTES + pool

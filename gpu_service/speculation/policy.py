@@ -89,10 +89,10 @@ class Speculation:
         self.costs = StepCosts()
         if adaptive:
             self.costs.tell({}, {})
-        # Since start: drafts that steps have verified, and those that were right.
-        self.num_verified = self.num_accepted = 0
+        # Since start: requests that had drafts in a step, drafts verified, and those that were right.
+        self.num_drafts = self.num_verified = self.num_accepted = 0
         self._limits = limits
-        self._num_drafts = num_drafts
+        self._most_drafts = num_drafts
         self._drafter = drafter
         # The step in flight that others of its lane wait for: it has drafts, or brings some.
         self._awaited: Batch | None = None
@@ -152,6 +152,7 @@ class Speculation:
         request.drafts_accepted = kept * request.drafts_accepted + accepted
         self._verified = kept_of_all * self._verified + tried
         self._accepted = kept_of_all * self._accepted + accepted
+        self.num_drafts += verified > 0
         self.num_verified += verified
         self.num_accepted += accepted
 
@@ -159,6 +160,12 @@ class Speculation:
         """The step is in flight no more."""
         if batch is self._awaited:
             self._awaited = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """For `EngineLoad`."""
+        verified, accepted = self.num_verified, self.num_accepted
+        return {"num_drafts": self.num_drafts, "draft_tokens": verified, "accepted_tokens": accepted}
 
     def _room(self, request: Request, inflight: int) -> int:
         """Drafts that a step may have, once `inflight` more tokens are known: its own token is not one."""
@@ -169,7 +176,7 @@ class Speculation:
             return 0
         in_output = request.params.max_tokens - len(request.output_token_ids)
         in_context = self._limits.context_limit - request.total_len
-        return max(0, min(self._num_drafts, min(in_output, in_context) - inflight - 1))
+        return max(0, min(self._most_drafts, min(in_output, in_context) - inflight - 1))
 
     def _guesses(self, request: Request, inflight: int) -> list[int]:
         room = self._room(request, inflight)

@@ -26,6 +26,7 @@ from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.constraints import constrain_some
 from tests.helpers.device_experts import DenseExperts, DoomedDenseExperts
+from tests.helpers.drafters import OracleDrafter
 from tests.helpers.host_graphs import RecordedOperations
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
 from tests.helpers.tiny_models import make_tiny_model
@@ -107,6 +108,28 @@ def test_replayed_equals_eager(tiny: Tiny, params: dict[str, Any], monkeypatch: 
     assert {(5, 6), (3, 4), (2, 2), (1, 1)} <= set(replayed)
     if params == SAMPLED:
         assert all(len(request.output_logprobs) == len(request.output_token_ids) for request in wanted)
+
+
+@pytest.mark.parametrize("tiny", [("qwen3_moe", 7), ("glm4_moe", 10)], indirect=True, ids=lambda p: str(p[0]))
+@pytest.mark.parametrize("params", [GREEDY, {"temperature": 0.8, "logprobs": 2}], ids=["greedy", "sampled"])
+def test_verified_drafts_are_rows_of_a_graph(
+    tiny: Tiny, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with right and wrong drafts are replayed, and give what steps of one token each give."""
+    eager = run(tiny, Setup(), requests(4, params))
+    oracle = OracleDrafter({f"r{i}": tokens for i, tokens in enumerate(eager)}, tiny[0].config.vocab_size, 4)
+    with_drafts: list[int] = []
+    original = DecodeGraphs.replay
+
+    def replay(graphs: DecodeGraphs, graph: DecodeGraph, plan: StepPlan) -> Any:
+        if plan.drafts is not None:
+            with_drafts.append(plan.num_requests)
+        return original(graphs, graph, plan)
+
+    monkeypatch.setattr(DecodeGraphs, "replay", replay)
+    setup = Setup(largest_graph=16, num_drafts=3, drafter=oracle)
+    assert run(tiny, setup, requests(4, params)) == eager
+    assert max(with_drafts) > 4
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpu_service.assembly import speculation
 from gpu_service.constraint import OutputConstraint, Words
 from gpu_service.engine import token_masks
 from gpu_service.request import Request
 from protos.engine_pb2 import Constraint
+from tests.helpers.drafters import Answers, OracleDrafter
 from tests.helpers.rank_graphs import use_recordings
 from tests.helpers.rank_group import WAIT_S, Outcome, Script, rank_config, run_group
 from tests.helpers.rank_models import MODELS
@@ -134,6 +136,42 @@ def test_ranks_let_the_same_outputs_sit_out(truth: Truth, tp: int, pp: int, over
     assert [outcome.token_ids for outcome in found["constrained"]] == tokens
     assert [outcome.finish_reason for outcome in found["slow"]] == ["stop", "length"]
     assert max(found["meanwhile"][0].token_ids) >= 3
+
+
+# The requests of each of the script's cases are named by a letter and their place.
+_LETTERS = {"chunked": "a", "prefix": "b", "scored": "d", "flushed": "e"}
+
+
+def guess_answers(answers: Answers) -> None:
+    """Called in each rank's process: its drafter guesses these, every fourth token of them wrong."""
+    speculation.NGramDrafter = lambda *sizes: OracleDrafter(answers, 200, 4)  # type: ignore[assignment, misc]
+
+
+def cases_and_drafts(script: Script) -> dict[str, list[Outcome]]:
+    """All cases, and how many drafts were verified and accepted meanwhile."""
+    found = script.run_cases()
+    load = script.built.engine.load
+    return found | {"drafts": [Outcome([load.draft_tokens, load.accepted_tokens], "", 0)]}
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "adaptive"), [(2, 1, False), pytest.param(2, 2, True, marks=pytest.mark.full)]
+)
+def test_ranks_verify_the_same_drafts(truth: Truth, tp: int, pp: int, adaptive: bool) -> None:
+    """Every rank guesses for itself, follows what rank 0 measured, and says what one rank says without."""
+    directory, expected = truth("qwen3_bias_tied")
+    answers = {
+        f"{letter}{index}": outcome.token_ids
+        for case, letter in _LETTERS.items()
+        for index, outcome in enumerate(expected[case])
+    }
+    config = rank_config(
+        directory, tp, pp, speculative_method="ngram", num_draft_tokens=3, adaptive_drafts=adaptive
+    )
+    found = run_group(config, partial(guess_answers, answers), cases_and_drafts)
+    verified, accepted = found.pop("drafts")[0].token_ids
+    assert_same(found, expected)
+    assert adaptive or 20 < accepted < verified
 
 
 def assert_same(found: dict[str, list[Outcome]], expected: dict[str, list[Outcome]]) -> None:

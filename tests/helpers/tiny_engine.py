@@ -31,6 +31,8 @@ from gpu_service.models.compose import build_model
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
+from gpu_service.speculation.drafter import HostDrafter
+from gpu_service.speculation.policy import Speculation
 from gpu_service.vision.features import ImageEncoder
 from moebius.config import GpuConfig
 from moebius.models.config import ModelConfig, ModelOverrides
@@ -52,6 +54,8 @@ class Setup:
     # Tokens of a step of the prefill lane, and of a prompt that it takes; 0: there is no lane.
     prefill_chunk_max: int = 0
     lane_min_tokens: int = 12
+    num_drafts: int = 0
+    drafter: HostDrafter | None = None
 
 
 @dataclass
@@ -104,6 +108,7 @@ def tiny_engine(
         1,
         frozenset(),
         prefill_chunk_max=setup.prefill_chunk_max,
+        max_rows=4 * setup.max_num_seqs,
     )
     gpu = GpuConfig(page_size=PAGE_SIZE, max_num_seqs=setup.max_num_seqs)
     states = allocate_states(gpu, model.config, stream.device)
@@ -145,7 +150,8 @@ def tiny_engine(
             if delta.finish_reason is not None:
                 ended.release()
 
-    scheduler = Scheduler(limits, cache)
+    speculation = Speculation(limits, setup.num_drafts, setup.drafter) if setup.num_drafts else None
+    scheduler = Scheduler(limits, cache, speculation)
     builder = InputBuilder(limits, PAGE_SIZE, has_mrope=runner.has_mrope)
     lane = None
     if setup.prefill_chunk_max:

@@ -384,6 +384,37 @@ def complete(stack: Stack, prompt: str, max_tokens: int = 96) -> str:
     return text
 
 
+def test_guessed_tokens_are_those_that_are_said_anyway(stack: Stack, tmp_path: Path) -> None:
+    """`--speculative-method ngram`: texts that repeat themselves come several tokens at a time, in order, and
+    are those of the system without; metrics say how many guesses were right."""
+    prompts = ["one two three four one two three four one two three four", "The lighthouse began when"]
+    flags = ("--speculative-method", "ngram", "--no-adaptive-drafts")
+    with running_stack(demo_checkpoint(), tmp_path, *EXACT_FLAGS, *flags) as guessing:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            texts = [list(pool.map(lambda p, s=one: complete(s, p), prompts)) for one in (stack, guessing)]
+        assert texts[0] == texts[1]
+        pieces = client_of(guessing).completions.create(
+            model=MODEL,
+            prompt=prompts[0],
+            max_tokens=60,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        chunks = list(pieces)
+        text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+        assert texts[0][0].startswith(text)
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 60
+        page = httpx.get(f"{guessing.metrics_url}/metrics").text
+        counts = {
+            name: float(re.findall(rf"^vllm:spec_decode_num_{name}_total.* (\S+)$", page, re.M)[0])
+            for name in ("draft_tokens", "accepted_tokens")
+        }
+        assert counts["draft_tokens"] > counts["accepted_tokens"] > 20, counts
+
+
 def test_expert_server_killed_while_decoding(stack: Stack) -> None:
     """SIGKILL of one server mid-decode: it is restarted and every request ends with the same tokens."""
     prompts = [f"Chapter {number}. The history of the lighthouse began when" for number in range(4)]

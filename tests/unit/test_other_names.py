@@ -60,6 +60,16 @@ def test_every_name_leads_somewhere() -> None:
         ("m --no-enable-lora --no-perf --no-cont-batching --port 1", "m --port 1"),
         ("m --otlp-traces-endpoint http://c:4317", "m --otlp-endpoint http://c:4317"),
         ("m --no-cache-prompt --no-ui -cram 0", "m --no-prefix-caching --no-web-page"),
+        (
+            "m --speculative-config.method ngram --speculative-config.num_speculative_tokens 5",
+            "m --speculative-method ngram --num-draft-tokens 5",
+        ),
+        (
+            "m --speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 1",
+            "m --speculative-method mtp --num-draft-tokens 2",
+        ),
+        ("m --draft-max 16 --draft-min 1 --port 1", "m --num-draft-tokens 16 --port 1"),
+        ("m --spec-type ngram-simple", "m --speculative-method ngram"),
         ("m --unheard-of 1 -- --tp 2", "m --unheard-of 1 -- --tp 2"),
         ("m --port -1", "m --port -1"),
     ],
@@ -77,7 +87,9 @@ def test_options_are_translated(typed: str, ours: str) -> None:
         ("m --compilation_config.cudagraph_mode OFTEN", "--cuda-graphs: 'OFTEN' is not allowed"),
         ("m -C ff", "-C is another server's option; threads are pinned"),
         ("m --rpc 10.0.0.2:50052", "--rpc .* --expert-addresses"),
-        ("m --speculative-config {}", "speculative decoding is not supported"),
+        ("m --speculative-config {}", "--speculative-config .* --speculative-method, --num-draft-tokens"),
+        ("m --speculative-algorithm EAGLE3", "--speculative-algorithm EAGLE3: no second model"),
+        ("m --speculative-num-draft-tokens 4", "--num-draft-tokens, which does not count"),
         ("m --nnodes 2", "--nnodes .* --rank-hosts"),
         ("m --hicache-ratio 2", "--hicache-ratio .* KV pages are not moved"),
         ("m --kv-offloading-size 64", "--kv-offloading-size .* KV pages are not moved"),
@@ -86,7 +98,7 @@ def test_options_are_translated(typed: str, ours: str) -> None:
         ("m --models-preset f.ini", "--models-preset .* --port"),
         ("m -ctxcp 4 --reasoning off", "--reasoning .* chat_template_kwargs"),
         ("m --presence-penalty 1", "--presence-penalty .* field of each request"),
-        ("m --draft-max 16", "--draft-max .* speculative decoding"),
+        ("m --model-draft small.gguf", "--model-draft .* no second model"),
         ("m --mm-processor-cache-gb 4", "--mm-processor-cache-gb .* --image-cache-mib"),
     ],
 )
@@ -127,7 +139,7 @@ def test_the_keys_of_the_file_that_lvllm_ships_are_known(
     assert (config.model.max_model_len, config.gpu.cuda_graphs, config.gpu.page_size) == (None, True, 128)
     assert "compilation_config.mode has no effect" in capsys.readouterr().err
     path.write_text("speculative-config: '{}'\n")
-    with pytest.raises(ConfigError, match="speculative decoding is not supported"):
+    with pytest.raises(ConfigError, match="--speculative-method, --num-draft-tokens"):
         load_config(path)
 
 

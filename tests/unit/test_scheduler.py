@@ -17,12 +17,17 @@ from gpu_service.request import FinishReason, Request
 from gpu_service.scheduler.admission import chunk_size
 from gpu_service.scheduler.limits import RequestRefused
 from gpu_service.scheduler.scheduler import RowResult, Scheduler
+from tests.helpers.drafters import FixedDrafter
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 
 
 def results(batch: Batch, token: int = 5) -> list[RowResult]:
-    """Every row that samples gets `token`."""
-    return [RowResult(token if samples else None) for samples in batch.samples]
+    """Every row that samples gets `token`, those of drafts too."""
+    drafts = batch.drafts or [[]] * len(batch.requests)
+    return [
+        RowResult(token if samples else None, verified=[RowResult(token) for _ in own])
+        for samples, own in zip(batch.samples, drafts, strict=True)
+    ]
 
 
 def step(scheduler: Scheduler) -> Batch:
@@ -52,9 +57,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         states=st.booleans(),
         lane_from=st.sampled_from([(1, 1), (1, 9), (6, 9)]),
+        num_drafts=st.integers(0, 4),
     )
-    def build(self, pages: int, budget: int, caching: bool, states: bool, lane_from: tuple[int, int]) -> None:
-        knobs = Knobs(num_pages=pages, page_size=4, max_num_seqs=4, budget=budget, prefix_caching=caching)
+    def build(
+        self,
+        pages: int,
+        budget: int,
+        caching: bool,
+        states: bool,
+        lane_from: tuple[int, int],
+        num_drafts: int,
+    ) -> None:
+        knobs = Knobs(
+            num_pages=pages,
+            page_size=4,
+            max_num_seqs=4,
+            budget=budget,
+            prefix_caching=caching,
+            # Tokens are 5 or 6: runs of one of them are accepted as far as the drafts go on with it.
+            drafter=FixedDrafter(5, 5, 6, 5),
+            num_drafts=0 if states else num_drafts,
+        )
         self.scheduler = build_scheduler(knobs, prefill_chunk_max=20)
         if states:
             held = RequestStates(StatePool(1 + SLOTS_PER_REQUEST * 4 + 3), 3)
@@ -93,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 0 < batch.num_tokens <= most
             assert len(batch.requests) == len({id(r) for r in batch.requests}) <= limits.max_num_seqs
             assert not any(request.in_lane for request in batch.requests)
+            assert not any(other.drafts for other in self.in_flight), "a step with drafts is waited for"
             self.in_flight.append(batch)
 
     @rule(is_ready=st.booleans())
@@ -134,8 +158,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             batch = self.in_flight.pop(0)
             rows = results(batch, token)
             if error:
-                rows[0].error = "broken"
+                failed = rows[0].verified[-1] if rows[0].verified else rows[0]
+                failed.error = "broken"
+            said = [len(request.output_token_ids) for request in batch.requests]
+            pages = self.scheduler.poisoned_pages(batch, rows)
             self.scheduler.commit(batch, rows)
+            held = {page for request in self.scheduler.running for page in request.pages}
+            held |= {page for node in self.scheduler.cache.tree.nodes() for page in node.pages}
+            assert held.isdisjoint(pages), "pages that are cleared are nobody's"
+            for request, before, own in zip(
+                batch.requests, said, batch.drafts or [[]] * len(said), strict=True
+            ):
+                assert len(request.output_token_ids) - before <= 1 + len(own)
 
     @invariant()
     def consistent(self) -> None:

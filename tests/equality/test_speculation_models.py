@@ -1,0 +1,137 @@
+"""Guards that on real (tiny) models a verified position is a decode row: every kind of cache, as it is built
+from the configuration, says with drafts what it says without; and that what can not speculate is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from gpu_service.assembly import speculation as assembly
+from gpu_service.build import build_engine
+from gpu_service.engine.interface import OutputDelta
+from gpu_service.request import Request, SamplingParams
+from gpu_service.telemetry import EngineMetrics, EngineTelemetry
+from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
+from moebius.errors import UserError
+from tests.helpers.drafters import OracleDrafter
+from tests.helpers.tiny_models import make_tiny_model
+
+# Keys and values; windows and sinks; latents; latents that an indexer chooses.
+FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32"]
+LENGTHS = (5, 33, 18, 50)
+ROOMY: dict[str, Any] = {"page_size": 4, "num_pages": 128, "max_num_batched_tokens": 64}
+TIGHT: dict[str, Any] = {"page_size": 4, "num_pages": 36, "max_num_batched_tokens": 16}
+DRAFTS: dict[str, Any] = {"speculative_method": "ngram", "num_draft_tokens": 3, "adaptive_drafts": False}
+Truth = tuple[Path, list[Request]]
+
+
+def wanted() -> list[Request]:
+    """Greedy and random ones; fresh objects in every call."""
+    return [
+        Request(
+            f"r{i}",
+            [(i * 37 + k * k * 5 + k) % 200 + 3 for k in range(n)],
+            SamplingParams(
+                temperature=0.8 * (i % 2),
+                seed=i,
+                max_tokens=30,
+                ignore_eos=True,
+                logprobs=1 if i == 1 else None,
+            ),
+        )
+        for i, n in enumerate(LENGTHS)
+    ]
+
+
+def run(directory: Path, gpu: Mapping[str, Any]) -> tuple[list[Request], CollectorRegistry]:
+    """All at once in an engine built from the configuration; the requests after their end, and metrics."""
+    config = MoebiusConfig(
+        model=ModelConfigSection(model=str(directory), dtype="float32", language_model_only=True),
+        gpu=GpuConfig(gpu_threads=1, **gpu),
+        experts=ExpertConfig(expert_transport="local"),
+    )
+    ended = threading.Semaphore(0)
+
+    def on_output(deltas: Sequence[OutputDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                ended.release()
+
+    registry = CollectorRegistry()
+    telemetry = EngineTelemetry(EngineMetrics("tiny", registry))
+    telemetry.enabled = True
+    built = build_engine(config, telemetry, on_output)
+    requests = wanted()
+    built.engine.start()
+    try:
+        for request in requests:
+            built.engine.submit([request])
+        assert all(ended.acquire(timeout=60) for _ in requests)
+    finally:
+        built.engine.stop()
+    built.engine.scheduler.check_integrity()
+    assert [request.error_message for request in requests] == [""] * len(requests)
+    return requests, registry
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    """A checkpoint, and what it says without speculation."""
+    directory = tmp_path_factory.mktemp(request.param)
+    make_tiny_model(request.param, directory)
+    return directory, run(directory, ROOMY)[0]
+
+
+@pytest.mark.parametrize(("wrong_every", "gpu"), [(0, TIGHT), (3, ROOMY)], ids=["right-tight", "mixed-roomy"])
+def test_drafts_do_not_show(
+    truth: Truth, wrong_every: int, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches, chunks and preemptions with right or wrong drafts: the tokens without any. Metrics count."""
+    directory, expected = truth
+    answers = {request.request_id: request.output_token_ids for request in expected}
+    vocab_size = 200
+    oracle = OracleDrafter(answers, vocab_size, wrong_every)
+    monkeypatch.setattr(assembly, "NGramDrafter", lambda *sizes: oracle)
+    requests, registry = run(directory, gpu | DRAFTS)
+    assert {request.request_id: request.output_token_ids for request in requests} == answers
+    for request, before in zip(requests, expected, strict=True):
+        for new, old in zip(request.output_logprobs, before.output_logprobs, strict=True):
+            assert new.token_id == old.token_id
+            assert new.logprob == pytest.approx(old.logprob, abs=1e-4)
+    drafted, accepted = (
+        registry.get_sample_value(f"vllm:spec_decode_num_{name}_total", {"model_name": "tiny", "engine": "0"})
+        for name in ("draft_tokens", "accepted_tokens")
+    )
+    assert drafted is not None
+    assert accepted is not None
+    assert drafted > 20
+    assert accepted == drafted if wrong_every == 0 else 0 < accepted < drafted
+    if gpu is TIGHT:
+        assert sum(request.num_preemptions for request in requests) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    [
+        (
+            "qwen3_next",
+            "ngram",
+            "for qwen3_next, which has layers that keep one state",
+        ),
+        ("deepseek_v4", "ngram", "entries that stand for several tokens each"),
+        ("qwen3_moe", "mtp", "'mtp' is not supported yet.* allowed: off, ngram"),
+    ],
+)
+def test_what_can_not_speculate_is_refused_at_start(
+    name: str, method: Any, message: str, tmp_path: Path
+) -> None:
+    """Before anything is loaded, with the reason."""
+    make_tiny_model(name, tmp_path)
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, ROOMY | {"speculative_method": method})
