@@ -310,6 +310,7 @@ def test_pictures_of_the_page(page: Browser, script: Script, tmp_path: Path) -> 
     ] * 4
     assert picture.count("<use ") > 50  # letters
     assert not re.search(r"(href|url)\W{1,2}https?:", picture)
+    assert not re.search(r"[ \"]\d+\.\d{5}", picture)  # hundredths of a point are enough
 
 
 def test_a_phone_and_a_keyboard(page: Browser, script: Script) -> None:
