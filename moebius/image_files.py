@@ -5,10 +5,20 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 _MEGAPIXEL = 1_000_000
+# By EXIF's orientation, what makes an image upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 class ImageFileError(ValueError):
@@ -36,9 +46,22 @@ def decode_image(data: bytes, max_megapixels: float) -> Image.Image:
     image = open_image(data, max_megapixels)
     try:
         image.load()
-        return ImageOps.exif_transpose(image).convert("RGB")
+        turn = _UPRIGHT.get(_orientation(image))
+        return (image if turn is None else image.transpose(turn)).convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         raise ImageFileError(f"the image is damaged: {error}") from error
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF's; 1, which is upright, where it has none or damaged metadata.
+
+    Not by `ImageOps.exif_transpose`, which also writes the metadata anew, and raises whatever it meets in it.
+    """
+    try:
+        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # as many kinds of errors as of damage
+        return 1
+    return found if isinstance(found, int) else 1
 
 
 def read_below(directory: str, path: str, max_bytes: int) -> bytes:

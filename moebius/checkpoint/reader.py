@@ -98,14 +98,23 @@ class SliceReader:
         return descriptor
 
     def _fill(self, info: TensorInfo, first_element: int, output: Array) -> None:
-        """Read `output.size` consecutive elements of the tensor into a contiguous array."""
+        """Read `output.size` consecutive elements of the tensor into a contiguous array.
+
+        Raises CheckpointError naming the tensor where the file ends too early or its disk fails.
+        """
         if not output.size:
             return
         descriptor = self._descriptor(info.file)
         target = memoryview(output.reshape(-1).view(np.uint8).data)
         position = info.offset + first_element * output.itemsize
         while target:
-            count = os.preadv(descriptor, [target], position)
+            try:
+                count = os.preadv(descriptor, [target], position)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{info.file} could not be read at byte {position}, where tensor {info.name!r} lies: "
+                    f"{error.strerror}"
+                ) from error
             if count == 0:
                 raise CheckpointError(
                     f"{info.file} ended at byte {position} while tensor {info.name!r} was read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -108,3 +109,19 @@ def test_kernels_that_can_not_populate(index: CheckpointIndex, monkeypatch: pyte
             found = reader.read_slice(index["matrix"], slice(8, 16))
             np.testing.assert_array_equal(found, copies.read_slice(index["matrix"], slice(8, 16)))
             assert found.flags.writeable
+
+
+def test_a_disk_that_fails_is_an_error_of_the_checkpoint(
+    index: CheckpointIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies, too, name file and tensor: whoever starts a server reads one line."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with (
+        SliceReader() as reader,
+        pytest.raises(CheckpointError, match=r"could not be read .* 'matrix' lies: Input/output error"),
+    ):
+        reader.read(index["matrix"])
