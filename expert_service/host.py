@@ -147,7 +147,7 @@ def make_engine(
 ) -> ExpertEngine:
     """An engine for a slice of the plan's experts; `exact`: `LoadSettings.batch_invariant_experts`.
 
-    Empty, or with what a predecessor has packed in `segment`. Raises SegmentError when that can not be used.
+    Empty, or with what a predecessor has packed in `segment`. Raises SegmentError when that cannot be used.
     """
     model = plan.model
     return ExpertEngine(
@@ -272,7 +272,7 @@ class ExpertHost:
 
         Raises AlreadyLoaded, CheckpointError or ValueError naming the tensor, key or setting,
         MailboxError when the mailbox does not fit, RequantiseError naming the layer, LoadCancelled,
-        StartupError when packed experts can not lie where the configuration wants them.
+        StartupError when packed experts cannot lie where the configuration wants them.
         """
         if not self._loading.acquire(blocking=False):
             raise AlreadyLoaded("a load is running or has run; a process holds one slice for its whole life")

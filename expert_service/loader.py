@@ -62,7 +62,7 @@ def plan_load(
 ) -> LoadPlan:
     """Find the experts, in `expert_checkpoint` where they lie apart, and check all, this server's or not.
 
-    Raises CheckpointError naming the first tensor that is missing, mis-shaped or of a type that can not be
+    Raises CheckpointError naming the first tensor that is missing, mis-shaped or of a type that cannot be
     packed, a scheme that is not known, experts of one layer in different formats, or a tensor that belongs to
     an expert the configuration does not know.
     """

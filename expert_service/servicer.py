@@ -82,7 +82,7 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
         """INVALID_ARGUMENT names the tensor, key or setting; FAILED_PRECONDITION if something is loaded,
-        or packed experts can not lie where they are to."""
+        or packed experts cannot lie where they are to."""
         try:
             loaded = self._host.load(_slice_request(request))
         except (AlreadyLoaded, StartupError) as error:

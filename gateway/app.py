@@ -100,7 +100,7 @@ _CLIENT_CLOSED = 499  # nginx's number; nobody reads the answer, but the log lin
 
 
 def _log_broken(reason: str) -> None:
-    logger.error("the gateway can not serve", reason=reason)
+    logger.error("the gateway cannot serve", reason=reason)
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
@@ -114,9 +114,9 @@ def create_app(
 ) -> FastAPI:
     """The application; it connects to the engine when started and answers 503 until the engine does.
 
-    `on_broken` is called with the reason when the model's files can not be used; `shared` is what it has in
+    `on_broken` is called with the reason when the model's files cannot be used; `shared` is what it has in
     common with other processes of its port.
-    Raises ConfigError for a key file that can not be used.
+    Raises ConfigError for a key file that cannot be used.
     """
     gateway = Gateway(config, on_broken, shared)
 
@@ -164,7 +164,7 @@ def create_app(
 
 
 def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> None:
-    """The last one added is the outermost. Raises ConfigError for a key file that can not be used."""
+    """The last one added is the outermost. Raises ConfigError for a key file that cannot be used."""
     app.add_middleware(DrainMiddleware, drain=gateway.drain, failed=gateway.metrics.failed)
     keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
     if keys.required:

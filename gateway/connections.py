@@ -2,7 +2,7 @@
 
 A connection with a request that is complete keeps its place for as long as the answer takes. One that is
 still sending, or idle, has a deadline; when all places are taken the one that has waited longest gives way
-to a new one, so that clients who send half a request and wait can not shut out those who send a whole one.
+to a new one, so that clients who send half a request and wait cannot shut out those who send a whole one.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class EngineClient:
         return cast(engine_pb2.GetLoadResponse, answer)
 
     async def is_serving(self, timeout_s: float = 2.0) -> bool:
-        """Whether the engine's health service reports SERVING; False when it can not be reached."""
+        """Whether the engine's health service reports SERVING; False when it cannot be reached."""
         request = health_pb2.HealthCheckRequest(service=SERVICE)
         try:
             answer = await self._health.Check(request, timeout=timeout_s)

@@ -144,7 +144,7 @@ def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
             429, f"the engine's queue is full: {details}", code="engine_overloaded", retry_after_s=1
         )
     if status == grpc.StatusCode.UNAVAILABLE:
-        # The engine's own words are for clients; those of gRPC, when it can not connect, name sockets.
+        # The engine's own words are for clients; those of gRPC, when it cannot connect, name sockets.
         reason = details if without_addresses(details) == details else "it is starting, or was lost"
         return ApiError(
             503, f"the engine is not available: {reason}", code="engine_unavailable", retry_after_s=2

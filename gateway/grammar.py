@@ -1,6 +1,6 @@
 """What an answer has to look like, as the engine's `Constraint`, from `response_format` and its relatives.
 
-A constraint is compiled here, in a prompt process, so that what can not be enforced is a 400 that names the
+A constraint is compiled here, in a prompt process, so that what cannot be enforced is a 400 that names the
 parameter and the keyword; the engine compiles it again for its masks.
 """
 
@@ -28,7 +28,7 @@ def response_format_constraint(body: StructuredFields) -> Constraint | None:
     """What `response_format`, `structured_outputs` and the older fields ask for; None: nothing.
 
     Raises:
-        ApiError: 400 naming parameter and keyword; it can not be enforced, or two fields ask for something.
+        ApiError: 400 naming parameter and keyword; it cannot be enforced, or two fields ask for something.
     """
     wanted: Wanted = []
     if body.response_format is not None:
@@ -47,12 +47,12 @@ def response_format_constraint(body: StructuredFields) -> Constraint | None:
 
 
 def check_constraint(constraint: Constraint, param: str) -> None:
-    """Raises ApiError 400, naming `param`, when the constraint can not be enforced."""
+    """Raises ApiError 400, naming `param`, when the constraint cannot be enforced."""
     try:
         _check.check(constraint)
     except GrammarError as error:
         raise bad_request(
-            f"{param!r} can not be enforced: {error}{_where(constraint, error)}", param
+            f"{param!r} cannot be enforced: {error}{_where(constraint, error)}", param
         ) from None
 
 

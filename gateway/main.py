@@ -36,7 +36,7 @@ def _check_address(host: str, port: int) -> None:
 def run(config: MoebiusConfig) -> int:
     """Serves HTTP until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the server could not start.
 
-    Raises StartupError when the address or the model's files can not be used, ConfigError for other settings.
+    Raises StartupError when the address or the model's files cannot be used, ConfigError for other settings.
     """
     configure_logging(config.telemetry, "gateway")
     tracing = configure_tracing(config.telemetry, "moebius-gateway")

@@ -15,7 +15,7 @@ from gateway.schemas.parameters import NEUTRAL_VALUES
 
 _SCHEMAS = "#/components/schemas/"
 _REFUSALS = {
-    400: "The request can not be done as it is; `param` names the field at fault",
+    400: "The request cannot be done as it is; `param` names the field at fault",
     401: "The API key is missing or wrong",
     404: "The model does not exist",
     413: "The body is too large",

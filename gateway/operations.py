@@ -23,7 +23,7 @@ def gateway_operations(
     """Answers while the context is open, from threads that ask the running event loop; nothing for port 0.
 
     `not_ready` returns why a request sent now would not be answered, empty: it would. Raises UserError when
-    the port can not be bound.
+    the port cannot be bound.
     """
     loop = asyncio.get_running_loop()
 

@@ -19,7 +19,7 @@ from gateway.text.detokenizer import StopStrings, make_detokenizer
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
 
-# A masked token has -inf, which JSON can not say; other servers send this number for it.
+# A masked token has -inf, which JSON cannot say; other servers send this number for it.
 _LOWEST = -9999.0
 
 

@@ -74,7 +74,7 @@ def raw_value(
         has_kind: the model says itself whether the value is a string.
         not_in_text: what no text may contain.
     Raises:
-        GrammarError: naming the keyword that can not be enforced.
+        GrammarError: naming the keyword that cannot be enforced.
     """
     kinds = _kinds(schema, root) - {"string"}
     others = tuple(sorted(kinds - {"integer"} if "number" in kinds else kinds))

@@ -35,7 +35,7 @@ _TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize"})
 
 
 class ModelFilesError(Exception):
-    """Tokenizer or chat template can not be read; the message names the file."""
+    """Tokenizer or chat template cannot be read; the message names the file."""
 
 
 class Gateway:
@@ -120,7 +120,7 @@ class Gateway:
             await self._prompts.start(self._worker_setup(info, settings.model or directory))
             self._model = model
         except Exception as error:
-            self._on_broken(f"the model can not be served: {error}")
+            self._on_broken(f"the model cannot be served: {error}")
             return
         self.metrics.set_model(self._model.name)
         logger.info(

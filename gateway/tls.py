@@ -161,7 +161,7 @@ def secured(
 ) -> ProtocolFactory:
     """`protocol`, within TLS when the settings have a certificate.
 
-    `on_failed` is called for each handshake that fails. Raises ConfigError for files that can not be used.
+    `on_failed` is called for each handshake that fails. Raises ConfigError for files that cannot be used.
     """
     files = http_files(config.security)
     if files is None:

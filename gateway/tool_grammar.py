@@ -75,7 +75,7 @@ def tool_call_constraint(
     The caller sets `after_token_ids` and what belongs to it where the model thinks first.
 
     Raises:
-        ApiError: 400 naming the tool and the keyword of its schema that can not be enforced.
+        ApiError: 400 naming the tool and the keyword of its schema that cannot be enforced.
     """
     if not tools:
         raise bad_request("there is no tool that could be called", "tools")
@@ -104,7 +104,7 @@ def _object_schema(tool: ToolSpec) -> dict[str, Any]:
 _ANY_NAME = "/[A-Za-z0-9_.$-]{1,128}/"  # of a parameter
 _INPUT = "input"  # the parameter of a tool that takes text
 _FREE_OBJECT: dict[str, Any] = {"type": "object"}
-# Keywords of the arguments' object that a framing with a place for each parameter can not follow.
+# Keywords of the arguments' object that a framing with a place for each parameter cannot follow.
 _OF_OBJECTS = (
     "not", "if", "minProperties", "maxProperties", "patternProperties", "propertyNames", "dependentRequired",
     "dependentSchemas", "dependencies", "enum", "const",
@@ -247,7 +247,7 @@ class _Calls:
         except GrammarError as error:
             what = "the grammar of its text" if tool.text is not None else "its schema"
             raise bad_request(
-                f"tool {tool.name!r}: {what} can not be enforced as this model writes calls: {error}", "tools"
+                f"tool {tool.name!r}: {what} cannot be enforced as this model writes calls: {error}", "tools"
             ) from None
 
     def _text_argument(self, syntax: str, definition: str) -> str:

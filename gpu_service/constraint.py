@@ -57,7 +57,7 @@ class OutputConstraint:
         self.source = source
         self.num_words = num_words
         self.matcher = matcher
-        self.error = ""  # not empty: the output can not go on, and why
+        self.error = ""  # not empty: the output cannot go on, and why
         self.is_complete = False
         # Filled by `engine/token_masks.py`: its latest mask took long; the next one, computed by a thread.
         self.is_slow = False
@@ -173,7 +173,7 @@ class OutputConstraint:
 
     def _fail(self) -> None:
         assert self.matcher is not None
-        self.error = f"the output can not follow its constraint: {reason(self.matcher.get_error())}"
+        self.error = f"the output cannot follow its constraint: {reason(self.matcher.get_error())}"
 
 
 def _allow(words: Words, token_id: int) -> None:
@@ -218,7 +218,7 @@ class ConstraintCompiler:
         return -(-self._tokenizer.vocab_size // 32)
 
     def make(self, constraint: Constraint, count: int = 1) -> list[OutputConstraint]:
-        """For `count` outputs. Raises GrammarError when it can not be enforced."""
+        """For `count` outputs. Raises GrammarError when it cannot be enforced."""
         if constraint.WhichOneof("kind") is None:
             return [OutputConstraint(constraint, None, self._eos, self.num_words) for _ in range(count)]
         beginning = self._matcher(constraint)

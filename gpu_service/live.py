@@ -184,7 +184,7 @@ def make_live_experts(
     streamer: ExpertStreamer | None,
     client: ExpertClient | None = None,
 ) -> LiveExperts | None:
-    """None for a model without experts. Raises UserError for a placement that can not be."""
+    """None for a model without experts. Raises UserError for a placement that cannot be."""
     geometry = read_geometry(config.model.model, config.model.experts_per_token)
     if not geometry.moe_layers:
         return None

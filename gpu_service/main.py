@@ -122,7 +122,7 @@ def make_server(
 ) -> tuple[grpc.aio.Server, HealthReport, int]:
     """A server with engine, health and, if `reflect`, reflection: bound but not started; and its port.
 
-    Raises UserError when the address can not be bound.
+    Raises UserError when the address cannot be bound.
     """
     options = [
         ("grpc.max_receive_message_length", _MESSAGE_BYTES),
@@ -139,7 +139,7 @@ def make_server(
     try:
         port = listen(server, address)
     except RuntimeError as error:
-        raise UserError(f"gpu_address: can not listen on {address!r}: {error}") from error
+        raise UserError(f"gpu_address: cannot listen on {address!r}: {error}") from error
     return server, report, port
 
 
@@ -258,7 +258,7 @@ def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> N
 def _start_loading(
     config: MoebiusConfig, loop: asyncio.AbstractEventLoop
 ) -> asyncio.Future[tuple[Built, WarmUpGate, EngineTelemetry]]:
-    """Loads in a daemon thread: a load can not be interrupted, so it must not outlive a SIGTERM."""
+    """Loads in a daemon thread: a load cannot be interrupted, so it must not outlive a SIGTERM."""
     future: asyncio.Future[tuple[Built, WarmUpGate, EngineTelemetry]] = loop.create_future()
 
     def settle(outcome: concurrent.futures.Future[tuple[Built, WarmUpGate, EngineTelemetry]]) -> None:
@@ -338,7 +338,7 @@ def run_follower(config: MoebiusConfig) -> int:
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def stop() -> None:
-        # Alone it can not leave in order: the others would wait for it.
+        # Alone it cannot leave in order: the others would wait for it.
         built.group.fail(f"stopped by {signal.Signals(signals.get()).name}")
 
     threading.Thread(target=stop, name="stop", daemon=True).start()

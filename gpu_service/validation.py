@@ -27,7 +27,7 @@ from protos import engine_pb2 as pb
 
 
 class InvalidField(ValueError):
-    """A field of the request is out of range, or for another reason can not be used."""
+    """A field of the request is out of range, or for another reason cannot be used."""
 
     def __init__(self, field: str, value: object, allowed: str, message: str = "") -> None:
         super().__init__(message or f"{field}: {value!r} is not allowed; {allowed}")
@@ -111,7 +111,7 @@ def _constraints(
         return compiler.make(constraint, count)
     except GrammarError as error:
         kind = constraint.WhichOneof("kind")
-        said = f"the constraint of the output ({kind}) can not be enforced: {error}"
+        said = f"the constraint of the output ({kind}) cannot be enforced: {error}"
         raise InvalidField(f"constraint.{kind}", None, "", said) from error
 
 

@@ -49,7 +49,7 @@ _KINDS = {
 
 
 class _Refused(Exception):
-    """The request can not be done; the message names the field."""
+    """The request cannot be done; the message names the field."""
 
 
 def _as(kind: type[M], message: Message) -> M:

@@ -67,14 +67,14 @@ class ApiKey:
 
 
 class ApiKeys:
-    """The accepted keys. A changed file is read again at the next request; one that can not be read, or has
+    """The accepted keys. A changed file is read again at the next request; one that cannot be read, or has
     no key left, keeps the keys before it: a slip while editing locks nobody out and lets nobody in."""
 
     def __init__(self, api_key: str, path: str) -> None:
         """`api_key` and the lines of the file at `path` are all accepted; empty: none of that kind.
 
         Raises:
-            ConfigError: the file can not be read, has no key, or can be written by anybody.
+            ConfigError: the file cannot be read, has no key, or can be written by anybody.
         """
         self._fixed = (ApiKey("api_key", KeyLimits(), api_key.encode()),) if api_key else ()
         self._path = path
@@ -132,7 +132,7 @@ class ApiKeys:
 def read_keys(path: str) -> tuple[ApiKey, ...]:
     """The keys in a file, one a line; empty lines and those that begin with # do not count.
 
-    Raises ConfigError when it can not be read, has no key, can be written by anybody, or a hashed line is
+    Raises ConfigError when it cannot be read, has no key, can be written by anybody, or a hashed line is
     wrong; warns when anybody can read it.
     """
     keys = [_parsed(path, number, line) for number, line in _lines(path)]
@@ -154,7 +154,7 @@ def _lines(path: str) -> list[tuple[int, str]]:
             text = opened.read(_MOST_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
-        raise ConfigError(f"api_key_file: {path} can not be read: {reason}") from None
+        raise ConfigError(f"api_key_file: {path} cannot be read: {reason}") from None
     if len(text) > _MOST_BYTES:
         raise ConfigError(f"api_key_file: {path} is larger than 1 MiB; allowed: one key a line")
     if mode & stat.S_IWOTH:
@@ -268,7 +268,7 @@ def _replace(file: Path, lines: Sequence[str]) -> None:
                 os.unlink(made)
             raise
     except OSError as error:
-        raise ConfigError(f"{file} can not be written: {error.strerror}") from None
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def _identity(path: str) -> tuple[int, ...] | None:

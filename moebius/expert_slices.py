@@ -135,7 +135,7 @@ def _multiple(model: MoeGeometry, servers: int, group: int) -> int:
     if group > 1 and servers > 1 and size // group < servers:
         raise ValueError(
             f"split_count is {servers}, but the {size} intermediate channels of an expert are quantised in "
-            f"groups of {group} that can not be divided: allowed are at most {max(1, size // group)} "
+            f"groups of {group} that cannot be divided: allowed are at most {max(1, size // group)} "
             "servers, or expert_split 'expert'"
         )
     wanted = math.lcm(INTERMEDIATE_MULTIPLE, group)
@@ -174,7 +174,7 @@ _LEAST_PER_FILE = 4
 def checkpoint_fingerprint(index: CheckpointIndex) -> str:
     """32 hexadecimal digits of config.json, of every tensor's name, type and shape, and of sampled contents.
 
-    Reads at most about 2 MiB. Raises CheckpointError naming a file that can not be read.
+    Reads at most about 2 MiB. Raises CheckpointError naming a file that cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     files = sorted({info.file for info in index.tensors.values()}, key=lambda file: file.name)
@@ -189,7 +189,7 @@ def checkpoint_fingerprint(index: CheckpointIndex) -> str:
             for block in _samples(file, max(_LEAST_PER_FILE, _BLOCKS // len(files))):
                 digest.update(block)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or index.directory} can not be read: {error}") from error
+        raise CheckpointError(f"{error.filename or index.directory} cannot be read: {error}") from error
     return digest.hexdigest()
 
 

@@ -33,7 +33,7 @@ REPORT_EVERY_S = 60.0
 def listen(server: grpc.Server | grpc.aio.Server, address: str) -> int:
     """Binds a server that has not started; its port.
 
-    Raises RuntimeError when the address can not be bound, ConfigError when TLS has no certificate for it.
+    Raises RuntimeError when the address cannot be bound, ConfigError when TLS has no certificate for it.
     """
     tls = active_tls()
     if tls is None:
@@ -325,7 +325,7 @@ def handshake_problem(address: str, tls: GrpcTls) -> str:
         if files.certificate:
             context.load_cert_chain(files.certificate, files.key)
     except (OSError, ssl.SSLError) as error:
-        return f"the files of this process can not be used: {error}"
+        return f"the files of this process cannot be used: {error}"
     connection = _connected(address)
     if connection is None:
         return ""

@@ -29,7 +29,7 @@ def isa_level() -> str:
     """Instruction-set level in use: MOEBIUS_ISA if set, else the highest one supported.
 
     Raises:
-        ValueError: MOEBIUS_ISA names a level that is unknown or that this machine can not run.
+        ValueError: MOEBIUS_ISA names a level that is unknown or that this machine cannot run.
     """
     return _kernels.isa_level()
 

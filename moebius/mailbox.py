@@ -54,7 +54,7 @@ _DTYPE_OF_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class MailboxError(RuntimeError):
-    """The mailbox can not be made, found, entered or used; the message names it and says why.
+    """The mailbox cannot be made, found, entered or used; the message names it and says why.
 
     Attributes are filled by the C++ side; -1 means that no server or no layer is concerned.
     """

@@ -121,7 +121,7 @@ def start_operations(port: int, host: str, answers: Answers) -> OperationsServer
     """Serves `/metrics`, `/health` and `/ready` on `host` from threads; port 0 means none (returns None).
 
     `/health` is 200 while the process works, also while it loads; `/ready` while it would answer a request;
-    else 503 with the reason. Raises UserError when host or port can not be bound.
+    else 503 with the reason. Raises UserError when host or port cannot be bound.
     """
     if port == 0:
         return None

@@ -169,7 +169,7 @@ class ExpertStatistics:
         try:
             content = Path(path).read_bytes()
         except OSError as error:
-            raise UserError(f"expert_statistics: {path} can not be read: {error.strerror}") from error
+            raise UserError(f"expert_statistics: {path} cannot be read: {error.strerror}") from error
         try:
             return _decode(content)
         except (ValueError, KeyError, TypeError, OverflowError) as error:

@@ -121,7 +121,7 @@ def http_files(settings: SecurityConfig) -> CertificateFiles | None:
 def read_credentials(files: CertificateFiles) -> Credentials:
     """The files' contents.
 
-    Raises ConfigError naming setting, file and reason: it can not be read, is no PEM, has expired or is not
+    Raises ConfigError naming setting, file and reason: it cannot be read, is no PEM, has expired or is not
     valid yet, the key is that of another certificate, or the certificate is signed by another CA.
     """
     certificate = _read(f"{files.prefix}_cert_file", files.certificate)
@@ -148,7 +148,7 @@ def _read(setting: str, path: str) -> bytes:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{setting}: {path} can not be read: {error.strerror}") from None
+        raise ConfigError(f"{setting}: {path} cannot be read: {error.strerror}") from None
     if not content.strip():
         raise ConfigError(f"{setting}: {path} is empty; it has to be a PEM file")
     return content
@@ -316,7 +316,7 @@ class GrpcTls:
             if files.certificate:
                 context.load_cert_chain(files.certificate, files.key)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"the files of grpc_tls can not be used: {error}") from None
+            raise ConfigError(f"the files of grpc_tls cannot be used: {error}") from None
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For one port; asks for the files at each handshake."""

@@ -142,7 +142,7 @@ class WeightSegment:
             total = _checked_total(path, _kernels.map_shared(str(path), HEADER.itemsize), size)
             return cls(path, _kernels.map_shared(str(path), total))
         except OSError as error:
-            raise WeightSegmentError(f"expert weights {path} can not be mapped: {error.strerror}") from None
+            raise WeightSegmentError(f"expert weights {path} cannot be mapped: {error.strerror}") from None
 
     @property
     def generation(self) -> int:

@@ -47,7 +47,7 @@ class ImageBlock(Block):
 
 
 class DocumentSource(StrictModel):
-    """A document's text; other kinds of documents can not be read here."""
+    """A document's text; other kinds of documents cannot be read here."""
 
     place = "content[].source."
     type: Literal["text", "content"]

@@ -386,6 +386,6 @@ def translate_show(body: OllamaModelRequest, context: Context) -> Translation:
 
 
 def translate_pull(body: OllamaModelRequest, context: Context) -> Translation:
-    """The answer of /api/pull: the served model is there, others can not be had."""
+    """The answer of /api/pull: the served model is there, others cannot be had."""
     context.model.check_name(served_name(body.model))
     return Translation({}, answer={"status": "success"})

@@ -78,7 +78,7 @@ def translate(body: ResponsesRequest, context: Context) -> Translation:
     """The chat request of a response's.
 
     Raises:
-        ApiError: 400 for what can not be done; 404 for responses and items that are not stored.
+        ApiError: 400 for what cannot be done; 404 for responses and items that are not stored.
     """
     _check_possible(body)
     items = _all_items(body, context)
@@ -168,7 +168,7 @@ def _read_items(items: list[dict[str, Any]]) -> list[Any]:
     try:
         return ITEMS.validate_python(items)
     except ValidationError as error:  # written by another version
-        message = f"a stored response can not be read: {error.error_count()} errors"
+        message = f"a stored response cannot be read: {error.error_count()} errors"
         raise bad_request(message, "input") from None
 
 
@@ -234,7 +234,7 @@ def _parts(content: str | list[Any], place: str, context: Context) -> list[dict[
                 parts.append(image_part(part.image_url, part.detail))
             case ImagePart() | FilePart():
                 raise bad_request(
-                    f"'{place}' has a part of type {part.type!r} that can not be read: send images by "
+                    f"'{place}' has a part of type {part.type!r} that cannot be read: send images by "
                     "'image_url', files as text",
                     place,
                     "unsupported_parameter",
@@ -311,7 +311,7 @@ class _ToolList:
         """The chat's fields about tools.
 
         Raises:
-            ApiError: 400; the choice is of a tool that can not be called.
+            ApiError: 400; the choice is of a tool that cannot be called.
         """
         choice = body.tool_choice
         wanted = None if choice is None else self._choice(choice)

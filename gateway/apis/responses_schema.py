@@ -51,7 +51,7 @@ class ImagePart(StrictModel):
 
 
 class FilePart(StrictModel):
-    """A file, which can not be read here."""
+    """A file, which cannot be read here."""
 
     place = "input[].content[]."
     type: Literal["input_file", "input_audio"]

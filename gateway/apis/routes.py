@@ -159,7 +159,7 @@ async def ollama_show(request: Request) -> Response:
 
 @router.post("/api/pull", **takes(OllamaModelRequest))
 async def ollama_pull(request: Request) -> Response:
-    """Success for the served model, which is there; others can not be had."""
+    """Success for the served model, which is there; others cannot be had."""
     return await _answered(request, "ollama_pull")
 
 

@@ -73,7 +73,7 @@ class StoredResponse:
 class ResponseStore:
     """The file, made by `of`; every method opens it anew and may be called in any thread and process.
 
-    What can not be read or written because of the file is as if it were not there, and is logged: a response
+    What cannot be read or written because of the file is as if it were not there, and is logged: a response
     less is no reason to refuse an answer.
     """
 
@@ -85,7 +85,7 @@ class ResponseStore:
     def of(cls, settings: GatewayConfig) -> ResponseStore:
         """The store in the configured directory, or else in a private one; without room for that, none.
 
-        Raises ConfigError when the configured directory can not be used.
+        Raises ConfigError when the configured directory cannot be used.
         """
         size = int(settings.stored_responses_mib * 2**20)
         limits = StoreLimits(settings.stored_responses, size, settings.stored_responses_s)
@@ -157,7 +157,7 @@ class ResponseStore:
                     (response_id, time.time() - self.limits.age_s),
                 ).fetchone()
         except (sqlite3.Error, OSError) as error:
-            logger.warning("stored responses can not be read", reason=str(error))
+            logger.warning("stored responses cannot be read", reason=str(error))
             return None
         return None if found is None else StoredResponse(json.loads(found[0]), json.loads(found[1]))
 
@@ -170,7 +170,7 @@ class ResponseStore:
                 done = connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
                 return done.rowcount > 0
         except (sqlite3.Error, OSError) as error:
-            logger.warning("a stored response can not be deleted", reason=str(error))
+            logger.warning("a stored response cannot be deleted", reason=str(error))
             return False
 
 
@@ -185,7 +185,7 @@ def check_store(settings: GatewayConfig) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"stored_responses_dir: {directory} can not be used: {error.strerror}; allowed: a directory that "
+            f"stored_responses_dir: {directory} cannot be used: {error.strerror}; allowed: a directory that "
             "can be written"
         ) from None
 
@@ -203,7 +203,7 @@ def _private_directory() -> str:
 def shared_store(config: MoebiusConfig) -> Iterator[MoebiusConfig]:
     """The settings with a directory for stored responses, which all processes that get them share.
 
-    Raises ConfigError when the configured directory can not be used.
+    Raises ConfigError when the configured directory cannot be used.
     """
     store = ResponseStore.of(config.gateway)
     chosen = {"stored_responses_dir": store.directory, "stored_responses": store.limits.count}

@@ -74,7 +74,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Refused:
-    """The request can not be done; the fields of an `ApiError`."""
+    """The request cannot be done; the fields of an `ApiError`."""
 
     status: int
     message: str

@@ -16,7 +16,7 @@ _MIB = 2**20
 
 
 class ImageRefused(ValueError):
-    """One image can not be used; the message says why and what is allowed."""
+    """One image cannot be used; the message says why and what is allowed."""
 
 
 @dataclass(frozen=True)

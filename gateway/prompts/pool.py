@@ -98,7 +98,7 @@ class _Process:
 
     @classmethod
     async def spawn(cls, files: ModelFiles) -> _Process:
-        """A process that begins to read the model's files; OSError when it can not be started."""
+        """A process that begins to read the model's files; OSError when it cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -112,7 +112,7 @@ class _Process:
         return process
 
     async def begin(self, setup: WorkerSetup) -> None:
-        """Waits until it can serve; _Died or TimeoutError when it can not, and is stopped."""
+        """Waits until it can serve; _Died or TimeoutError when it cannot, and is stopped."""
         try:
             async with asyncio.timeout(_START_S):
                 await self._send([packed(setup)])
@@ -331,7 +331,7 @@ class PromptPool:
             if number not in self._failed_starts:  # it may have been killed; requests wait for one more try
                 self._failed_starts.add(number)
                 return
-            unavailable = Refused(503, "requests can not be read at the moment", None, "unavailable")
+            unavailable = Refused(503, "requests cannot be read at the moment", None, "unavailable")
             for job in [*self._small, *self._large]:
                 if not job.answer.done():
                     job.answer.set_result(unavailable)
@@ -354,7 +354,7 @@ class PromptPool:
             self._queue(job)
 
     def _refusal(self, job: _Job, death: _Died) -> Refused | None:
-        """Why a request can not be done that was alone with its process when that ended; None: try again."""
+        """Why a request cannot be done that was alone with its process when that ended; None: try again."""
         limits = self._limits()
         if death.status == -signal.SIGPROF:
             return too_expensive(f"{limits.cpu_s:g} s of processor time", "prompt_timeout_s")

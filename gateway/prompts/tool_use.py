@@ -36,7 +36,7 @@ def conversation_of(body: ChatCompletionRequest, model: ServedModel) -> Conversa
     if tools and template is not None and not template.knows_tools:
         raise bad_request(
             f"the chat template of model {model.name!r} does not know tools: without them in its prompt the "
-            "model can not call any (--chat-template FILE gives it another template)",
+            "model cannot call any (--chat-template FILE gives it another template)",
             "tools" if body.tools else "functions",
             "unsupported_parameter",
         )
@@ -164,7 +164,7 @@ def constraint_of(
     """The grammar of required calls or of the answer, and the bound on the thought; None: neither.
 
     Raises:
-        ApiError: 400 naming the parameter and the keyword of a schema that can not be enforced.
+        ApiError: 400 naming the parameter and the keyword of a schema that cannot be enforced.
     """
     wanted = response_format_constraint(body)
     calls = _tool_constraint(body, model, plan, wanted)

@@ -1,7 +1,7 @@
 """A process that prepares requests, one at a time, within a bound on memory and on processor time.
 
 It is started with a socket as its standard input, on which it gets a `WorkerSetup` and then requests. What
-a template, a tokenizer or a parser does can not be interrupted from within, so the limits are the kernel's:
+a template, a tokenizer or a parser does cannot be interrupted from within, so the limits are the kernel's:
 allocations beyond the bound fail, and a request that takes too long ends the process by SIGPROF. The
 gateway starts another.
 """

@@ -21,7 +21,7 @@ def is_name(address: str) -> bool:
 
 async def resolved(address: str) -> list[str] | None:
     """All addresses of a name, sorted; those of one family only, as both lead to the same replicas. None: the
-    name can not be resolved at the moment."""
+    name cannot be resolved at the moment."""
     host, _, port = address.rpartition(":")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)

@@ -50,7 +50,7 @@ class Replica:
     prefixes: SentPrefixes = field(default_factory=SentPrefixes)
     in_flight: int = 0  # requests of this process
     is_serving: bool = True  # by its own word, asked now and then; until it was asked: one has to try
-    mismatch: str = ""  # why it can not be used at all: its model is another one
+    mismatch: str = ""  # why it cannot be used at all: its model is another one
     info: engine_pb2.GetModelInfoResponse | None = None
     is_leaving: bool = False  # its address is no longer one of the replicas'
     # By its last word: outputs it has, running and waiting, and how many of ours it had then.

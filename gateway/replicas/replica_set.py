@@ -262,7 +262,7 @@ class ReplicaSet:
             logger.info("replica", address=replica.address, serving=serving)
         replica.is_serving = serving
         self._metrics.up(replica.address, serving and not replica.mismatch)
-        with contextlib.suppress(grpc.aio.AioRpcError):  # one that can not tell is as busy as we make it
+        with contextlib.suppress(grpc.aio.AioRpcError):  # one that cannot tell is as busy as we make it
             load = await replica.client.load()
             replica.reported, replica.ours_then = load.num_total_reqs, replica.in_flight
             replica.max_running = load.max_running_requests or replica.max_running

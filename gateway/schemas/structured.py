@@ -20,7 +20,7 @@ class JsonSchemaFormat(StrictModel):
     description: str | None = None
     schema_: JsonSchema | None = Field(None, alias="schema", description="Unset: any JSON object")
     strict: bool | None = Field(
-        None, description="False: keywords that can not be enforced are left out instead of refused"
+        None, description="False: keywords that cannot be enforced are left out instead of refused"
     )
 
 

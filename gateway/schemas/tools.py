@@ -51,7 +51,7 @@ class ToolFunction(StrictModel):
     strict: bool | None = Field(None, description="Arguments are made by the schema's grammar")
 
     def check(self, param: str) -> None:
-        """Raises PydanticCustomError naming `param` for a name or a schema that can not be used."""
+        """Raises PydanticCustomError naming `param` for a name or a schema that cannot be used."""
         if not _NAME.fullmatch(self.name):
             raise param_error(
                 f"{param}.name",

@@ -35,7 +35,7 @@ _OWN_TEMPLATES = {
 
 
 class ChatTemplateError(ValueError):
-    """The template refused the conversation, or can not do what was asked; the message says why."""
+    """The template refused the conversation, or cannot do what was asked; the message says why."""
 
 
 def own_template(model_type: str, added_tokens: Container[str]) -> str:
@@ -179,7 +179,7 @@ def _cut_after(text: str, message: dict[str, Any]) -> str:
     content = str(message.get("content") or "")
     position = text.rfind(content.strip())
     if not content.strip() or position < 0:
-        raise ChatTemplateError("the chat template changed the final message, which can not be continued")
+        raise ChatTemplateError("the chat template changed the final message, which cannot be continued")
     end = position + len(content.strip())
     trailing = content[len(content.rstrip()) :]
     return text[: end + len(trailing)] if text.startswith(trailing, end) else text[:end]

@@ -1,6 +1,6 @@
 """Conversations as chat templates take them, with text of clients kept apart from control tokens.
 
-Users type `<|im_start|>` too, and a tokenizer can not tell who wrote it. So before a template is rendered,
+Users type `<|im_start|>` too, and a tokenizer cannot tell who wrote it. So before a template is rendered,
 every control token spelled in a client's text gets one character put after its first, the mark, which
 appears nowhere else. Templates treat marked text like any other (they may strip it, test it, quote it as
 JSON), the spelling is no token any more, and `Tokenizer.encode` takes the marks out while it tokenises, so

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, by its size alone: what can not fit is refused before tokenising."""
+"""How many tokens a text has at least, by its size alone: what cannot fit is refused before tokenising."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except CheckpointError as error:
         raise TokenizerError(str(error)) from error
     except OSError as error:
-        raise TokenizerError(f"{path} can not be read: {error.strerror}") from error
+        raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):

@@ -122,7 +122,7 @@ class Group:
 
     async def _start(self, seat: int) -> _Process:
         """A new process, once it has a place in the shared memory: those that were replaced keep theirs while
-        they finish their requests. Raises OSError when it can not be started."""
+        they finish their requests. Raises OSError when it cannot be started."""
         places = set(range(2 * self._count))
         while not (free := places - {one.index for one in self._processes}):  # noqa: ASYNC110 - they end
             await asyncio.sleep(_LOOK_S)
@@ -243,7 +243,7 @@ class Group:
             try:
                 new = await self._start(seat)
             except OSError as error:
-                logger.error("a gateway process can not be started", worker=seat, reason=str(error))
+                logger.error("a gateway process cannot be started", worker=seat, reason=str(error))
                 pause_s = _LONGEST_PAUSE_S
                 continue
             self._restarts.inc()
@@ -286,12 +286,12 @@ class Group:
         try:
             new = await self._start(seat)
         except OSError as error:
-            logger.error("a gateway process can not be started", worker=seat, reason=str(error))
+            logger.error("a gateway process cannot be started", worker=seat, reason=str(error))
             return False
         end = time.monotonic() + _READY_S
         while not new.ready.is_set():
             if new.popen.poll() is not None or time.monotonic() > end:
-                logger.error("the new gateway process can not serve: those that run go on", worker=seat)
+                logger.error("the new gateway process cannot serve: those that run go on", worker=seat)
                 new.popen.kill()
                 return False
             await asyncio.sleep(_LOOK_S)

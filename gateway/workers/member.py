@@ -1,6 +1,6 @@
 """One of several gateway processes: `python -m gateway.workers.member`, its channel as standard input.
 
-It says once a second that it lives, which a process whose event loop hangs can not do, and how far it is.
+It says once a second that it lives, which a process whose event loop hangs cannot do, and how far it is.
 """
 
 from __future__ import annotations

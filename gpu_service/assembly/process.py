@@ -34,9 +34,9 @@ def use_jit_cache(directory: str) -> None:
         for part in ("triton", "flashinfer"):
             (root / part).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"jit_cache_dir: can not write to {directory!r}: {error}") from error
+        raise UserError(f"jit_cache_dir: cannot write to {directory!r}: {error}") from error
     if not os.access(root / "triton", os.W_OK):
-        raise UserError(f"jit_cache_dir: can not write to {directory!r}; a writable directory is needed")
+        raise UserError(f"jit_cache_dir: cannot write to {directory!r}; a writable directory is needed")
     if "flashinfer" in sys.modules:
         _log.warning("FlashInfer is imported already, its kernels stay where they were", directory=directory)
     os.environ["TRITON_CACHE_DIR"] = str(root / "triton")

@@ -239,7 +239,7 @@ class RankPlan:
         self._parallel, self._longest = model.parallel, model.config.max_model_len
 
     def make(self, config: MoebiusConfig) -> MemoryPlan:
-        """The ledger under these settings. Raises MemoryShort: it can not fit; as `prefill_chunk`."""
+        """The ledger under these settings. Raises MemoryShort: it cannot fit; as `prefill_chunk`."""
         chosen = _with_gpu(config, prefill_chunk_max=self.prefill_chunk(config))
         return self._plan(Trial(chosen, self._experts.count))
 
@@ -314,7 +314,7 @@ class RankPlan:
         )
 
     def _model(self, config: MoebiusConfig) -> tuple[CausalLM, int]:
-        """Composed anew where dense weights are kept otherwise. Raises UserError where they can not be."""
+        """Composed anew where dense weights are kept otherwise. Raises UserError where they cannot be."""
         key = config.model.dense_weights
         if key not in self._models:
             composed, _ = self._models[self._config.model.dense_weights]
@@ -335,7 +335,7 @@ def make_kv_memory(
 ) -> tuple[KvMemory, MoebiusConfig]:
     """Before anything is loaded: `model` is on the meta device. Also the settings with what is chosen.
 
-    Ranks choose alike. Raises UserError when it can not fit.
+    Ranks choose alike. Raises UserError when it cannot fit.
     """
     memory = make_device_memory(device)
     if memory is None:

@@ -146,13 +146,13 @@ def attention_that_runs(
 
 
 def graphs_unsupported_reason(config: MoebiusConfig, runner: ModelRunner) -> str:
-    """Why decode steps can not be captured; empty: they can."""
+    """Why decode steps cannot be captured; empty: they can."""
     if not config.gpu.cuda_graphs:
         return "cuda_graphs is off"
     if not runner.attention.captures:
-        return f"{type(runner.attention).__name__} can not be captured"
+        return f"{type(runner.attention).__name__} cannot be captured"
     if runner.experts is not None and not runner.experts.is_device_driven:
         return f"{type(runner.experts).__name__} is driven by the host"
     if runner.resident is not None and not runner.resident.captures:
-        return "the kernels of resident experts can not be captured"
+        return "the kernels of resident experts cannot be captured"
     return ""

@@ -44,7 +44,7 @@ def load_vision(config: MoebiusConfig, model: ModelConfig, device: torch.device)
     try:
         tower = build_tower(model, config.model.model, device)
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{config.model.model}: vision_config can not be used: {error}") from error
+        raise UserError(f"{config.model.model}: vision_config cannot be used: {error}") from error
     load_tower(tower, config.model.model, model.model_type)
     _check_budget(config, model, preparer)
     encoder = ImageEncoder(tower, device, config.images.image_cache_mib * _MIB)

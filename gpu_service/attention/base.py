@@ -30,7 +30,7 @@ class PlannedAttention(ABC):
     the forwards run: what a plan copies or launches is ordered between the last step and this one.
 
     In a captured graph a forward reads the tensors that `plan_capture` was given; they are refilled, and
-    `plan_replay` called, before each replay. A backend that can not do this leaves `captures` False.
+    `plan_replay` called, before each replay. A backend that cannot do this leaves `captures` False.
     """
 
     captures = False
@@ -55,11 +55,11 @@ class PlannedAttention(ABC):
         The tensors of `inputs` keep their memory for the graph's life. Raises NotImplementedError unless
         `captures`.
         """
-        raise NotImplementedError(f"{type(self).__name__} can not be captured in a graph")
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured in a graph")
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
         """Before replaying the graph captured for as many requests: `inputs` are its refilled tensors."""
-        raise NotImplementedError(f"{type(self).__name__} can not be captured in a graph")
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured in a graph")
 
 
 class AttentionLayer(NamedTuple):
@@ -92,7 +92,7 @@ class AttentionBackend(PlannedAttention):
 
     @classmethod
     def unsupported(cls, config: ModelConfig, kv_cache: KVCache) -> str:
-        """Why this backend can not serve this model and cache on this machine; empty: it can."""
+        """Why this backend cannot serve this model and cache on this machine; empty: it can."""
         return ""
 
     def forward(
@@ -121,7 +121,7 @@ class AttentionBackend(PlannedAttention):
         the highest product of query and key among its tokens up to the row; the latest `local_blocks` are
         always chosen. With `shared_heads`, so many queries choose once for all heads, by the keys of whole
         blocks (`mean_block_scores`). Equal scores are chosen together, so that the way a sequence was cut
-        into steps can not decide. None: no sequence has more blocks than may be chosen.
+        into steps cannot decide. None: no sequence has more blocks than may be chosen.
         """
         sizes, inputs = self.config.block_indexer, self._planned
         assert sizes is not None, "asked only of models whose layers choose"

@@ -26,7 +26,7 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def missing_compiler() -> str:
-    """Why FlashInfer's kernels can not be had; empty: they are packaged, or nvcc and ninja can build them."""
+    """Why FlashInfer's kernels cannot be had; empty: they are packaged, or nvcc and ninja can build them."""
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return ""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
@@ -56,7 +56,7 @@ def unsupported_types(dtype: torch.dtype, head_dim: int) -> str:
 
 
 def unsupported_layers(config: ModelConfig) -> str:
-    """Why the wrappers used here can not compute what some layers need; empty: they can."""
+    """Why the wrappers used here cannot compute what some layers need; empty: they can."""
     if config.attention_sinks:
         return "this model has attention sinks, which FlashInfer is not used for here"
     sizes = {(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in config.attention_shapes}
@@ -72,7 +72,7 @@ def unsupported_layers(config: ModelConfig) -> str:
 
 
 def unsupported_device(device: torch.device) -> str:
-    """Why FlashInfer can not run on a device; empty: it can."""
+    """Why FlashInfer cannot run on a device; empty: it can."""
     if device.type != "cuda":
         return f"FlashInfer needs a CUDA device, not {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):

@@ -41,7 +41,7 @@ class BackendEntry:
         return getattr(importlib.import_module(self.module), self.class_name)
 
     def missing(self, device: torch.device) -> str:
-        """Why the backend can not be used on a device; empty: nothing is missing."""
+        """Why the backend cannot be used on a device; empty: nothing is missing."""
         if self.needs_cuda and device.type != "cuda":
             return f"it needs a CUDA device, this one is {device.type!r}"
         if self.package and importlib.util.find_spec(self.package) is None:
@@ -81,12 +81,12 @@ ATTENTION_BACKENDS: dict[str, BackendEntry] = {
 
 
 def check_attention_backend(name: str, device: torch.device | str) -> None:
-    """Before a model is loaded: raises UserError when what is asked for by name can not be there."""
+    """Before a model is loaded: raises UserError when what is asked for by name cannot be there."""
     if name == "auto":
         return
     reason = _entry(ATTENTION_BACKENDS, name).missing(torch.device(device))
     if reason:
-        raise UserError(f"attention_backend: {name!r} can not be used: {reason}")
+        raise UserError(f"attention_backend: {name!r} cannot be used: {reason}")
 
 
 def choose_backend(
@@ -109,7 +109,7 @@ def choose_backend(
         refused[candidate] = reason
     if name == "auto":
         raise UserError(f"no attention backend can serve this model: {_sentence(refused)}")
-    raise UserError(f"attention_backend: {name!r} can not be used: {refused[name]}")
+    raise UserError(f"attention_backend: {name!r} cannot be used: {refused[name]}")
 
 
 def _entry(entries: dict[str, BackendEntry], name: str) -> BackendEntry:
@@ -121,14 +121,14 @@ def _entry(entries: dict[str, BackendEntry], name: str) -> BackendEntry:
 def _try_make(
     entry: BackendEntry, config: Any, cache: Any, device: torch.device, try_out: TryOut | None
 ) -> tuple[Any, str]:
-    """The backend this entry makes, or None and why it can not be used here."""
+    """The backend this entry makes, or None and why it cannot be used here."""
     reason = entry.missing(device)
     if reason:
         return None, reason
     try:
         backend = entry.load()
     except Exception as error:  # a package that is installed but broken may raise anything
-        return None, f"package {entry.package!r} can not be imported ({error}); {entry.install}"
+        return None, f"package {entry.package!r} cannot be imported ({error}); {entry.install}"
     reason = backend.unsupported(config, cache)
     if reason:
         return None, reason
@@ -227,7 +227,7 @@ def make_attention(
     """The backend for a rank's own configuration and its cache; `name` is `attention_backend`.
 
     `try_out` runs a candidate as the service will; one that it raises for is not taken. Raises UserError when
-    a backend asked for by name is missing or can not serve this model.
+    a backend asked for by name is missing or cannot serve this model.
     """
     entries: dict[str, BackendEntry] = ATTENTION_BACKENDS
     sizes: ModelConfig | MlaDimensions | CompressedDimensions = config

@@ -110,7 +110,7 @@ class _CudaEvent(DeviceEvent):
 
 
 class CudaDeviceStream(DeviceStream):
-    """A stream of its own on one GPU, not torch's default stream: that one can not be captured."""
+    """A stream of its own on one GPU, not torch's default stream: that one cannot be captured."""
 
     def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
         """`is_urgent`: its kernels take free multiprocessors before those of other streams."""

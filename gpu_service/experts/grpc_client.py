@@ -225,7 +225,7 @@ class GrpcExpertClient(ExpertClient):
         self._interrupted.set()
 
     def recover(self, timeout_s: float) -> None:
-        """Opens new streams, so that late answers can not be mistaken."""
+        """Opens new streams, so that late answers cannot be mistaken."""
         self._close_streams()
         self._generation += 1
         self.wait_ready(timeout_s)

@@ -214,7 +214,7 @@ class MLAttention(nn.Module):
         latent_rows = {"kv_a_proj_with_mqa": ShardRange.whole(mla.kv_lora_rank + self._shared_dim)}
         self.a_proj: FusedLinear | None = None
         if mla.q_lora_rank is None:
-            # Never biased, so that it can not share the GEMM of the latents.
+            # Never biased, so that it cannot share the GEMM of the latents.
             self.q_proj = FusedLinear(size, {"q_proj": query_rows}, bias=False, dtype=dtype)
             if has_latents:
                 self.a_proj = FusedLinear(size, latent_rows, bias=bias, dtype=dtype)

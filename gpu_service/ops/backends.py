@@ -166,7 +166,7 @@ def uninstall(device_type: str) -> None:
 def load_tables(
     names: Sequence[str], attention_modules: Callable[[], Sequence[Any]] = tuple
 ) -> dict[str, Mapping[str, Implementation]]:
-    """Import libraries and let them compile; one warning for each that can not be used here."""
+    """Import libraries and let them compile; one warning for each that cannot be used here."""
     tables: dict[str, Mapping[str, Implementation]] = {}
     for name in names:
         try:
@@ -178,7 +178,7 @@ def load_tables(
         # Libraries check versions, compilers and drivers, each with exceptions of its own.
         except Exception as error:
             _log.warning(
-                "a library of GPU kernels can not be used",
+                "a library of GPU kernels cannot be used",
                 library=name,
                 error=brief(error),
                 install=_INSTALL,

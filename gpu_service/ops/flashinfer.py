@@ -72,7 +72,7 @@ def append_kv(
         positions=positions,
         paged_kv_cache=(pages[:, :, :num_heads], pages[:, :, num_heads:]),
         kv_indices=slot_mapping.int(),
-        # [0, tokens] and [1], without a copy from the host: those can not be captured in a graph.
+        # [0, tokens] and [1], without a copy from the host: those cannot be captured in a graph.
         kv_indptr=torch.arange(2, dtype=torch.int32, device=device) * tokens,
         kv_last_page_len=torch.ones(1, dtype=torch.int32, device=device),
         kv_layout="NHD",

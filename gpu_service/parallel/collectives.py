@@ -45,7 +45,7 @@ class OneShotAllReduce:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Raises RuntimeError where GPUs can not reach each other's memory."""
+        """Raises RuntimeError where GPUs cannot reach each other's memory."""
         # Only here: not every build of torch has it.
         import torch.distributed._symmetric_memory as symmetric_memory
 

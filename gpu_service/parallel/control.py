@@ -222,7 +222,7 @@ class GroupLost(RuntimeError):
 
 
 class RankControl:
-    """One rank's ends. `on_lost(reason, own)` is called once, by any thread, when the group can not go on;
+    """One rank's ends. `on_lost(reason, own)` is called once, by any thread, when the group cannot go on;
 
     `own`: because of this rank. Methods raise GroupLost from then on. `connections` are by rank: all others
     for rank 0, else rank 0 only.
@@ -349,7 +349,7 @@ class RankControl:
     def _beat(self, interval_s: float) -> None:
         while not self._closing.wait(interval_s):
             for connection in self._connections.values():
-                # A connection that can not carry it is noticed by the thread that receives from it.
+                # A connection that cannot carry it is noticed by the thread that receives from it.
                 connection.try_send(_HEARTBEAT)
 
     def _left(self, peer: int) -> None:

@@ -71,7 +71,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def fail(self, reason: str) -> None:
-        """This rank can not go on: ends the group, and this process."""
+        """This rank cannot go on: ends the group, and this process."""
 
     @abstractmethod
     def close(self) -> None:

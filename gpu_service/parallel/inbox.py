@@ -159,7 +159,7 @@ def _decode_image(sent: ranks_pb2.Image) -> PreparedImage:
     shape = tuple(sent.shape)
     if len(sent.pixels) != math.prod(shape) * _PIXEL.itemsize:
         raise ValueError(f"an image of shape {shape} arrived with {len(sent.pixels)} bytes of pixels")
-    # A copy: torch asks for memory that can be written to, the message's own can not.
+    # A copy: torch asks for memory that can be written to, the message's own cannot.
     pixels: npt.NDArray[Any] = np.frombuffer(sent.pixels, _PIXEL).reshape(shape).copy()
     time, rows, columns = sent.grid
     height, width = sent.token_grid

@@ -83,7 +83,7 @@ def _gather(rendezvous: Rendezvous, welcome: ranks_pb2.Welcome) -> dict[int, Ran
     try:
         listener = socket.create_server((host, port), family=_family(host), backlog=rendezvous.size)
     except OSError as error:
-        raise UserError(f"rank_address: can not listen on {rendezvous.address}: {error.strerror}") from error
+        raise UserError(f"rank_address: cannot listen on {rendezvous.address}: {error.strerror}") from error
     with listener:
         while len(connections) < rendezvous.size - 1:
             listener.settimeout(max(0.0, end - time.monotonic()) or 0.001)
@@ -219,11 +219,11 @@ def place_of(settings: ParallelConfig) -> ParallelContext:
 
 
 def check_hosts(settings: ParallelConfig) -> None:
-    """Raises ConfigError where the ranks can not be divided over the hosts as is set."""
+    """Raises ConfigError where the ranks cannot be divided over the hosts as is set."""
     hosts = settings.rank_hosts
     if settings.num_ranks % hosts:
         raise ConfigError(
-            f"rank_hosts: {settings.num_ranks} ranks can not be divided equally over {hosts} hosts"
+            f"rank_hosts: {settings.num_ranks} ranks cannot be divided equally over {hosts} hosts"
         )
     if settings.host_index >= hosts:
         raise ConfigError(f"host_index: {settings.host_index} is not allowed; allowed: 0 to {hosts - 1}")

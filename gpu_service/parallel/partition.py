@@ -112,7 +112,7 @@ def stage_layers(config: ModelConfig, parallel: ParallelContext) -> range:
 
 
 def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
-    """Raises ConfigError naming the size that can not be divided over so many ranks, and what is allowed."""
+    """Raises ConfigError naming the size that cannot be divided over so many ranks, and what is allowed."""
     size, heads, kv = parallel.tp_size, config.num_heads, config.num_kv_heads
     all_heads, all_kv = {heads, *config.layer_num_heads}, {kv, *config.layer_kv_heads}
     if any(count % size for count in all_heads) or any(count % size and size % count for count in all_kv):
@@ -124,7 +124,7 @@ def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
         )
     narrowest = min(size for size in (config.intermediate_size, _shared_size(config)) if size)
     if narrowest < size:
-        raise ConfigError(f"tensor_parallel_size: {size} ranks can not share an MLP of width {narrowest}")
+        raise ConfigError(f"tensor_parallel_size: {size} ranks cannot share an MLP of width {narrowest}")
     if config.num_layers < parallel.num_stages:
         raise ConfigError(
             f"pipeline_parallel_size: {parallel.num_stages} stages for {config.num_layers} layers; "
@@ -277,7 +277,7 @@ def _own_linear(
 
 
 def _check_linear_attention(config: ModelConfig, parallel: ParallelContext) -> None:
-    """Raises ConfigError where heads can not be divided, or a stage would have no cache of tokens."""
+    """Raises ConfigError where heads cannot be divided, or a stage would have no cache of tokens."""
     if config.linear is None:
         return
     size, heads = parallel.tp_size, config.linear.num_key_heads

@@ -140,7 +140,7 @@ def wrong_servers(
     """In words, those whose part of the expert is off by more than `allowed`, and how far.
 
     Empty: asked by gRPC each gives the right part, so that the fault lies between them and here. None: they
-    can not be asked.
+    cannot be asked.
     """
     addresses = config.experts.expert_addresses
     if config.experts.expert_transport == "local" or not addresses:
@@ -152,7 +152,7 @@ def wrong_servers(
             if not error <= allowed:
                 found.append(f"{index} ({address}), its own part off by {error:.3g}")
     except (grpc.RpcError, ExpertUnavailable, ExpertComputeFailed) as error:
-        _log.warning("expert servers can not be asked one by one", error=str(error))
+        _log.warning("expert servers cannot be asked one by one", error=str(error))
         return None
     return found
 

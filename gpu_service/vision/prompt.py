@@ -24,7 +24,7 @@ Positions = npt.NDArray[np.int64]
 
 
 class ImageError(ValueError):
-    """A prompt's images can not be used; the message says which one and why."""
+    """A prompt's images cannot be used; the message says which one and why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,7 +32,7 @@ def read_checksums(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--checksums {path}: can not be read: {error}") from None
+        raise UserError(f"--checksums {path}: cannot be read: {error}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -111,7 +111,7 @@ class Download:
                 raise UserError(f"{name}: its SHA-256 is {found}, expected {digest}")
             part.replace(path)
         except OSError as error:
-            raise UserError(f"{name}: can not be written to {self._directory}: {error.strerror}") from None
+            raise UserError(f"{name}: cannot be written to {self._directory}: {error.strerror}") from None
         self._note(name, digest)
 
     def _stream(self, client: httpx.Client, name: str, part: Path) -> str:

@@ -56,13 +56,13 @@ class ClientTls:
     key_file: str = ""
 
     def context(self) -> ssl.SSLContext:
-        """Raises UserError naming the option and the file that can not be used."""
+        """Raises UserError naming the option and the file that cannot be used."""
         context = ssl.create_default_context()
         try:
             if self.ca_file:
                 context.load_verify_locations(self.ca_file)
         except (OSError, ssl.SSLError) as error:
-            raise UserError(f"--ca-file: {self.ca_file} can not be used: {error}") from None
+            raise UserError(f"--ca-file: {self.ca_file} cannot be used: {error}") from None
         if bool(self.cert_file) != bool(self.key_file):
             raise UserError("--client-cert-file and --client-key-file are needed together")
         try:

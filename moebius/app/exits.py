@@ -21,7 +21,7 @@ from typing import NoReturn
 from moebius.errors import USER_ERROR_EXIT, ProcessFailed, UserError, report_failure
 
 # Errors of other packages that are about what the user gave. By name: importing them here would load the
-# packages, and an error whose module is not loaded can not have been raised.
+# packages, and an error whose module is not loaded cannot have been raised.
 USER_ERRORS = (
     ("moebius.checkpoint.errors", "CheckpointError"),
     ("moebius.app.demo_model.download", "DemoModelError"),

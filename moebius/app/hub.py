@@ -76,7 +76,7 @@ def fetch_model(
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         reason = re.sub(r"^\[Errno -?\d+\] ", "", reason)
         return _cached(
-            model, revision, needs_weights, f"{constants.ENDPOINT} can not be reached ({reason}), and "
+            model, revision, needs_weights, f"{constants.ENDPOINT} cannot be reached ({reason}), and "
         )
     chosen = chosen_files(model, [file.rfilename for file in listed.siblings], needs_weights)
     sizes = {file.rfilename: file.size or 0 for file in listed.siblings if file.rfilename in chosen}
@@ -185,7 +185,7 @@ def _fetch(
     except HfHubHTTPError as error:
         raise UserError(f"{model.repository}: {str(error).splitlines()[0]}") from None
     except OSError as error:
-        raise UserError(f"{model.repository}: can not be written to {cache}: {error}") from None
+        raise UserError(f"{model.repository}: cannot be written to {cache}: {error}") from None
     return Path(snapshot)
 
 

@@ -142,7 +142,7 @@ def check_output(path: Path) -> None:
     place = path if path.exists() else path.parent
     if path.is_dir() or not os.access(place, os.W_OK):
         reason = "it is a directory" if path.is_dir() else f"{place} is not there, or not writable"
-        raise UserError(f"--output: {path} can not be written: {reason}")
+        raise UserError(f"--output: {path} cannot be written: {reason}")
 
 
 def write_trace(answer: pb.ProfileResponse, path: Path) -> None:
@@ -151,4 +151,4 @@ def write_trace(answer: pb.ProfileResponse, path: Path) -> None:
     try:
         path.write_bytes(gzip.compress(content, compresslevel=4) if path.suffix == ".gz" else content)
     except OSError as error:
-        raise UserError(f"--output: {path} can not be written: {error.strerror}") from None
+        raise UserError(f"--output: {path} cannot be written: {error.strerror}") from None

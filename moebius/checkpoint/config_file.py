@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: not a checkpoint directory") from None
     except OSError as error:
-        raise CheckpointError(f"{path} can not be read: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

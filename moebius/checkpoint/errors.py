@@ -14,7 +14,7 @@ class CheckpointError(ValueError):
 def refuse_pointer(file: Path) -> None:
     """Raises CheckpointError for what `git clone` leaves in place of a large file.
 
-    See https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md. A file that can not be read is its reader's
+    See https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md. A file that cannot be read is its reader's
     business.
     """
     try:

@@ -267,9 +267,7 @@ class LocatedLayout:
             )
         stored = info.shape[-1] if template.transposed else info.shape[-2]
         if stored % template.parts:
-            raise CheckpointError(
-                f"tensor {info.name!r} of shape {list(info.shape)} can not hold gate and up"
-            )
+            raise CheckpointError(f"tensor {info.name!r} of shape {list(info.shape)} cannot hold gate and up")
         size = stored // template.parts
         if template.interleaved:
             out = range(template.part, stored, template.parts)

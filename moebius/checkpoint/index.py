@@ -139,7 +139,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} can not be read: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     content = _json(raw, path, str(path))
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -177,7 +177,7 @@ def read_header(file: Path) -> list[TensorInfo]:
                 )
             raw = stream.read(length)
     except OSError as error:
-        raise CheckpointError(f"{file} can not be read: {error.strerror}") from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     header = _json(raw, file, f"{file} is not safetensors: its header")
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} is not safetensors: its header is not a JSON object")
@@ -255,4 +255,4 @@ def open_for_reading(file: Path) -> int:
     try:
         return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(f"{file} can not be opened: {error.strerror}") from error
+        raise CheckpointError(f"{file} cannot be opened: {error.strerror}") from error

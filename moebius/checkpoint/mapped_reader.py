@@ -32,7 +32,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class MappedReader(SliceReader):
     """Like `SliceReader`, but results are read-only views, may be strided, and stay valid until `reset`.
 
-    Rows are mapped whole; what was not asked for is left out by strides. Where the kernel can not populate
+    Rows are mapped whole; what was not asked for is left out by strides. Where the kernel cannot populate
     mappings, and for tensors that do not lie at a multiple of their element's size, results are copies. Not
     thread safe.
     """
@@ -76,7 +76,7 @@ class MappedReader(SliceReader):
         return found
 
     def _populate(self, info: TensorInfo, begin: int, count: int) -> bool:
-        """Bring in the file's bytes; False where the kernel can not. Raises CheckpointError."""
+        """Bring in the file's bytes; False where the kernel cannot. Raises CheckpointError."""
         if not self._can_populate:
             return False
         area = self._map(info.file)

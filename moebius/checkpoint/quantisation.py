@@ -94,7 +94,7 @@ def _own_file(path: Path, read: Callable[[Config], Config]) -> Config:
     try:
         return dict(read(json.loads(path.read_bytes())))
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} can not be read as a quantiser's configuration: {error}") from error
+        raise CheckpointError(f"{path} cannot be read as a quantiser's configuration: {error}") from error
 
 
 # Files that quantisers wrote next to config.json before they wrote into it.

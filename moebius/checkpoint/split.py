@@ -16,7 +16,7 @@ def split_bounds(size: int, shares: Sequence[int], multiple: int = 1) -> list[tu
     if not shares or min(shares) < 1:
         raise ValueError(f"shares {tuple(shares)} are not allowed; each of at least one share must be >= 1")
     if size < len(shares):
-        raise ValueError(f"{size} parts can not be divided among {len(shares)} servers")
+        raise ValueError(f"{size} parts cannot be divided among {len(shares)} servers")
     if size // multiple < len(shares):
         multiple = 1
     units, total, passed = size // multiple, sum(shares), 0

@@ -118,7 +118,7 @@ def _part(
     # Blocks may be cut (kernels receive how far into one a matrix begins), words may not.
     if (template.interleaved and step != 1) or (first % step and role.role != "scales"):
         raise CheckpointError(
-            f"tensor {tensor.name!r} of shape {list(tensor.shape)} can not hold gate and up as {scheme}"
+            f"tensor {tensor.name!r} of shape {list(tensor.shape)} cannot hold gate and up as {scheme}"
         )
     if template.interleaved:
         return range(template.part, rows * template.parts, template.parts), 0

@@ -132,7 +132,7 @@ class StoredMatrix:
     def read(self, reader: SliceReader, rows: slice | None = None, cols: slice | None = None) -> SourceMatrix:
         """Logical `[rows, cols]`; bounds must be multiples of `row_multiple` and `col_multiple`.
 
-        Raises CheckpointError naming a tensor that can not be read, or that holds NaN or infinity.
+        Raises CheckpointError naming a tensor that cannot be read, or that holds NaN or infinity.
         """
         row_range = _shifted(range(self.shape[0])[rows or slice(None)], self.first[0])
         col_range = _shifted(range(self.shape[1])[cols or slice(None)], self.first[1])

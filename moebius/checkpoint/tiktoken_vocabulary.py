@@ -59,7 +59,7 @@ def read_vocabulary(directory: Path) -> Tokenizer:
     tokenizer.add_tokens(list(special.values()))
     for number, token in special.items():
         if tokenizer.token_to_id(token.content) != number:
-            raise CheckpointError(f"{directory}: special token {token.content!r} can not have id {number}")
+            raise CheckpointError(f"{directory}: special token {token.content!r} cannot have id {number}")
     return tokenizer
 
 

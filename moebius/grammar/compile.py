@@ -46,7 +46,7 @@ def grammar_of(constraint: Constraint) -> str:
     """llguidance's grammar for a constraint that has one (`kind`).
 
     Raises:
-        GrammarError: it is too large or can not be read; whether it can be enforced is for `check`.
+        GrammarError: it is too large or cannot be read; whether it can be enforced is for `check`.
     """
     kind = constraint.WhichOneof("kind")
     assert kind is not None, "the constraint has no grammar"
@@ -82,7 +82,7 @@ def _ebnf(text: str) -> str:
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except (Exception, RecursionError) as error:  # the converter raises bare exceptions
-        raise GrammarError(f"the grammar can not be read: {error}") from error
+        raise GrammarError(f"the grammar cannot be read: {error}") from error
 
 
 def _structural_tag(text: str) -> str:
@@ -114,7 +114,7 @@ class GrammarCheck:
         self._lock = threading.Lock()
 
     def check(self, constraint: Constraint) -> None:
-        """Raises GrammarError for a constraint whose grammar can not be enforced."""
+        """Raises GrammarError for a constraint whose grammar cannot be enforced."""
         key = hashlib.sha256(constraint.SerializeToString(deterministic=True)).digest()
         with self._lock:
             problem = self._answers.get(key)
@@ -131,7 +131,7 @@ class GrammarCheck:
 
 
 def _problem(constraint: Constraint) -> str:
-    """Why the constraint can not be enforced; empty: it can be."""
+    """Why the constraint cannot be enforced; empty: it can be."""
     try:
         grammar = grammar_of(constraint)
     except GrammarError as error:

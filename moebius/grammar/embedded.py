@@ -29,7 +29,7 @@ def text_grammar(
         not_in_text: what no terminal of a raw text may contain.
 
     Raises:
-        GrammarError: it can not be read, or has what can not be enforced.
+        GrammarError: it cannot be read, or has what cannot be enforced.
     """
     if syntax == "regex":
         grammar = Grammar(
@@ -95,7 +95,7 @@ class _Writer:
         if any(self._is_open(sequence) for sequence in alternatives):
             raise GrammarError(
                 f"{name!r} may go on with a line break, a quote or a backslash, which a grammar with "
-                "recursive rules or %ignore can not tell from what follows inside of a JSON string"
+                "recursive rules or %ignore cannot tell from what follows inside of a JSON string"
             )
 
     def _is_open(self, sequence: tuple[Item, ...]) -> bool:

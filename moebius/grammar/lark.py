@@ -24,7 +24,7 @@ def json_options(no_whitespace: bool) -> dict[str, Any]:
 
 
 class GrammarError(ValueError):
-    """A constraint can not be enforced; the message says what of it."""
+    """A constraint cannot be enforced; the message says what of it."""
 
 
 class LarkGrammar:

@@ -225,7 +225,7 @@ def _tokens(definition: str) -> Iterator[tuple[str, str, int]]:
     while place < len(definition):
         found = _TOKEN.match(definition, place)
         if found is None:
-            raise GrammarError(f"line {line}: {definition[place : place + 20]!r} can not be read")
+            raise GrammarError(f"line {line}: {definition[place : place + 20]!r} cannot be read")
         if found.lastgroup != "space":
             yield str(found.lastgroup), found.group(), line
         line += found.group().count("\n")

@@ -104,11 +104,11 @@ def _spelled_class(text: str) -> str:
     letters = _PROPERTY.sub("", text)  # of letters, digits and marks: none of them is spelled otherwise
     has_others = any(name[2:].strip("{")[:1] not in "LMN" for name in _PROPERTY.findall(text))
     if has_others or (letters != text and "^" in text):
-        raise GrammarError(f"the class {text} can not be enforced inside of a JSON string")
+        raise GrammarError(f"the class {text} cannot be enforced inside of a JSON string")
     try:
         members = None if letters in ("", "[]") else re.compile(letters, re.ASCII)
     except re.error as error:
-        raise GrammarError(f"the class {text} can not be read: {error}") from error
+        raise GrammarError(f"the class {text} cannot be read: {error}") from error
     special = [one for one in _ESCAPED if members is not None and members.fullmatch(one)]
     return "(?:" + "|".join([f"[{text}&&{_UNESCAPED}]", *map(_spelled, special)]) + ")"
 

@@ -18,7 +18,7 @@ _MAX_DEPTH = 32
 
 
 class StructuralTagError(ValueError):
-    """The description is not one, or asks for what can not be enforced; the message says where."""
+    """The description is not one, or asks for what cannot be enforced; the message says where."""
 
 
 def structural_tag_grammar(text: str) -> str:

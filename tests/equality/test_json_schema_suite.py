@@ -50,7 +50,7 @@ def test_every_answer_satisfies_its_schema() -> None:
 
 
 def test_no_invalid_instance_is_allowed() -> None:
-    """What the suite says does not satisfy a schema can not be an answer to it."""
+    """What the suite says does not satisfy a schema cannot be an answer to it."""
     tokenizer, checked = LLTokenizer("byte"), 0
     for schema in suite():
         grammar = grammar_of(Constraint(json_schema=schema.text))

@@ -184,7 +184,7 @@ def test_a_step_that_was_followed_streams_no_more() -> None:
 
 
 def test_all_ranks_stream_or_none() -> None:
-    """A rank whose segments can not be read keeps the others from it; the largest share is taken by all."""
+    """A rank whose segments cannot be read keeps the others from it; the largest share is taken by all."""
     answers: list[int] = []
 
     def largest(number: int) -> int:

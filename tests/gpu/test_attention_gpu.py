@@ -65,7 +65,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def backend_for(case: Case, name: str, **options: Any) -> AttentionBackend:
-    """The backend by name; skips where it can not serve the case, and says why."""
+    """The backend by name; skips where it cannot serve the case, and says why."""
     config = case.geometry.config()
     entry = ATTENTION_BACKENDS[name]
     reason = entry.missing(case.cache.device) or entry.load().unsupported(config, case.cache)

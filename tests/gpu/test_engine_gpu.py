@@ -84,7 +84,7 @@ def requests(count: int, params: dict[str, Any], max_tokens: int = 16) -> list[R
 def gpu_engine(
     directory: Path, setup: Setup, *, dtype: str = "float32", attention: str = "auto"
 ) -> Iterator[TinyEngine]:
-    """The engine on the GPU. Skips where the backend can not serve the model."""
+    """The engine on the GPU. Skips where the backend cannot serve the model."""
     device = torch.device("cuda", 0)
     stream = CudaDeviceStream(device)
     backends.install(device, attention, getattr(torch, dtype))

@@ -91,7 +91,7 @@ def test_pool_takes_what_is_left(model: Path) -> None:
 
 
 def test_too_large_steps_are_refused_before_loading(model: Path) -> None:
-    """A plan that can not fit names what would; nothing was allocated for it."""
+    """A plan that cannot fit names what would; nothing was allocated for it."""
     gc.collect()  # an earlier test's engine
     config = settings(model, gpu_memory_utilization=0.02, max_num_batched_tokens=262144, kv_cache_gib=None)
     before = CudaMemory(torch.device("cuda", 0)).use().allocated

@@ -56,7 +56,7 @@ def tables() -> dict[str, Any]:
 
 def _implementation(tables: dict[str, Any], library: str, op: str) -> Implementation:
     if library not in tables:
-        pytest.skip(f"{library} can not be imported here")
+        pytest.skip(f"{library} cannot be imported here")
     if op not in tables[library]:
         pytest.skip(f"{library} has no {op}")
     found: Implementation = tables[library][op]

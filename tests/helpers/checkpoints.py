@@ -59,7 +59,7 @@ def to_bfloat16(array: Array) -> npt.NDArray[np.uint16]:
 
 @dataclass(frozen=True)
 class TinyMoe:
-    """Sizes of a tiny model; all distinct, so that a mix-up of dimensions can not pass."""
+    """Sizes of a tiny model; all distinct, so that a mix-up of dimensions cannot pass."""
 
     family: Literal["qwen3_moe", "glm4_moe"] = "qwen3_moe"
     hidden_size: int = 48

@@ -1,6 +1,6 @@
 """Every way a whole checkpoint may be quantised, dense layers and experts alike, with its configuration.
 
-Those of `quantised_checkpoints`, and those that experts can not keep packed or spell otherwise.
+Those of `quantised_checkpoints`, and those that experts cannot keep packed or spell otherwise.
 """
 
 from __future__ import annotations

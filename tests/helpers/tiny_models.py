@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every family, written by transformers: the reference that needs no download.
 
-All dimensions differ from one another so that a transposition can not pass unseen; weights are drawn large
+All dimensions differ from one another so that a transposition cannot pass unseen; weights are drawn large
 enough that greedy choices have clear winners; the router's correction bias is random, because
 transformers initialises it to zero and would hide a bias that leaks into the weights.
 """

@@ -213,7 +213,7 @@ def _llama4_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str
 
 @functools.cache
 def _taken_out(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module of transformers that can not be imported without torchvision."""
+    """A function of a module of transformers that cannot be imported without torchvision."""
     import transformers
 
     file = Path(transformers.__file__).parent / "models" / module

@@ -64,7 +64,7 @@ def for_podman(pod: Manifest, name: str, secrets: Mapping[str, Path]) -> Manifes
         container.pop("restartPolicy", None)
         container.pop("lifecycle", None)
         container.pop("ports", None)  # which it would publish, on a network
-        # Nested in another container, limits can not be set.
+        # Nested in another container, limits cannot be set.
         container.pop("resources", None)
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             container.pop(probe, None)

@@ -60,7 +60,7 @@ REFUSED: list[tuple[Values, str]] = [
     ({"engine": {"cpus": 3}, "node": {"threadsPerCore": 2}}, "engine.cpus is 3, which are no whole cores"),
     (
         {"node": {"topologyPolicy": "single-numa-node", "topologyScope": "pod"}},
-        "puts a whole Pod on one NUMA node, which can not hold 2 expert servers",
+        "puts a whole Pod on one NUMA node, which cannot hold 2 expert servers",
     ),
     (
         {"engine": {"gpus": 8}, "node": {"gpusPerNumaNode": 4, "topologyPolicy": "single-numa-node"}},

@@ -150,7 +150,7 @@ def test_compute_failure_carries_the_servers_text() -> None:
 
 @pytest.mark.parametrize("is_memops", [False, True])
 def test_killed_server_is_noticed_before_the_deadline_and_returns(is_memops: bool) -> None:
-    """The host's watch tells the device, which can not see file locks; the replayed step is right."""
+    """The host's watch tells the device, which cannot see file locks; the replayed step is right."""
     with new_mailbox(geometry()) as box:
         first = spawn_server(box, 0)
         with doorbell_client(box, MODEL, deadline_ms=60_000, is_memops=is_memops) as (client, host):

@@ -1,4 +1,4 @@
-"""What can not be packed is refused with a message that names the argument, its value and what is allowed."""
+"""What cannot be packed is refused with a message that names the argument, its value and what is allowed."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ CASES = pytest.mark.parametrize(
             kernel,
             name,
             marks=pytest.mark.skipif(
-                kernel not in testing.gemm_names(), reason=f"this machine can not run {kernel}"
+                kernel not in testing.gemm_names(), reason=f"this machine cannot run {kernel}"
             ),
         )
         for kernel, names in FORMATS.items()

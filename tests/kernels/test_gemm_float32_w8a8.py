@@ -47,7 +47,7 @@ def test_extreme_codes_do_not_saturate(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", LEVELS)
 def test_a_nan_scale_makes_its_row_nan(kernel: str) -> None:
-    """How rows with NaN or infinity, which int8 can not hold, stay visible."""
+    """How rows with NaN or infinity, which int8 cannot hold, stay visible."""
     matrix = random_matrix("int8_w8a8", 64, 1)
     rows = np.ones((3, 64), np.int8)
     scales = np.array([1.0, np.nan, 1.0], np.float32)

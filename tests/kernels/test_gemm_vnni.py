@@ -68,7 +68,7 @@ def test_extreme_codes_do_not_saturate(weight: int, element: int) -> None:
 
 
 def test_a_nan_scale_makes_its_row_nan() -> None:
-    """How rows with NaN or infinity, which int8 can not hold, stay visible; zeros do not hide it."""
+    """How rows with NaN or infinity, which int8 cannot hold, stay visible; zeros do not hide it."""
     matrix = random_matrix("int8_w8a8", 64, 2)
     scales = np.array([1.0, np.nan, 1.0], np.float32)
     for value in (0, 1):

@@ -1,5 +1,5 @@
 """Probes of the machine's limits: every unit a level offers gives a positive figure, a wider level keeps the
-narrower one's units, and what this machine can not run is refused by name before it is executed."""
+narrower one's units, and what this machine cannot run is refused by name before it is executed."""
 
 from __future__ import annotations
 

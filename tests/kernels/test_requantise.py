@@ -1,5 +1,5 @@
 """Guards requantising: the error it reports is the error it made, it is as small as it should be, and no
-value that can not be represented is hidden."""
+value that cannot be represented is hidden."""
 
 from __future__ import annotations
 

@@ -408,7 +408,7 @@ def test_without_a_segment_nothing_changes() -> None:
 
 def test_reading_what_is_not_there_is_one_line(path: Path) -> None:
     """A file that is missing, empty, of another version or cut off."""
-    with pytest.raises(WeightSegmentError, match=r"expert-0\.weights can not be mapped: No such file"):
+    with pytest.raises(WeightSegmentError, match=r"expert-0\.weights cannot be mapped: No such file"):
         WeightSegment.open(path)
     path.touch()
     with pytest.raises(WeightSegmentError, match="0 bytes are none yet"):

@@ -1,6 +1,6 @@
 """Guards placement on real hardware terms: a Linux kernel with two NUMA nodes agrees with kernels/topology.
 
-The guest (numa_guest.cc) prints a line per check; skipped, with the missing package, where it can not boot.
+The guest (numa_guest.cc) prints a line per check; skipped, with the missing package, where it cannot boot.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Invariant: in bfloat16 and in float16 we lose no more precision than transformers does, on every family.
 
-16-bit logits of two implementations can not be compared with each other (roundings differ), but the
+16-bit logits of two implementations cannot be compared with each other (roundings differ), but the
 distance of each to the float32 model can.
 """
 

@@ -167,7 +167,7 @@ def test_an_interrupted_answer_is_kept(tmp_path: Path) -> None:
 
 
 def test_reasoning_and_tool_calls_show_dimmed_and_controls_do_nothing(tmp_path: Path) -> None:
-    """What the model thinks and calls is told apart from its answer; its text can not steer the terminal."""
+    """What the model thinks and calls is told apart from its answer; its text cannot steer the terminal."""
 
     def delta(**fields: Any) -> dict[str, Any]:
         return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}

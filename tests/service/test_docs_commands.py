@@ -181,7 +181,7 @@ def test_a_block_of_commands_runs(block: Block, here: Here, tmp_path: Path) -> N
 
 def test_each_block_says_what_it_is() -> None:
     """A fence without a language, or with a marker that names nothing, would never be run; one whose marker
-    is not one of the two would be run where it can not."""
+    is not one of the two would be run where it cannot."""
     for page in PAGES:
         comments = re.findall(r"^<!-- (.*?) -->\n```", page.read_text(), re.MULTILINE)
         assert not [text for text in comments if not re.match("needs: |run by: ", text)], page.name

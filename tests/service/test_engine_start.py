@@ -1,4 +1,4 @@
-"""Guards that an engine which can not start says why in one line, and nothing else."""
+"""Guards that an engine which cannot start says why in one line, and nothing else."""
 
 import subprocess
 import sys

@@ -38,7 +38,7 @@ def test_killed_server_is_named_and_the_replay_is_equal(cluster: Cluster, transp
     client = cluster.client(transport)
     routing = random_routing(cluster.geometry, 40)
     before = compute(client, 1, routing)
-    # A stopped server can not answer, so the kill is sure to hit a request in flight.
+    # A stopped server cannot answer, so the kill is sure to hit a request in flight.
     freeze(cluster.processes[1])
     ticket = client.submit(1, *routing)
     cluster.processes[1].kill()

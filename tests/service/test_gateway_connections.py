@@ -330,7 +330,7 @@ def wait_until_reset(connection: socket.socket) -> float:
 
 
 def test_a_head_without_end_is_refused(engine: tuple[FakeEngine, str]) -> None:
-    """The parser keeps what it has of a header: a client can not fill memory with one that never ends."""
+    """The parser keeps what it has of a header: a client cannot fill memory with one that never ends."""
     with gateway(engine) as (_, port), dial(port, HALF_A_HEAD) as connection:
         with contextlib.suppress(OSError):
             for _ in range(64):

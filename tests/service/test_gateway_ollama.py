@@ -194,7 +194,7 @@ def test_logprobs(gateway: AgentGateway) -> None:
 
 
 def test_images_of_a_text_model_are_refused(gateway: AgentGateway) -> None:
-    """They are read as images, which this model can not take."""
+    """They are read as images, which this model cannot take."""
     answer = post(gateway, "/api/chat", messages=[{"role": "user", "content": "x", "images": ["AAAA"]}])
     assert answer.status_code == 400
     assert "text only" in answer.json()["error"]
@@ -221,7 +221,7 @@ def test_the_models_card(gateway: AgentGateway) -> None:
 
 
 def test_refusals_are_ollamas(gateway: AgentGateway) -> None:
-    """One string each: unknown models, wrong bodies, what can not be had, unknown paths."""
+    """One string each: unknown models, wrong bodies, what cannot be had, unknown paths."""
     for path in ("/api/show", "/api/chat", "/api/generate", "/api/pull"):
         answer = httpx.post(
             f"{gateway.url}{path}", json={"model": "other:7b", "messages": HELLO, "prompt": "x"}

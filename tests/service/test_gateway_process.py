@@ -166,7 +166,7 @@ def test_taken_port_is_an_exit_code(engine: tuple[FakeEngine, str]) -> None:
 
 
 def test_broken_template_ends_the_process_before_any_engine_is_there(tmp_path: Path) -> None:
-    """Files that can not be used are refused at once, in one line that names the file; nobody waits for them
+    """Files that cannot be used are refused at once, in one line that names the file; nobody waits for them
     until the engine has loaded."""
     write_tokenizer(tmp_path, byte_level_tokenizer())
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
@@ -178,6 +178,6 @@ def test_broken_template_ends_the_process_before_any_engine_is_there(tmp_path: P
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("moebius: error: the model can not be served")
+    assert last.startswith("moebius: error: the model cannot be served")
     assert str(template) in last
     assert "Traceback" not in ended.stderr

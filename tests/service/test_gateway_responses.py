@@ -267,7 +267,7 @@ def test_json_of_a_schema(gateway: AgentGateway, client: openai.OpenAI) -> None:
 def test_the_grammar_of_a_custom_tool_reaches_the_engine(
     gateway: AgentGateway, client: openai.OpenAI
 ) -> None:
-    """It holds the tool's text also where the model chooses; one that can not be enforced is a 400."""
+    """It holds the tool's text also where the model chooses; one that cannot be enforced is a 400."""
     grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin" /[^\\n]+/'}
     tool: Any = {**PATCH, "format": grammar}
     client.responses.create(model=MODEL, input="Edit.", tools=[tool])

@@ -198,7 +198,7 @@ def test_sighup_replaces_all_and_loses_no_request(engine: tuple[FakeEngine, str]
 
 def test_they_do_not_outlive_the_first(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
     """A process that nobody watches any more ends, and the port is free for those that follow; until then
-    it can not be taken by accident."""
+    it cannot be taken by accident."""
     with gateway(engine, tmp_path) as running:
         port = int(running.url.rsplit(":", 1)[1])
         config = gateway_config(engine[1], port=port, workers=2).model_dump_json()
@@ -216,7 +216,7 @@ def test_they_do_not_outlive_the_first(engine: tuple[FakeEngine, str], tmp_path:
 def test_settings_that_can_not_be_used_are_refused_once(
     engine: tuple[FakeEngine, str], tmp_path: Path
 ) -> None:
-    """Not by each process, again and again; and a model that can not be served ends them all."""
+    """Not by each process, again and again; and a model that cannot be served ends them all."""
     engine[0].reset()
     settings = gateway_config(engine[1], port=free_port(), workers=3, max_connections=10**9)
     wrong = json.loads(settings.model_dump_json())

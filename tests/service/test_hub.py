@@ -73,7 +73,7 @@ def test_needed_files_once_and_offline(files: dict[str, bytes], tmp_path: Path) 
     assert fetch(server, tmp_path, "--offline")[1] == out
     status, _, err = fetch(server, tmp_path / "elsewhere")
     assert (status, err.count("\n")) == (2, 1)
-    assert "can not be reached" in err
+    assert "cannot be reached" in err
     assert "give the directory of a copy as MODEL" in err
 
 

@@ -19,7 +19,7 @@ def test_servers_compute_like_the_reference(tmp_path: Path, weight_format: str) 
     """Two servers, each with its slice of the random experts, against torch in float32."""
     model = tmp_path / "model"
     write_random_model(model, RandomModelOptions("tiny", weight_format, threads=1))
-    # Blocks of 128 weights can not be divided at this size.
+    # Blocks of 128 weights cannot be divided at this size.
     split = {"split_count": 2, "expert_split": "expert" if weight_format == "fp8_block" else "tensor"}
     with running_cluster(model, tmp_path / "run", calibrate_kernels=False, **split) as cluster:
         client = cluster.client("mailbox")

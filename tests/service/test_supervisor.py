@@ -83,7 +83,7 @@ def test_restarts_what_was_killed_and_only_that(trio: Plan, tmp_path: Path) -> N
 
 
 def test_a_full_directory_does_not_end_what_serves(trio: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run file that can not be written is logged; the dead process is restarted all the same."""
+    """A run file that cannot be written is logged; the dead process is restarted all the same."""
     with Supervisor(trio, QUICK) as supervisor:
         supervisor.wait_ready()
 

@@ -112,7 +112,7 @@ def test_living_supervisor_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_damaged_run_file_is_named(tmp_path: Path) -> None:
-    """A run file that can not be read is an error that names it, not a silent loss of what it listed."""
+    """A run file that cannot be read is an error that names it, not a silent loss of what it listed."""
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(StartupError, match=r"run\.json is damaged"):
         RunDirectory(tmp_path)

@@ -51,7 +51,7 @@ def test_http_probe_wants_200() -> None:
     assert not probe.ready()
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU can not be restricted further")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU cannot be restricted further")
 def test_children_run_on_their_cpus(tmp_path: Path) -> None:
     """A process with CPUs of its own is bound to them; one without may use all of ours."""
     program = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(os.sched_getaffinity(0)))"

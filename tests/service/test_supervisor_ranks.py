@@ -33,7 +33,7 @@ while True:
         print("the group of ranks ends: rank 0", flush=True)
         sys.exit({PEER_LOST_EXIT})
 """
-# Says why it can not start, a little after those that follow it have ended.
+# Says why it cannot start, a little after those that follow it have ended.
 CULPRIT = "import sys, time; time.sleep(0.3); sys.exit('rank 0 has no weights')"
 VICTIM = f"import sys; print('another rank is gone', flush=True); sys.exit({PEER_LOST_EXIT})"
 

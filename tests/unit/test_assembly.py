@@ -1,4 +1,4 @@
-"""Guards the seams of putting an engine together: what is chosen, and what is said when it can not be."""
+"""Guards the seams of putting an engine together: what is chosen, and what is said when it cannot be."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def runner(captures: bool = True, device_driven: bool | None = True, resident: b
         (runner(), ""),
         (runner(device_driven=None), ""),
         (runner(resident=True), ""),
-        (runner(captures=False), "can not be captured"),
+        (runner(captures=False), "cannot be captured"),
         (runner(device_driven=False), "driven by the host"),
         (runner(resident=False), "resident experts"),
     ],

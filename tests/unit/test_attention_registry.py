@@ -67,7 +67,7 @@ def test_the_first_installed_is_taken_without_a_word() -> None:
             "package 'not_there_at_all' is not installed; install json",
             "info",
         ),
-        (replace(FIRST, module="tests.no_such_module"), "can not be imported", "warning"),
+        (replace(FIRST, module="tests.no_such_module"), "cannot be imported", "warning"),
         (replace(FIRST, class_name="Unable"), "head_dim 80 has no kernel", "warning"),
     ],
 )
@@ -81,12 +81,12 @@ def test_what_falls_out_costs_one_line_or_an_error_by_name(
     assert logs[0]["backend"] == "last"
     assert f"first: {reason}" in logs[0]["because"].replace("package 'json' ", "")
     assert "second: " in logs[0]["because"]
-    with pytest.raises(UserError, match="attention_backend: 'first' can not be used"):
+    with pytest.raises(UserError, match="attention_backend: 'first' cannot be used"):
         choose(entries, "first")
 
 
 def test_what_does_not_run_here_is_left_to_the_next() -> None:
-    """Kernels that a device can not compile or hold show in a try-out, not at the first request."""
+    """Kernels that a device cannot compile or hold show in a try-out, not at the first request."""
 
     def try_out(made: Any) -> None:
         raise RuntimeError("out of resource: shared memory, Required: 123392, Hardware limit: 101376\na page")
@@ -99,7 +99,7 @@ def test_what_does_not_run_here_is_left_to_the_next() -> None:
     assert (log["log_level"], log["backend"], log["cost"]) == ("warning", "last", "it is slower")
     assert "first: its kernels do not run here (RuntimeError: out of resource: shared" in log["because"]
     assert "a page" not in log["because"]
-    with pytest.raises(UserError, match=r"'first' can not be used: its kernels do not run here"):
+    with pytest.raises(UserError, match=r"'first' cannot be used: its kernels do not run here"):
         choose_backend(entries, None, None, CUDA, "first", try_out)
 
 
@@ -117,7 +117,7 @@ def test_a_cpu_gets_the_reference_in_silence() -> None:
 def test_a_missing_choice_is_seen_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("auto", "torch"):
         check_attention_backend(name, "cpu")
-    with pytest.raises(UserError, match="'triton' can not be used: it needs a CUDA device"):
+    with pytest.raises(UserError, match="'triton' cannot be used: it needs a CUDA device"):
         check_attention_backend("triton", "cpu")
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"package 'flashinfer' is not installed; install flashinfer-python"):

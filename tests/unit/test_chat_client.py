@@ -66,9 +66,9 @@ def test_model_list_tells_the_checkpoint(tmp_path: object) -> None:
 
 
 def test_files_for_https_are_named(tmp_path: Path) -> None:
-    """A CA, certificate or key that can not be used is an error about its option, before anything is sent."""
+    """A CA, certificate or key that cannot be used is an error about its option, before anything is sent."""
     (tmp_path / "ca").write_text("hello")
-    with pytest.raises(UserError, match=r"--ca-file: .*ca can not be used"):
+    with pytest.raises(UserError, match=r"--ca-file: .*ca cannot be used"):
         ApiClient("https://127.0.0.1:1", tls=ClientTls(ca_file=str(tmp_path / "ca")))
     with pytest.raises(UserError, match="are needed together"):
         ApiClient("https://127.0.0.1:1", tls=ClientTls(cert_file="x"))

@@ -92,7 +92,7 @@ def test_unreadable_config(tmp_path: Path) -> None:
 def test_bounds_cover_the_size_in_proportion(size: int, shares: list[int], multiple: int) -> None:
     """Consecutive, never empty, aligned where there is room, and within one unit of the exact proportion."""
     if size < len(shares):
-        with pytest.raises(ValueError, match="can not be divided"):
+        with pytest.raises(ValueError, match="cannot be divided"):
             split_bounds(size, shares, multiple)
         return
     bounds = split_bounds(size, shares, multiple)

@@ -127,7 +127,7 @@ def test_files_next_to_the_configuration(
     (model / file).write_text(json.dumps(content))
     assert opened(model).matrix(0, 0, "gate").packed_format == packed
     (model / file).write_text("[")
-    with pytest.raises(CheckpointError, match=f"{file} can not be read as a quantiser's configuration"):
+    with pytest.raises(CheckpointError, match=f"{file} cannot be read as a quantiser's configuration"):
         opened(model)
 
 

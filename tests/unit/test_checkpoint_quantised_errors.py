@@ -1,4 +1,4 @@
-"""Guards that a checkpoint which can not be served exactly is refused, naming tensor or key, and scheme."""
+"""Guards that a checkpoint which cannot be served exactly is refused, naming tensor or key, and scheme."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_groups_are_never_cut(tmp_path: Path, encoder: str, group: int, servers:
     plan = plan_load(geometry, str(model))
     assert plan.group == group
     with pytest.raises(
-        ValueError, match=rf"160 intermediate channels .* groups of {group} that can not be divided"
+        ValueError, match=rf"160 intermediate channels .* groups of {group} that cannot be divided"
     ):
         plan_slice(geometry, SliceRequest("", split_count=servers), plan.group)
     most = 160 // group

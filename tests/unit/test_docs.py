@@ -29,7 +29,7 @@ PATH = re.compile(
 FILE = re.compile(r"(?<![\w./*{<-])([a-z_][\w/]*\.(?:py|cc|h|cu|proto|mk|sh))(?![\w*])")
 COMMAND = re.compile(r"(?:^|[\s`(/])moebius ((?:[a-z][\w-]*)(?: .*)?)")
 OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
-# Of pytest, pip, containers and other programs, which this test can not ask.
+# Of pytest, pip, containers and other programs, which this test cannot ask.
 FOREIGN = {"--help", "--hypothesis-profile"} | {
     "--no-deps",
     "--pids-limit",

@@ -242,7 +242,7 @@ def test_certificates_are_read_as_processes_will_read_them(tmp_path: Path) -> No
     assert "is not signed by a CA of grpc_ca_file" in found().found
     assert "tls.grpc.secretName" in found().fix
     (tmp_path / "tls.key").unlink()
-    assert "tls.key can not be read" in found().found
+    assert "tls.key cannot be read" in found().found
 
 
 def run_cli(*arguments: object) -> int:

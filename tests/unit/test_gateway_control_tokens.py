@@ -49,7 +49,7 @@ def markers() -> Tokenizer:
 
 
 def normalising() -> Tokenizer:
-    """Special tokens that are looked for in normalised text, where marks can not be taken out before."""
+    """Special tokens that are looked for in normalised text, where marks cannot be taken out before."""
     tokenizer = metaspace_tokenizer()
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.add_special_tokens([AddedToken("<|late|>", special=True, normalized=True)])

@@ -129,7 +129,7 @@ def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
         ({"guided_json": "3"}, "guided_json", "an object"),
         ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
-        ({"guided_grammar": "root ="}, "guided_grammar", "can not be read"),
+        ({"guided_grammar": "root ="}, "guided_grammar", "cannot be read"),
         ({"guided_grammar": "start: nobody"}, "guided_grammar", "nobody"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
         ({"guided_choice": ["a", ""]}, "guided_choice", "empty"),

@@ -78,7 +78,7 @@ async def test_one_address_inside_is_enough_to_refuse(monkeypatch: pytest.Monkey
 
 
 async def test_redirects_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A public host can not send the gateway inside."""
+    """A public host cannot send the gateway inside."""
     web = Web(monkeypatch, ["93.184.216.34"])
     web.handle = lambda request: httpx.Response(302, headers={"Location": "http://127.0.0.1/secret"})
     with pytest.raises(ImageRefused, match="status 302"):
@@ -134,7 +134,7 @@ async def test_a_body_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_the_next_address_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host whose first address can not be reached still gives its image."""
+    """A host whose first address cannot be reached still gives its image."""
     web = Web(monkeypatch, ["2606:4700:4700::1111", "93.184.216.34"])
 
     def only_v4(request: httpx.Request) -> httpx.Response:

@@ -40,7 +40,7 @@ def test_streamed_equals_definition(parts: list[str], stops: list[str], include:
 
 
 def test_only_possible_beginnings_are_held_back() -> None:
-    """Text that can not become a stop string is shown at once; the rest waits for the next token."""
+    """Text that cannot become a stop string is shown at once; the rest waits for the next token."""
     machine = StopStrings(["END"])
     assert machine.feed("The E").text == "The "
     assert machine.feed("N").text == ""

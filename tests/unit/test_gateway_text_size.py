@@ -63,7 +63,7 @@ def test_no_text_has_fewer_tokens_than_its_size_says(text: str, name: str) -> No
 
 
 def test_bytes_that_a_vocabulary_lacks_are_not_counted() -> None:
-    """All the rest is, so that what can not fit is refused unread there, too."""
+    """All the rest is, so that what cannot fit is refused unread there, too."""
     size = TextSize.of(TOKENIZERS["lacking"])
     assert size.longest is not None
     assert size.least_tokens("T" * 10**6) == 0

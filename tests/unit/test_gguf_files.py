@@ -1,4 +1,4 @@
-"""Invariant: a GGUF model that can not be served whole is refused, and the message says which part of it."""
+"""Invariant: a GGUF model that cannot be served whole is refused, and the message says which part of it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_truncated_file_is_named(part: float, tmp_path: Path, gguf: Callable[[
     content = gguf("qwen3_moe_tied").path.read_bytes()
     short = tmp_path / "short.gguf"
     short.write_bytes(content[: int(len(content) * part)])
-    refused(short, r"short\.gguf (is truncated|can not be read as GGUF)")
+    refused(short, r"short\.gguf (is truncated|cannot be read as GGUF)")
 
 
 def test_what_is_not_gguf_is_refused(tmp_path: Path) -> None:

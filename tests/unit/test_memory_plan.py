@@ -1,4 +1,4 @@
-"""Guards the VRAM plan: it names every part, gives the KV cache the rest, and refuses what can not fit."""
+"""Guards the VRAM plan: it names every part, gives the KV cache the rest, and refuses what cannot fit."""
 
 from __future__ import annotations
 

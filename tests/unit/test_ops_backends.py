@@ -124,7 +124,7 @@ def test_attention_is_compiled_with_the_ops(
 
 
 def test_ops_do_not_wait_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules take longest: weights are loaded meanwhile. One that can not be compiled costs a warning
+    """Its modules take longest: weights are loaded meanwhile. One that cannot be compiled costs a warning
     here, and is attention's own failure when it is tried out."""
     install_fake_flashinfer(monkeypatch)
     begun, go_on = threading.Event(), threading.Event()

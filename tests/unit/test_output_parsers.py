@@ -216,7 +216,7 @@ VALUES: list[tuple[dict[str, Any], str, Any]] = [
 
 @pytest.mark.parametrize(("schema", "text", "value"), VALUES)
 def test_plain_text_becomes_the_schemas_type(schema: dict[str, Any], text: str, value: Any) -> None:
-    """And a string where it can not be read as one of the types."""
+    """And a string where it cannot be read as one of the types."""
     tools = (ToolSpec("f", {"type": "object", "properties": {"v": schema}}),)
     plan = OutputPlan(tool_parser="minimax_m2", tools=tools)
     written = f'<invoke name="f"><parameter name="v">{text}</parameter></invoke>'

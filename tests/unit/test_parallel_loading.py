@@ -168,7 +168,7 @@ def test_models_that_can_not_be_divided_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size: 3 stages for 2 layers; allowed: 1 to 2"):
         load(checkpoint, stages=3)
     (checkpoint / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 3}))
-    with pytest.raises(ConfigError, match="4 ranks can not share an MLP of width 3"):
+    with pytest.raises(ConfigError, match="4 ranks cannot share an MLP of width 3"):
         load(checkpoint, tp=4)
 
 

@@ -352,7 +352,7 @@ def test_a_taken_port_is_named() -> None:
     """Somebody else listens at the ranks' address."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(UserError, match=f"rank_address: can not listen on {address}"):
+        with pytest.raises(UserError, match=f"rank_address: cannot listen on {address}"):
             meet(replace(rendezvous(2), address=address), welcome())
 
 

@@ -154,7 +154,7 @@ def test_whole_layers_and_the_rest() -> None:
         ({"gpu_experts": 1, "placement_strategy": "frequency"}, "expert_statistics is empty"),
         (
             {"gpu_experts": 1, "placement_strategy": "frequency", "expert_statistics": "/nowhere"},
-            "/nowhere can not be read",
+            "/nowhere cannot be read",
         ),
     ],
 )

@@ -188,7 +188,7 @@ def test_a_gpus_ledger_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_can_not_be_read_is_named(tmp_path: Path) -> None:
-    """Impossible divisions, formats that can not be kept, a scheme that is not known."""
+    """Impossible divisions, formats that cannot be kept, a scheme that is not known."""
     model = QuantisedMoe("fp8_block").write(tmp_path / "model")
     geometry = read_geometry(model)
     stored = stored_experts(model, geometry)

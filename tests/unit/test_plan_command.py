@@ -83,7 +83,7 @@ def test_a_plan_says_whether_kernels_were_measured(
     times_file().write_text("{")
     again, out = experts_seconds()
     assert again == assumed
-    assert "note: measured times of the expert kernels can not be read" in out
+    assert "note: measured times of the expert kernels cannot be read" in out
 
 
 def test_what_does_not_fit_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str], model: Path) -> None:

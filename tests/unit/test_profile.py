@@ -350,7 +350,7 @@ def test_document(torch_trace: str, tmp_path: Path) -> None:
     ]
     write_trace(answer, tmp_path / "t.json.gz")
     assert json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes())) == document
-    with pytest.raises(UserError, match="can not be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         write_trace(answer, tmp_path / "nowhere" / "t.json")
 
 
@@ -363,7 +363,7 @@ def test_nothing_to_show_is_a_document() -> None:
 
 
 def test_where_a_trace_goes_is_checked_first(tmp_path: Path) -> None:
-    """Nobody waits a minute for a file that can not be written."""
+    """Nobody waits a minute for a file that cannot be written."""
     check_output(tmp_path / "t.json")
     (tmp_path / "t.json").touch()
     check_output(tmp_path / "t.json")

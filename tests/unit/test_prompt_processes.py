@@ -165,7 +165,7 @@ async def test_a_process_that_is_killed_while_it_starts_costs_no_request(
     pool._running.clear()  # killed, as by the kernel for memory
     try:
         if failures == 2:
-            with pytest.raises(ApiError, match="can not be read at the moment"):
+            with pytest.raises(ApiError, match="cannot be read at the moment"):
                 await pool.prepare("tokenize", [b"first"])
         assert await pool.prepare("tokenize", [b"next"]) == b"next"
     finally:

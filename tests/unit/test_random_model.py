@@ -131,7 +131,7 @@ def test_draws_have_the_spread_they_say() -> None:
 
 
 def test_shares_follow_the_law_up_to_all_tokens() -> None:
-    """Zipf where it is below one; an expert can not be chosen twice by a token, so the rest is moved on."""
+    """Zipf where it is below one; an expert cannot be chosen twice by a token, so the rest is moved on."""
     shares = wanted_shares(128, 8, 1.2)
     assert shares.sum() == pytest.approx(8)
     assert shares.max() == 1.0

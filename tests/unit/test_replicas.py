@@ -378,7 +378,7 @@ async def test_a_replica_of_another_model_is_not_used(tmp_path: Path) -> None:
 
 async def test_a_names_addresses_come_and_go(tmp_path: Path) -> None:
     """New ones are used as soon as they are named; one that is not named any more gets nothing new, ends what
-    it has and is forgotten; while the name can not be resolved those that are known stay."""
+    it has and is forgotten; while the name cannot be resolved those that are known stay."""
     made = Replicas(tmp_path, 2)
     made.servers = [await made.start(number) for number in range(2)]
     named: list[str] | None = [made.addresses[0]]

@@ -380,7 +380,7 @@ def test_a_namespace_is_named_with_its_calls(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(context: Context, fields: dict[str, Any], param: str) -> None:
-    """What would make another answer and can not be done is refused by its name."""
+    """What would make another answer and cannot be done is refused by its name."""
     with pytest.raises(ApiError) as caught:
         translated(context, **fields)
     assert caught.value.param == param

@@ -41,7 +41,7 @@ def test_sigmoid_router_is_transformers_glm4_moe(norm: bool, groups: int, top_gr
         )
     )
     torch.nn.init.normal_(reference.weight)
-    # Larger than any score, so that a bias leaking into the weights can not stay within the tolerance.
+    # Larger than any score, so that a bias leaking into the weights cannot stay within the tolerance.
     torch.nn.init.normal_(reference.e_score_correction_bias, std=3.0)
     config = RouterConfig(
         12, 5, "sigmoid", True, groups, top_groups, "top2_sum", "renormalize" if norm else "none", 1e-20, 2.5

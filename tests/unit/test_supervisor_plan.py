@@ -126,7 +126,7 @@ def test_local_transport_starts_no_expert(model: Path) -> None:
 
 
 def test_nothing_but_the_engine_where_all_experts_are_resident(model: Path) -> None:
-    """No expert server, no shared memory; a placement that can not be is refused before anything starts."""
+    """No expert server, no shared memory; a placement that cannot be is refused before anything starts."""
     for everything in ({"gpu_experts_ratio": "1"}, {"gpu_layers": "0-1"}, {"gpu_experts": "8"}):
         serve_plan, configs = planned(model, **everything)
         assert set(configs) == {"gateway", "gpu"}

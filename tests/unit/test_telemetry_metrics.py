@@ -1,4 +1,4 @@
-"""Guards the port for operators: it serves metrics and probes, frees its port, names one it can not have."""
+"""Guards the port for operators: it serves metrics and probes, frees its port, names one it cannot have."""
 
 from __future__ import annotations
 

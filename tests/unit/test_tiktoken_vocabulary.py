@@ -121,7 +121,7 @@ def test_verification_reads_it_too(tmp_path: Path) -> None:
         (
             "tokenizer_config.json",
             '{"added_tokens_decoder": {"273": {"content": "<|reserved_token_272|>"}}}',
-            "special token .* can not have id 273",
+            "special token .* cannot have id 273",
         ),
     ],
 )

@@ -290,7 +290,7 @@ def spoil(directory: Path, what: str, authority: Authority) -> None:
         ("no key", ("grpc_key_file", "tls.key", "no private key in PEM")),
         ("no CA", ("grpc_ca_file", "ca.crt", "no certificate in PEM")),
         ("empty", ("grpc_cert_file", "tls.crt", "is empty")),
-        ("missing", ("grpc_key_file", "tls.key", "can not be read: No such file")),
+        ("missing", ("grpc_key_file", "tls.key", "cannot be read: No such file")),
     ],
 )
 def test_bad_files_are_refused_by_name(

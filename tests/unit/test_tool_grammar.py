@@ -285,7 +285,7 @@ def test_strict_tools_of_free_choice(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in TOOLS if name != "gpt_oss"])
 def test_text_of_free_choice_is_no_call(name: str) -> None:
-    """What the parser would read as a call of a strict tool can not be written as text."""
+    """What the parser would read as a call of a strict tool cannot be written as text."""
     constraint = constraint_of(name, (STRICT,), at_least_one=False)
     matcher = LLMatcher(BYTES, grammar_of(constraint), log_level=0)
     form = tool_format(name)

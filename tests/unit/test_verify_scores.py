@@ -85,5 +85,5 @@ def test_text_in_the_models_tokens(tmp_path: Path) -> None:
     short.write_text("")
     with pytest.raises(UserError, match=r"short.txt: 0 tokens; allowed: 2 or more"):
         read_tokens(tmp_path, short, 100, 10_000)
-    with pytest.raises(UserError, match="can not be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         read_tokens(tmp_path, tmp_path / "none.txt", 100, 10_000)

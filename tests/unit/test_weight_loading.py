@@ -175,7 +175,7 @@ def test_bfloat16_values_survive_the_numpy_reader(checkpoint: Path) -> None:
 
 def test_threads_fill_one_parameter_together(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused projections are one parameter, whichever of the threads that read its parts is the first."""
-    monkeypatch.setattr(CausalLM, "pack", lambda model: None)  # packed weights can not be compared
+    monkeypatch.setattr(CausalLM, "pack", lambda model: None)  # packed weights cannot be compared
     expected = _load(checkpoint).state_dict()
     monkeypatch.setattr(load, "_MAX_THREADS", 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))

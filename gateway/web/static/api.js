@@ -58,7 +58,7 @@ export class Api {
       response = await fetch(path, { ...options, headers, cache: "no-store" });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new ApiFailure(0, "The server can not be reached.");
+      throw new ApiFailure(0, "The server cannot be reached.");
     }
     if (!response.ok) throw new ApiFailure(response.status, await failureText(response));
     return response;

@@ -128,5 +128,5 @@ async function show() {
 
 show().catch((error) => {
   byId("notice").hidden = false;
-  byId("notice").textContent = `The description can not be read: ${error.message}`;
+  byId("notice").textContent = `The description cannot be read: ${error.message}`;
 });

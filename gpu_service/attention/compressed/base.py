@@ -79,7 +79,7 @@ class CompressedAttentionBackend(PlannedAttention):
 
     @classmethod
     def unsupported(cls, dimensions: CompressedDimensions, cache: CompressedCache) -> str:
-        """Why this backend can not serve these sizes on this machine; empty: it can."""
+        """Why this backend cannot serve these sizes on this machine; empty: it can."""
         return ""
 
     @abstractmethod

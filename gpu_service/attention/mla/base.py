@@ -107,7 +107,7 @@ class MlaAttentionBackend(PlannedAttention):
 
     @classmethod
     def unsupported(cls, dimensions: MlaDimensions, cache: MlaCache) -> str:
-        """Why this backend can not serve these sizes on this machine; empty: it can."""
+        """Why this backend cannot serve these sizes on this machine; empty: it can."""
         return ""
 
     def forward(
@@ -187,12 +187,12 @@ class MlaAttentionBackend(PlannedAttention):
         query `[T, index heads, index head_dim]`, rotary embedding applied; head_weights float32 `[T, index
         heads]`, scales included; the step's keys are in `cache.index_keys` already. A token's score is the
         sum over heads of weight times ReLU(query · key); among equal ones the earlier token wins, so that
-        the way a sequence was cut into steps can not decide. Tokens in pools have one score, that of the key
+        the way a sequence was cut into steps cannot decide. Tokens in pools have one score, that of the key
         in the row of a pool's last token; a query chooses among the pools that end up to it, and the tokens
-        after those are selected as well. Raises NotImplementedError where this backend can not serve sparse
+        after those are selected as well. Raises NotImplementedError where this backend cannot serve sparse
         attention.
         """
-        raise NotImplementedError(f"{type(self).__name__} can not select tokens")
+        raise NotImplementedError(f"{type(self).__name__} cannot select tokens")
 
     def _writes_keys_out(self, inputs: ForwardInputs) -> bool:
         """Whether a step is one that `forward_non_absorbed` serves; asked after `selects` is known."""

@@ -93,7 +93,7 @@ def program() -> str:
 def compiled(arch: str, directory: str) -> bytes:
     """Machine code for `arch` (as in sm_90), from `directory` when it has it; empty: the user's cache.
 
-    Raises UserError when NVRTC is not installed or the directory can not be written.
+    Raises UserError when NVRTC is not installed or the directory cannot be written.
     """
     source = program()
     try:
@@ -109,7 +109,7 @@ def compiled(arch: str, directory: str) -> bytes:
         unfinished.write_bytes(code)
         unfinished.replace(place)
     except OSError as error:
-        raise UserError(f"jit_cache_dir: can not keep compiled kernels in {place.parent}: {error}") from error
+        raise UserError(f"jit_cache_dir: cannot keep compiled kernels in {place.parent}: {error}") from error
     return code
 
 

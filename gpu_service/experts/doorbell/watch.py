@@ -33,7 +33,7 @@ class Watch:
     """Armed by each step; `reason` says why the host made the device give up."""
 
     def __init__(self, mailbox: Mailbox, slots: range, deadline_ms: int, releases_waits: bool) -> None:
-        """`releases_waits`: also end stream memory operations, which can not look around themselves."""
+        """`releases_waits`: also end stream memory operations, which cannot look around themselves."""
         self.reason = ""
         self._mailbox = mailbox
         self._slots = slots

@@ -52,7 +52,7 @@ class PackedExpertSource:
     def format_of(self, layer: int) -> LayerFormat:
         """How the layer's experts are packed: as its first one is stored, unless `expert_dtype` says else.
 
-        Raises CheckpointError, and UserError when the channels can not be divided among the ranks.
+        Raises CheckpointError, and UserError when the channels cannot be divided among the ranks.
         """
         if layer not in self._formats:
             found = self._checkpoint.expert(layer, 0)

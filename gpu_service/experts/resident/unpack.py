@@ -104,7 +104,7 @@ def _code_values(panels: PanelFormat, codes: torch.Tensor) -> torch.Tensor:
             return codes.float()
         case "float4":
             return torch.tensor(FLOAT4_VALUES, dtype=torch.float32, device=codes.device)[codes]
-    raise ValueError(f"weights of type {panels.code} can not be unpacked")
+    raise ValueError(f"weights of type {panels.code} cannot be unpacked")
 
 
 def _scale_values(panels: PanelFormat, scales: torch.Tensor) -> torch.Tensor:

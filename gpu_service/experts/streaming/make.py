@@ -41,7 +41,7 @@ _MOST_OF_DEVICE = 12
 def streams(config: MoebiusConfig, device_type: str) -> bool:
     """Whether the settings ask for streaming on such a device ("cuda", "cpu").
 
-    Raises UserError where they ask for what can not be.
+    Raises UserError where they ask for what cannot be.
     """
     mode = config.gpu.prefill_experts
     if mode == "cpu" or (mode == "auto" and device_type != "cuda"):
@@ -83,7 +83,7 @@ def served_parts(
 ) -> dict[int, tuple[ServedPart, ...]]:
     """By layer of `stored`, as the servers divide it. `group`: channels that stay together, over all layers.
 
-    Raises ValueError naming the setting for a division that can not be.
+    Raises ValueError naming the setting for a division that cannot be.
     """
     request, count = SliceRequest.from_config(config), config.experts.split_count
     slices = [plan_slice(geometry, replace(request, split_index=index), group) for index in range(count)]

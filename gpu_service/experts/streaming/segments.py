@@ -39,7 +39,7 @@ class Segment(Protocol):
 
 
 class SegmentsUnusable(RuntimeError):
-    """What the segments hold can not be streamed; the text says why."""
+    """What the segments hold cannot be streamed; the text says why."""
 
 
 class ExpertSegments:

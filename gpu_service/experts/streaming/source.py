@@ -1,6 +1,6 @@
 """Segments opened and registered with CUDA in the background, while expert servers already compute.
 
-What can not be registered is staged: the host copies it to page-locked memory first, which costs its time.
+What cannot be registered is staged: the host copies it to page-locked memory first, which costs its time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Registrar(ABC):
 
     @abstractmethod
     def register(self, address: int, nbytes: int) -> str:
-        """Why it can not be registered; empty: it is. Called by one thread, the same as `unregister`."""
+        """Why it cannot be registered; empty: it is. Called by one thread, the same as `unregister`."""
 
     @abstractmethod
     def unregister(self, address: int) -> None:
@@ -207,7 +207,7 @@ class SegmentSource:
             except (SegmentsUnusable, OSError) as error:
                 if str(error) != said:
                     said = str(error)
-                    _log.info("experts can not be streamed yet", because=said)
+                    _log.info("experts cannot be streamed yet", because=said)
             self._stopping.wait(_POLL_S)
         return None
 
@@ -244,7 +244,7 @@ class SegmentSource:
         if not self._complained:
             self._complained = True
             _log.warning(
-                "expert memory can not be registered with CUDA; it is copied through page-locked memory, "
+                "expert memory cannot be registered with CUDA; it is copied through page-locked memory, "
                 "which is slower and takes the host's time",
                 because=problem,
                 mend="raise the locked-memory limit: `ulimit -l unlimited`, LimitMEMLOCK=infinity of a "

@@ -137,7 +137,7 @@ class ExpertStreamer:
         if not self.chooser.may_stream(rows, is_decode):
             return None
         segments = self._usable()
-        # One rank that can not stream keeps all from it: nobody else would compute its part.
+        # One rank that cannot stream keeps all from it: nobody else would compute its part.
         refused = SHARES + 1
         chosen = self._largest(refused if segments is None else self.chooser.share(rows))
         if chosen in (0, refused) or segments is None:

@@ -1,7 +1,7 @@
 """`moebius bench kernels`: milliseconds per MoE layer on the CPU, and the limit of the same cores and run.
 
 Weights are random, in their packed form, and too many for the caches; rows choose experts at random. A layer
-can not be faster than reading the chosen experts once at full bandwidth, nor than computing all GEMMs at
+cannot be faster than reading the chosen experts once at full bandwidth, nor than computing all GEMMs at
 the peak of the best unit; the limit is the larger of the two times.
 """
 
@@ -49,7 +49,7 @@ class KernelsOptions:
     isa: Isa = "auto"
     kernel: str = "auto"  # GEMM kernel to force, by name.
     experts: int = 0  # Per layer; 0: those of the shape, or as many as fit.
-    layers: int = 0  # 0: as many as the caches can not hold.
+    layers: int = 0  # 0: as many as the caches cannot hold.
     memory_bytes: int = 0  # For packed weights, bytes; 0: half of what is available.
     shared: bool = False  # Whether weights lie in memory that others can map, as expert servers have it.
     seconds: float = 1.0  # Measuring time per row of the table.

@@ -57,7 +57,7 @@ def parse_shape(text: str) -> ExpertShape:
     hidden_size, intermediate_size, num_experts, top_k = map(int, text.split("x"))
     if top_k > num_experts:
         raise UserError(
-            f"--shape: {text!r} has {top_k} experts per row of {num_experts}; it can not exceed them"
+            f"--shape: {text!r} has {top_k} experts per row of {num_experts}; it cannot exceed them"
         )
     return ExpertShape(text, hidden_size, intermediate_size, num_experts, top_k)
 

@@ -70,7 +70,7 @@ class BandwidthLimit:
         """Measures every pattern over a buffer of `nbytes`, PASSES times.
 
         Raises:
-            ValueError: a cpu can not be used, or the level does not exist here.
+            ValueError: a cpu cannot be used, or the level does not exist here.
         """
         self.speeds: dict[ReadPattern, float] = {}
         for huge_pages in (False, True):

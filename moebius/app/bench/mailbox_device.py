@@ -230,7 +230,7 @@ class HostLayers:
 
 WARM_UP = 1000
 ROUNDS = 5000
-# The other side must never sleep: a GPU can not wake it.
+# The other side must never sleep: a GPU cannot wake it.
 SPIN_NS = 60_000_000_000
 DEADLINE_NS = 30_000_000_000
 

@@ -1,6 +1,6 @@
 """`moebius bench prefill`: prompts by length, and what the link to the GPU would allow for what was streamed.
 
-A prompt can not be faster than its experts come over the link: the limit is the prompt's tokens over the time
+A prompt cannot be faster than its experts come over the link: the limit is the prompt's tokens over the time
 that the bytes really copied for it take at the link's rate, which is measured in the same run.
 """
 
@@ -215,7 +215,7 @@ def wait_until_streaming(streamer: ExpertStreamer, timeout_s: float = _READY_S) 
     deadline = time.monotonic() + timeout_s
     while not streamer.can_stream:
         if time.monotonic() > deadline:
-            raise UserError(f"experts can not be streamed after {timeout_s:.0f} s; the log says why")
+            raise UserError(f"experts cannot be streamed after {timeout_s:.0f} s; the log says why")
         time.sleep(0.05)
 
 

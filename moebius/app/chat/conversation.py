@@ -71,7 +71,7 @@ class Conversation:
         """Takes what the user typed.
 
         Raises:
-            UserError: a command is unknown, or can not be carried out; nothing has changed.
+            UserError: a command is unknown, or cannot be carried out; nothing has changed.
         """
         text = line.strip()
         if not text:
@@ -127,7 +127,7 @@ class Conversation:
         if not name:
             return Outcome("\n".join(f"{key} = {json.dumps(item)}" for key, item in self.body.items()))
         if name in _OWN_FIELDS:
-            raise UserError(f"/set can not change {name}: the conversation fills it in")
+            raise UserError(f"/set cannot change {name}: the conversation fills it in")
         if not value:
             return Outcome(
                 f"{name} = {json.dumps(self.body[name])}" if name in self.body else f"{name} is not set"

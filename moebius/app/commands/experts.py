@@ -78,7 +78,7 @@ def dump(
     try:
         file.write_bytes(answer.content)
     except OSError as error:
-        raise UserError(f"--file: {file} can not be written: {error.strerror}") from None
+        raise UserError(f"--file: {file} cannot be written: {error.strerror}") from None
     print(f"{file}: {answer.mode}, {answer.steps} steps, {answer.tokens} tokens")
     for found in answer.layers:
         print(f"layer {found.layer}: {found.distinct_per_step:.2f} different experts per step")

@@ -156,7 +156,7 @@ def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
         raise
     except Exception as error:
         # The libraries that read these files raise whatever they like.
-        raise UserError(f"{model}: its tokenizer can not be read: {error}") from error
+        raise UserError(f"{model}: its tokenizer cannot be read: {error}") from error
     vocab_size = read_config(model).get("vocab_size")
     if isinstance(vocab_size, int):
         tokenizer.check_fits(vocab_size)

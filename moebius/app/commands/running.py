@@ -32,7 +32,7 @@ def running(serve_plan: ServePlan) -> Iterator[Supervisor]:
     """Starts the plan's processes, shows each one's state until all are ready, stops them at the end.
 
     When a signal came first, the supervisor that is yielded is already `stopping`. Raises ConfigError for
-    certificates that can not be used.
+    certificates that cannot be used.
     """
     configure_tls(serve_plan.config.security)  # the supervisor asks its processes for their health
     with _start_view(serve_plan) as view:

@@ -107,7 +107,7 @@ def build_demo_model(
                 _build(target, report, gguf)
     except OSError as error:
         hint = HINTS.get(error.errno or 0, "")
-        raise DemoModelError(f"can not build the demo model in {target}{hint}: {error}") from error
+        raise DemoModelError(f"cannot build the demo model in {target}{hint}: {error}") from error
     return target
 
 

@@ -23,7 +23,7 @@ from moebius.app.demo_model.recipe import SOURCE_GGUF, SOURCE_GGUF_SHA256, SOURC
 
 
 class DemoModelError(RuntimeError):
-    """The demo model can not be built or is damaged; the message names the cause and what to do."""
+    """The demo model cannot be built or is damaged; the message names the cause and what to do."""
 
 
 ProgressCallback = Callable[[str, int, int], None]

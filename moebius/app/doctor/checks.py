@@ -320,7 +320,7 @@ def check_kubelet(settings: Mapping[str, Any], expected: Expectation) -> Iterato
 
 
 def check_model(path: str, error: str, fix: str) -> Finding:
-    """`error`: why the checkpoint can not be used; empty: it can."""
+    """`error`: why the checkpoint cannot be used; empty: it can."""
     return _as(not error, "failure", "checkpoint", error or path, fix)
 
 

@@ -269,7 +269,7 @@ def _kernel_times(options: HardwareOptions, origin: dict[str, str]) -> tuple[Pan
     try:
         return read_times(times_file())
     except (OSError, ValueError) as error:
-        origin["kernel_times"] = f"can not be read: {error}"
+        origin["kernel_times"] = f"cannot be read: {error}"
         return ()
 
 

@@ -165,7 +165,7 @@ def server_bytes(
 def segment_bytes(config: MoebiusConfig, geometry: MoeGeometry, count: int) -> list[int]:
     """What the segment of each of `count` expert servers takes in 2 MiB pages (kernels/moe/weight_segment.h).
 
-    Raises CheckpointError for a checkpoint that can not be packed, UserError for a division that can not be.
+    Raises CheckpointError for a checkpoint that cannot be packed, UserError for a division that cannot be.
     """
     stored = stored_experts(config.model.model, geometry, config.model.expert_checkpoint)
     experts = config.experts.model_copy(update={"expert_servers": count, "expert_addresses": ()})
@@ -242,7 +242,7 @@ def expert_servers(
     stored: Mapping[int, StoredExperts],
     sockets: int,
 ) -> tuple[ExpertServer, ...]:
-    """Every server's slice. Raises UserError for a division that can not be."""
+    """Every server's slice. Raises UserError for a division that cannot be."""
     count = num_servers(config, sockets)
     group = math.lcm(*(layer.group for layer in stored.values()))
     request = replace(SliceRequest.from_config(config), split_count=count)

@@ -71,7 +71,7 @@ class Planner:
     ) -> CapacityPlan:
         """`fill`: as many experts on GPUs as fit, where no setting says how many.
 
-        Raises DoesNotFit when the hardware is too small, UserError for settings that can not be. Without
+        Raises DoesNotFit when the hardware is too small, UserError for settings that cannot be. Without
         `explain` it does not look for settings that would fit, which takes longer than the plan.
         """
         if self.on_gpu and self.config.gpu.max_num_seqs is None:

@@ -209,7 +209,7 @@ def _write_gguf(
         write_arrays(placed, _threads(options), _counted(total, on_progress))
         unfinished.rename(path)
     except OSError as error:
-        raise UserError(f"{path}: can not write {total / 2**30:.1f} GiB: {error.strerror}") from None
+        raise UserError(f"{path}: cannot write {total / 2**30:.1f} GiB: {error.strerror}") from None
     return path, total
 
 

@@ -99,7 +99,7 @@ def write_shards(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{directory}: can not write {total / 2**30:.1f} GiB: {error.strerror}") from None
+        raise UserError(f"{directory}: cannot write {total / 2**30:.1f} GiB: {error.strerror}") from None
     return total
 
 

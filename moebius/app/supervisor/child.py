@@ -1,4 +1,4 @@
-"""Becomes a child program that can not outlive the supervisor: `python -I -S child.py PARENT CPUS PROGRAM…`.
+"""Becomes a child program that cannot outlive the supervisor: `python -I -S child.py PARENT CPUS PROGRAM…`.
 
 PR_SET_PDEATHSIG has to be set by the child itself and survives `exec`. Doing it here, in a program of its
 own, keeps Python code out of the moment between fork and exec, where a process with threads (gRPC's,

@@ -57,7 +57,7 @@ _log = structlog.get_logger(__name__)
 MAX_SOCKET_PATH = 107
 ENGINE_HEALTH = "moebius.engine.v1.Engine"
 EXPERT_HEALTH = "moebius.expert.v1.Expert"
-# A process drains for `stop_timeout_s`; then it tells whom it can not serve, and closes what it has open.
+# A process drains for `stop_timeout_s`; then it tells whom it cannot serve, and closes what it has open.
 STOP_MARGIN_S = 10.0
 # Rank 0 tells the other ranks to end, in order, before anybody else does.
 STOP_GATEWAY, STOP_GPU, STOP_RANKS, STOP_EXPERTS = 0, 1, 2, 3
@@ -77,7 +77,7 @@ class ServePlan:
 def plan_processes(config: MoebiusConfig) -> ServePlan:
     """Decides everything about the processes; cleans up what killed predecessors left on the way.
 
-    Raises ConfigError (settings that can not be served), CheckpointError (a model we do not know) and
+    Raises ConfigError (settings that cannot be served), CheckpointError (a model we do not know) and
     StartupError (state directory or port unusable).
     """
     model = read_geometry(config.model.model, config.model.experts_per_token)
@@ -112,7 +112,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
 def plan_ranks(config: MoebiusConfig) -> ServePlan:
     """The ranks of this host alone (`moebius ranks`), for a Pod or a host whose other processes others start.
 
-    Raises ConfigError for what ranks would refuse, StartupError for a state directory that can not be used.
+    Raises ConfigError for what ranks would refuse, StartupError for a state directory that cannot be used.
     """
     settings = config.parallel
     if settings.num_ranks % settings.rank_hosts or settings.host_index >= settings.rank_hosts:
@@ -287,7 +287,7 @@ def _placements(config: MoebiusConfig) -> tuple[ServerBinding, ...]:
 
 
 def _is_all_resident(config: MoebiusConfig, model: MoeGeometry) -> bool:
-    """Whether the engine computes every expert itself. Raises UserError for a placement that can not be."""
+    """Whether the engine computes every expert itself. Raises UserError for a placement that cannot be."""
     from moebius.placement import make_placement
 
     return make_placement(config.placement, model).covers_everything

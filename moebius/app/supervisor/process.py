@@ -200,9 +200,7 @@ class ManagedProcess:
             self.start()
         except OSError as error:
             pause_s = self._timing.restart_backoff_max_s
-            log.warning(
-                "process can not be started", name=self.spec.name, why=error.strerror, pause_s=pause_s
-            )
+            log.warning("process cannot be started", name=self.spec.name, why=error.strerror, pause_s=pause_s)
             self._restart_at = now + pause_s
             return False
         self.restarts += 1

@@ -282,7 +282,7 @@ def _read_record(run_file: Path) -> RunRecord | None:
 
 
 def _checked(document: Any) -> RunRecord:
-    """Raises ValueError, KeyError or TypeError for what `RunDirectory.record` can not have written."""
+    """Raises ValueError, KeyError or TypeError for what `RunDirectory.record` cannot have written."""
     processes = tuple((entry["pid"], entry["start_ticks"]) for entry in document["processes"])
     for number in (number for pair in processes for number in pair):
         if type(number) is not int or number < 1:
@@ -319,7 +319,7 @@ def _kill(pid: int, ticks: int) -> None:
     except OSError:  # there is none
         return
     try:
-        # Checked with the descriptor open: from here on the number can not become another process's.
+        # Checked with the descriptor open: from here on the number cannot become another process's.
         if start_ticks(pid) != ticks or Path(f"/proc/{pid}").stat().st_uid != os.getuid():
             return
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)

@@ -175,7 +175,7 @@ class Supervisor:
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Watches and restarts the processes until a signal comes or `until()` is true.
 
-        Raises StartupError when a process can not be brought back: without it no request is answered, and
+        Raises StartupError when a process cannot be brought back: without it no request is answered, and
         whoever started us is asked to look.
         """
         while not self.stopping and not until():
@@ -248,7 +248,7 @@ class Supervisor:
         pause = process.note_exit(now)
         if process.can_not_heal:
             raise StartupError(
-                f"{name} can not be started again ({how}): {process.last_words}; "
+                f"{name} cannot be started again ({how}): {process.last_words}; "
                 "mend that and start `moebius serve` again"
             )
         pause_s = round(pause, 3)
@@ -311,7 +311,7 @@ class Supervisor:
 
     def _is_incomplete(self, stage: int) -> bool:
         """Whether a process that members of this stage work through is gone: nobody brings it back now, so
-        what still runs can not end well, and a second SIGTERM tells them not to wait for it."""
+        what still runs cannot end well, and a second SIGTERM tells them not to wait for it."""
         return any(process.spec.stop_stage > stage and process.pid is None for process in self.processes)
 
     def _record(self) -> None:

@@ -63,14 +63,14 @@ def read_tokens(model: Path, text_file: Path | None, limit: int, vocab_size: int
     """The text's first `limit` tokens by the checkpoint's own tokenizer.
 
     Without one, its UTF-8 bytes modulo the vocabulary stand for tokens: enough to compare formats. Raises
-    UserError naming a file that can not be read or gives fewer than two tokens, CheckpointError as
+    UserError naming a file that cannot be read or gives fewer than two tokens, CheckpointError as
     `read_tokenizer` and `read_vocabulary`.
     """
     path = text_file or BUNDLED_TEXT
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"--text {path}: can not be read as UTF-8 text: {error}") from None
+        raise UserError(f"--text {path}: cannot be read as UTF-8 text: {error}") from None
     tokenizer = _tokenizer(model)
     if tokenizer is not None:
         ids, source = tokenizer.encode(text).ids, "tokenizer"

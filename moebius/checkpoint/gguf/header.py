@@ -126,7 +126,7 @@ def read_header(file: Path) -> GgufHeader:
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{file} can not be read as GGUF: {error}") from error
+        raise CheckpointError(f"{file} cannot be read as GGUF: {error}") from error
 
 
 def _read(cursor: _Cursor) -> GgufHeader:

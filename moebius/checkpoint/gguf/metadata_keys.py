@@ -94,7 +94,7 @@ class MetadataKeys:
         )
 
     def error(self, name: str, value: object, allowed: str) -> CheckpointError:
-        """The error for a value that can not be served."""
+        """The error for a value that cannot be served."""
         return CheckpointError(f"{self.model.file}: {self._prefix}{name} is {value!r}; allowed: {allowed}")
 
     def layers_with(self, tensor: str) -> list[int]:

@@ -76,7 +76,7 @@ def _halves_of_pairs(key: str) -> Callable[[GgufModel, TensorInfo], TensorInfo]:
             heads = max(heads)
         if not isinstance(heads, int) or heads < 1 or info.shape[0] % (2 * heads):
             raise CheckpointError(
-                f"{model.file}: {info.name} {list(info.shape)} can not be divided among {heads!r} heads "
+                f"{model.file}: {info.name} {list(info.shape)} cannot be divided among {heads!r} heads "
                 f"({key})"
             )
         return _gathered([info], rows_of_pairs(np.arange(info.shape[0]), info.shape[0] // heads))

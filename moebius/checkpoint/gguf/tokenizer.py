@@ -91,7 +91,7 @@ def read_tokenizer(model_path: str | Path) -> GgufTokenizer:
     except CheckpointError:
         raise
     except Exception as error:  # the Rust library raises bare Exception
-        raise CheckpointError(f"{file}: its tokenizer can not be built ({error}); {_ADVICE}") from error
+        raise CheckpointError(f"{file}: its tokenizer cannot be built ({error}); {_ADVICE}") from error
     add_special_tokens(backend, vocabulary)
     named = {
         f"{short}_token": vocabulary.special(name)

@@ -1,4 +1,4 @@
-"""What a decode step can not be faster than: the weights it reads over what memory gives.
+"""What a decode step cannot be faster than: the weights it reads over what memory gives.
 
 Layer by layer attention comes before the experts, so the dense part and the experts follow one another;
 resident experts are computed while the servers compute theirs. On a CPU device there is one memory for all.

@@ -102,7 +102,7 @@ def measure_decode(
     max_tokens: int,
     temperature: float,
 ) -> DecodeResult:
-    """All streams at once. Raises UserError when they can not run together."""
+    """All streams at once. Raises UserError when they cannot run together."""
     prompts = random_prompts(streams, prompt_len, setting.vocab_size, 1)
     running = engine.submit(prompts, max_tokens, temperature)
     # Between these two looks at the counters every stream decodes.

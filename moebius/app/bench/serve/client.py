@@ -80,7 +80,7 @@ class Endpoint:
     """Connections to one server; use in one event loop, as a context manager."""
 
     def __init__(self, options: EndpointOptions, model: str) -> None:
-        """Raises UserError for certificates that can not be used."""
+        """Raises UserError for certificates that cannot be used."""
         self._options, self._model = options, model
         headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._http = httpx.AsyncClient(
@@ -200,7 +200,7 @@ async def measure_scale(endpoint: Endpoint) -> TokenScale:
         if sample.error:
             raise UserError(f"the first request failed: {sample.error}")
         if not sample.input_tokens:
-            raise UserError("the server reports no usage.prompt_tokens; lengths of prompts can not be set")
+            raise UserError("the server reports no usage.prompt_tokens; lengths of prompts cannot be set")
         counts.append(sample.input_tokens)
     per_word = max((counts[1] - counts[0]) / (_MANY - _FEW), 0.1)
     return TokenScale(per_word, max(0.0, counts[0] - _FEW * per_word))

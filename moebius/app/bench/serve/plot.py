@@ -40,7 +40,7 @@ class _Line:
 def write_plot(rows: Sequence[PlottedRow], path: Path) -> None:
     """Two panels of cumulative distributions, a line per row; with several rows two of percentiles by row.
 
-    Raises UserError when the file can not be written.
+    Raises UserError when the file cannot be written.
     """
     try:
         path.write_text(plot(rows), encoding="utf-8")

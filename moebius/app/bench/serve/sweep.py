@@ -204,7 +204,7 @@ def parse_extra_body(text: str) -> dict[str, Any]:
 def run(target: EndpointOptions, lengths: LengthOptions, options: SweepOptions) -> None:
     """Measures every rate with every concurrency and prints a row for each.
 
-    Raises UserError when the server can not be reached, or completes no request of a whole row.
+    Raises UserError when the server cannot be reached, or completes no request of a whole row.
     """
     target.check()
     lengths.check()
