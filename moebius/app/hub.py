@@ -25,6 +25,7 @@ _QUANTISATION = re.compile(
     r"[-._]((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))(?:-\d{5}-of-\d{5})?\.gguf$", re.I
 )
 _USUAL = "Q4_K_M"
+_CACHED = re.compile(r"models--(.+?)--(.+)")
 _WEIGHTS = (".safetensors", ".gguf")
 # Besides weights: configurations, tokenizers and templates, but no code.
 _NEEDED = (".json", ".model", ".jinja", ".txt", ".tiktoken")
@@ -46,6 +47,27 @@ def hub_model(given: str) -> HubModel | None:
     if match is None or given.endswith(".gguf") or Path(given).expanduser().exists():
         return None
     return HubModel(match[1], match[2] or "")
+
+
+def in_cache(path: Path) -> tuple[Path, str]:
+    """What a path into the hub's cache means: (version, name on the hub).
+
+    Of a repository's directory there (`models--owner--name`) the version of `main`, or the only one. Any
+    other path stays as it is, with an empty name.
+    """
+    repository = path.parent.parent if path.parent.name == "snapshots" else path
+    match = _CACHED.fullmatch(repository.name)
+    versions = repository / "snapshots"
+    if match is None or not versions.is_dir():
+        return path, ""
+    if path == repository:
+        main = repository / "refs" / "main"
+        found = [versions / main.read_text().strip()] if main.is_file() else []
+        found = [one for one in found if one.is_dir()] or sorted(versions.iterdir())
+        if len(found) != 1:
+            return path, ""
+        path = found[0]
+    return path, f"{match[1]}/{match[2]}"
 
 
 def fetch_model(

@@ -125,7 +125,8 @@ def _shard_files(directory: Path, weight_map: Mapping[str, str]) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise CheckpointError(
-                f"{file} is missing (a checkpoint has {SINGLE_FILE} or {INDEX_FILE} with its shards)"
+                f"{file} is missing (a checkpoint has {SINGLE_FILE} or {INDEX_FILE} with its shards): "
+                "was its download broken off?"
             )
     return files
 

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.hub import HubModel, chosen_files, hub_model
+from moebius.app.commands.models import with_checkpoint
+from moebius.app.hub import HubModel, chosen_files, hub_model, in_cache
 from moebius.app.random_model import RandomModelOptions, write_random_model
+from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers.hub_server import HubServer, hub_server
 
@@ -159,6 +161,23 @@ def test_a_choice_is_asked_for() -> None:
         chosen_files(HubModel("a/b", ""), ["m-Q3_K.gguf", "m-Q5_K.gguf"])
     with pytest.raises(UserError, match="neither safetensors nor GGUF"):
         chosen_files(HubModel("a/b", ""), ["config.json", "pytorch_model.bin"])
+
+
+def test_paths_into_the_cache(files: dict[str, bytes], tmp_path: Path) -> None:
+    """What other programs have downloaded is served by the path where it lies, under its name on the hub."""
+    repository = tmp_path / "models--owner--some--name"
+    for version in ("abc", "def"):
+        (repository / "snapshots" / version).mkdir(parents=True)
+        (repository / "snapshots" / version / "config.json").write_bytes(files["config.json"])
+    assert in_cache(repository) == (repository, "")  # which one is not said
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("def")
+    for given, version in ((repository, "def"), (repository / "snapshots" / "abc", "abc")):
+        model = MoebiusConfig().model.model_copy(update={"model": str(given)})
+        found = with_checkpoint(MoebiusConfig().model_copy(update={"model": model})).model
+        assert found.model == str(repository / "snapshots" / version)
+        assert found.served_model_name == "owner/some--name"
+    assert in_cache(tmp_path) == (tmp_path, "")
 
 
 def test_paths_and_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from moebius.app.hub import HubModel, fetch_model, hub_model
+from moebius.app.hub import HubModel, fetch_model, hub_model, in_cache
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.config import MoebiusConfig
@@ -47,6 +47,9 @@ def with_checkpoint(config: MoebiusConfig, needs_weights: bool = True) -> Moebiu
     named = hub_model(given) if given != DEMO else None
     if named is not None:
         path, name = _downloaded(named, config, needs_weights), name or named.repository
+    else:
+        path, cached = in_cache(path)
+        name = name or cached
     _check(given, path)
     changed = {"model": str(path), "served_model_name": name}
     if config.model.expert_checkpoint:
