@@ -127,8 +127,9 @@ MODELS: Mapping[str, Model] = {
         "zai-org/GLM-5.3-Flash",
         "GLM-5.3-Flash",
         "glm-5.3-flash",
-        "320 B parameters, 18 B a token, stored in fp8; three of four layers have linear attention, the others "
-        "choose what they attend to; takes images: leave out `--language-model-only` and install the extra `vision`.",
+        "320 B parameters, 18 B a token, stored in fp8; three of four layers have linear attention, the "
+        "others choose what they attend to; takes images: leave out `--language-model-only` and install the "
+        "extra `vision`.",
         _FP8,
         "fp8 blocks",
         _NOTHING,
