@@ -88,6 +88,9 @@ _REFUSED = (
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+# Layers whose indexer chooses tokens: transformers' name, and those that publishers and its older
+# releases wrote.
+INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
 
 
 def read_common(

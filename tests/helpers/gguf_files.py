@@ -179,7 +179,7 @@ def _package_architecture(config: Any, architecture: str) -> MODEL_ARCH:
 
 def _architecture(config: Any, architecture: str) -> str:
     """`general.architecture`."""
-    own = NEWER.get(config.model_type)
+    own = architecture if architecture.islower() else NEWER.get(config.model_type)
     return own or MODEL_ARCH_NAMES[_package_architecture(config, architecture)]
 
 
@@ -270,8 +270,8 @@ def write_gguf(
     """The model's file, or its parts of at most `max_tensors`.
 
     `leave_out`: a tensor that is forgotten; `prediction_layer`: a block for multi-token prediction follows;
-    `architecture`: a name in gguf.MODEL_ARCH that is not the family's first; `fused`: gate and up in one;
-    `describe`: adds metadata.
+    `architecture`: a name in gguf.MODEL_ARCH that is not the family's first, or in small letters the file's;
+    `fused`: gate and up in one; `describe`: adds metadata.
     """
     config = _text_config(model)
     writer = GGUFWriter(path, _architecture(config, architecture), split_max_tensors=max_tensors)

@@ -364,8 +364,9 @@ def _write_glm5(writer: GGUFWriter, config: Any) -> None:
         writer.add_float32(f"{arch}.kda.gate_lower_bound", config.linear_lower_bound)
     _write_indexer(writer, config)
     writer.add_uint32(f"{arch}.attention.indexer.kpool", config.index_kpool)
-    writer.add_bool(f"{arch}.attention.indexer.kpool_select_tail", True)
-    writer.add_array(f"{arch}.attention.indexer.types", [True] * len(linear))
+    if arch == "glm5-next":
+        writer.add_bool(f"{arch}.attention.indexer.kpool_select_tail", True)
+        writer.add_array(f"{arch}.attention.indexer.types", [True] * len(linear))
     _write_streams(writer, config)
     _write_limits(writer, config, "swiglu_clamp_exp", "swiglu_clamp_shexp")
 

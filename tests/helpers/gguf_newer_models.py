@@ -119,6 +119,24 @@ NEWER_CASES: dict[str, dict[str, Any]] = {
         },
         "prediction_layer": True,
     },
+    # As the first published files have it, without keys that came later.
+    "glm5_next_by_its_first_name": {
+        "model_type": "glm5_next",
+        "types": GgufTypes("F32", "F32", "F32"),
+        "changes": _LATENT
+        | _STREAMS
+        | _ONE_GROUP
+        | {
+            "head_dim": 0,
+            "qk_rope_head_dim": 0,
+            "num_hidden_layers": 4,
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 16,
+            "index_kpool": 2,
+        },
+        "architecture": "glm5next",
+    },
     "bailing_hybrid": {
         "model_type": "bailing_hybrid",
         "types": _QUANTISED,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from gpu_service.loader.load import find_sources
 from gpu_service.loader.names import expected_names, wanted_name
 from gpu_service.models.compose import build_model
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.index import CheckpointIndex
+from moebius.checkpoint.index import NUMPY_DTYPES, CheckpointIndex
 from moebius.checkpoint.matrix_finder import MatrixFinder
 from moebius.checkpoint.quantisation import read_schemes
 from moebius.models.checkpoint import find_layout
@@ -33,6 +34,7 @@ FORMATS = {
     "deepseek-v3": "fp8_block",
     "deepseek-v3.2": "fp8_block",
     "deepseek-v4-flash": "mxfp4",
+    "glm-5.3-flash": "fp8_block",
     "gpt-oss-120b": "mxfp4",
     "gpt-oss-20b": "mxfp4",
     "kimi-k2": "fp8_block",
@@ -51,6 +53,7 @@ PUBLISHED_TENSORS = {
     "kimi-k2": 139644,
     "kimi-k2.5": 208550,
     "glm-4.5v": 18106,
+    "glm-5.3-flash": 76108,
     "minimax-m2": 96103,
     "nemotron-3-super-120b-a12b": 42683,
     "qwen3-30b-a3b-fp8": 37491,
@@ -88,6 +91,13 @@ def test_dense_layers_load_completely(name: str, tmp_path: Path) -> None:
 def test_there_are_as_many_tensors_as_were_published(name: str) -> None:
     """Of naming rules, one that is wrong somewhere hardly gives the right number of names."""
     assert sum(count(pattern) for pattern, _, _ in Published.load(name).tensors) == PUBLISHED_TENSORS[name]
+
+
+def test_glm_5_3_flash_has_as_many_bytes_as_was_published() -> None:
+    """Types, too: what the index of its 62 files says they come to."""
+    tensors = Published.load("glm-5.3-flash").tensors
+    sizes = [count(one) * math.prod(shape) * NUMPY_DTYPES[dtype].itemsize for one, dtype, shape in tensors]
+    assert sum(sizes) == 328_326_771_576
 
 
 def _experts(index: CheckpointIndex, geometry: MoeGeometry) -> ExpertCheckpoint:
@@ -214,3 +224,19 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     geometry = read_geometry(tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.64\.gate_proj"):
         _experts(index, geometry).expert(1, 64)
+
+
+@pytest.mark.parametrize(
+    "name", ["glm-5.3-flash", "qwen3.8-flash-next", "deepseek-v3.2", "hy4-preview", "mistral-large-4"]
+)
+def test_layers_with_an_indexer_have_three_names(name: str, tmp_path: Path) -> None:
+    """That of transformers 5.23, and those of published files and of its releases before."""
+    published = Published.load(name).config
+    text = published.get("text_config", published)
+    kinds = text.get("layer_types") or ["indexed_attention"] * text["num_hidden_layers"]
+    read = []
+    for attends in ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"):
+        text["layer_types"] = [kind if kind == "linear_attention" else attends for kind in kinds]
+        (tmp_path / "config.json").write_text(json.dumps(published))
+        read.append(read_model_config(tmp_path))
+    assert read[0] == read[1] == read[2]

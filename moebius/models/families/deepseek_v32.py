@@ -11,7 +11,7 @@ from dataclasses import replace
 from moebius.checkpoint.gguf.family import INDEXED_KEYS, GgufFamily, deepseek_yarn, indexed, latent
 from moebius.checkpoint.gguf.names import INDEXER_RULES
 from moebius.models.attention_config import IndexerConfig
-from moebius.models.common import listed_or_after_dense, read_mtp_layers
+from moebius.models.common import INDEXED, listed_or_after_dense, read_mtp_layers
 from moebius.models.config import ModelConfig
 from moebius.models.family import Family, MtpFamily
 from moebius.models.keys import HfKeys
@@ -20,8 +20,6 @@ from moebius.models.names import ROTARY, TensorNames
 
 _FULL, _SHARED = "full", "shared"
 _PATTERN = {"F": _FULL, "S": _SHARED}
-# In `layer_types`, of all layers alike; the second is what transformers up to 5.17 writes.
-_KINDS_OF_ATTENTION = ("indexed_attention", "deepseek_sparse_attention")
 _SCHEDULE = ("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 
 
@@ -52,7 +50,7 @@ def _scheduled_kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
 
 def _read_indexer(hf: HfKeys, kinds: tuple[str, ...], rope_dim: int, *, interleaved: bool) -> IndexerConfig:
     """`interleaved` is the family's: a checkpoint may name it, and can only confirm it."""
-    hf.refuse("layer_types", *([kind] * len(kinds) for kind in _KINDS_OF_ATTENTION))
+    hf.refuse("layer_types", *([kind] * len(kinds) for kind in INDEXED))
     name = "indexer_rope_interleave"
     if hf.has(name) and hf.boolean(name) != interleaved:
         raise hf.error(name, hf.boolean(name), str(interleaved).lower())

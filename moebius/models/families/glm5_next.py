@@ -26,7 +26,7 @@ from moebius.checkpoint.gguf.names import (
     gguf_layer,
 )
 from moebius.models.attention_config import HyperConnectionConfig, IndexerConfig, MlaConfig
-from moebius.models.common import read_common, read_from_section, read_mtp_layers
+from moebius.models.common import FULL, INDEXED, read_common, read_from_section, read_mtp_layers
 from moebius.models.config import (
     LinearAttentionConfig,
     ModelConfig,
@@ -42,20 +42,25 @@ if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 _LINEAR, _FULL, _SHARED = "linear_attention", "full", "shared"
-_INDEXED = ("indexed_attention", "full_attention")
+_INDEXED = (*INDEXED, FULL)
 _DENSE_LAYERS = 3
-# Of rotary embedding, which no layer has; what follows from other keys; and of training.
+# Of rotary embedding, which no layer has; what follows from other keys; the router's type, which is float32
+# here; and of training.
 _HARMLESS = (
     "ep_size",
     "first_k_dense_replace",
     "head_dim",
     "index_share_for_mtp_iteration",
+    "indexer_rope_interleave",
+    "moe_router_dtype",
     "pretraining_tp",
     "qk_head_dim",
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
 )
+# Of the published configuration only: what is so in every model here.
+_ALWAYS = ("index_kpool_compress", "mhc", "mla_use_nope")
 
 
 def _attending_layers(hf: HfKeys, num_layers: int) -> tuple[int, ...]:
@@ -158,6 +163,9 @@ def _read_moe(hf: HfKeys, num_layers: int, limit: float) -> MoeConfig:
 def read_glm5_next(hf: HfKeys) -> ModelConfig:
     """The language model of GLM-5.3-Flash."""
     hf.skip(*_HARMLESS)
+    for name in _ALWAYS:
+        if not hf.boolean(name, default=True):
+            raise hf.error(name, False, "true")
     # A head's size is what is rotated of it here, nothing.
     common = read_common(hf.with_values(head_dim=None))
     num_layers, limit = common["num_layers"], hf.number("swiglu_limit", default=10.0)
@@ -208,14 +216,14 @@ def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
     if epsilon not in (None, _INDEXER_EPSILON):
         raise keys.error("attention.layer_norm_epsilon", epsilon, f"{_INDEXER_EPSILON}")
     limit, shared = config.get("swiglu_limit"), keys.get("swiglu_clamp_shexp")
-    if limit is None or shared != limit:
+    if limit is None or shared not in (None, limit):
         raise keys.error("swiglu_clamp_shexp", shared, f"what swiglu_clamp_exp is, {limit}")
     linear, count = linear_layers(keys), config["num_hidden_layers"]
     sizes = linear_heads_of(keys, linear)
     kinds = [_LINEAR if layer in linear else _INDEXED[0] for layer in range(count)]
     dense = config.get("first_k_dense_replace", 0)
-    # Whether a layer of linear attention has an indexer means nothing.
-    keys.skip("attention.indexer.types")
+    # Whether a layer of linear attention has an indexer means nothing; the other is of prediction.
+    keys.skip("attention.indexer.types", "attention.indexer.index_share_mtp")
     return latent(keys, config) | {
         "layer_types": kinds,
         "linear_num_heads": sizes["num_heads"],
@@ -245,7 +253,11 @@ FAMILIES = (
         read_glm5_next,
         TensorNames((VISION, *_HYPER, TEXT), mtp_layers=True),
         VisionFamily(read_grid_vision, (VISUAL,), tower="Glm5Next", processor="glm5"),
-        # Without the vision tower, which is a file of another kind.
-        (GgufFamily("glm5-next", _GGUF_KEYS, 2, derive=_gguf_config, rules=_GGUF_RULES),),
+        # Without the vision tower, which is a file of another kind. The second name is that of files made
+        # before llama.cpp had the architecture.
+        tuple(
+            GgufFamily(name, _GGUF_KEYS, 2, derive=_gguf_config, rules=_GGUF_RULES)
+            for name in ("glm5-next", "glm5next")
+        ),
     ),
 )

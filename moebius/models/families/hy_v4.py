@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from moebius.checkpoint.gguf.family import INDEXED_KEYS, Config, GgufFamily, deepseek_yarn, indexed
 from moebius.checkpoint.gguf.names import HYPER_RULES, INDEXER_RULES, gguf_linear
 from moebius.models.attention_config import HyperConnectionConfig, IndexerConfig
-from moebius.models.common import listed_or_after_dense, read_mtp_layers
+from moebius.models.common import INDEXED, listed_or_after_dense, read_mtp_layers
 from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 _FULL, _SHARED = "full", "shared"
-_SPARSE = ("indexed_attention", "deepseek_sparse_attention", "sparse_attention")
+_SPARSE = (*INDEXED, "sparse_attention")
 # Of the published configuration only: what is so in every model here.
 _ALWAYS = ("enable_ihc", "gated_mla", "learnable_sink")
 # Of training; precisions of sums, which are float32 here; what another library has besides.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from moebius.models.attention_config import IndexerConfig
-from moebius.models.common import listed_or_after_dense, read_mtp_layers
+from moebius.models.common import INDEXED, listed_or_after_dense, read_mtp_layers
 from moebius.models.config import ModelConfig, RouterConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
@@ -115,7 +115,7 @@ def read_mistral_large4(hf: HfKeys) -> ModelConfig:
     common = read_mla_common(hf.with_values(rope_parameters=rope, final_logit_softcapping=None))
     mla, num_layers = common.pop("mla"), common["num_layers"]
     learned = replace(common["rope"], learned=True)
-    hf.refuse("layer_types", ["indexed_attention"] * num_layers)
+    hf.refuse("layer_types", *([kind] * num_layers for kind in INDEXED))
     rotating, kinds = _rotating(hf, num_layers), _kinds(hf, num_layers)
     head_dim = hf.integer("index_head_dim", default=128)
     if head_dim < mla.qk_rope_head_dim:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moebius.checkpoint.gguf.family import Config, GgufFamily
 from moebius.checkpoint.gguf.names import GgufRule, gguf_layer, gguf_linear, gguf_top
 from moebius.models.attention_config import BlockIndexerConfig, HyperConnectionConfig, NGramConfig
-from moebius.models.common import FULL, read_common, read_mtp_layers, read_softmax_router
+from moebius.models.common import FULL, INDEXED, read_common, read_mtp_layers, read_softmax_router
 from moebius.models.config import ModelConfig, RopeConfig
 from moebius.models.families.qwen3_next import (
     LINEAR,
@@ -35,7 +35,6 @@ from moebius.models.vision import read_grid_vision
 if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
-_INDEXED = "indexed_attention"
 _DEFAULT_SIZE, _DEFAULT_SEED = 3, 1234
 # Of training, of states, which are float32 here, of the order that other keys give, and of prediction.
 _HARMLESS = (
@@ -48,7 +47,7 @@ _HARMLESS = (
 
 def _read_linear(hf: HfKeys, common: dict[str, Any]) -> Any:
     """Layers that attend are called either way."""
-    kinds = [FULL if kind == _INDEXED else kind for kind in hf.strings("layer_types")]
+    kinds = [FULL if kind in INDEXED else kind for kind in hf.strings("layer_types")]
     linear = read_linear_attention(
         hf.with_values(layer_types=kinds or None), common["num_layers"], interleaved=False
     )
