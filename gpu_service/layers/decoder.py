@@ -48,14 +48,22 @@ class Head(Linear):
     """The output projection; a rank computes the logits of its part of the vocabulary."""
 
     def __init__(
-        self, hidden_size: int, vocab_size: int, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        parallel: ParallelContext = SOLO,
     ) -> None:
-        super().__init__(hidden_size, padded_vocab(vocab_size, parallel), bias=False, dtype=dtype)
+        super().__init__(hidden_size, padded_vocab(vocab_size, parallel), bias=bias, dtype=dtype)
         self._shard = vocab_shard(vocab_size, parallel)
         self._hidden_size = hidden_size
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         yield CheckpointPart("", "weight", self._shard, ShardRange.whole(self._hidden_size))
+        if self.bias is not None:
+            yield CheckpointPart("", "bias", self._shard, None)
 
 
 def gather_logits(logits: torch.Tensor, vocab_size: int, parallel: ParallelContext) -> torch.Tensor:
@@ -185,8 +193,8 @@ class DecoderLayer(nn.Module):
     """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is an `MLP` or a `MoE`.
 
     Without `input_norms` either half reads the stream as it is. With `output_norms`, what it computes is
-    normed before it is added, and multiplied by `residual_scale`. The attention's name is the
-    checkpoint's: `linear_attn` where its class says so.
+    normed before it is added (with `moe_output_norms` only what experts add), and multiplied by
+    `residual_scale`. The attention's name is the checkpoint's: `linear_attn` where its class says so.
     """
 
     def __init__(
@@ -202,6 +210,7 @@ class DecoderLayer(nn.Module):
         self.post_mlp_layernorm: RMSNorm | None = None
         if config.output_norms:
             self.post_self_attn_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+        if config.output_norms or (config.moe_output_norms and isinstance(mlp, MoE)):
             self.post_mlp_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
         self.layer_scalar = empty_parameter(1, dtype=dtype) if config.layer_scales else None
         self._scale, self._dtype = config.residual_scale, dtype
@@ -244,6 +253,31 @@ class SingleLayer(nn.Module):
         hidden_states = stream.normed(self.norm)
         is_mlp = isinstance(self.mixer, MLP | MoE)
         stream.add(self.mixer(hidden_states, *(() if is_mlp else (rope,)), context))
+        return stream
+
+
+class ParallelLayer(nn.Module):
+    """`x += attention(norm(x)) + mlp(norm(x))`, one norm for both.
+
+    Servers compute the experts while the layer attends.
+    """
+
+    def __init__(
+        self, config: ModelConfig, attention: nn.Module, mlp: MLP | MoE, *, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+        self.self_attn = attention
+        self.mlp = mlp
+
+    def forward(
+        self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
+    ) -> ResidualStream:
+        """Adds the layer's two halves to the stream and returns it."""
+        hidden_states = stream.normed(self.input_layernorm)
+        finish = self.mlp.start(hidden_states, context) if isinstance(self.mlp, MoE) else None
+        stream.add(self.self_attn(hidden_states, rope, context))
+        stream.add(self.mlp(hidden_states, context) if finish is None else finish())
         return stream
 
 

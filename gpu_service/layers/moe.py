@@ -106,6 +106,7 @@ class Router(nn.Module):
         self.tid2eid: nn.Parameter | None = None
         if hashed_tokens:
             self.tid2eid = empty_parameter(hashed_tokens, config.top_k, dtype=torch.int32)
+        self.zero_if_missing = ("e_score_correction_bias",) if config.correction_bias_may_be_missing else ()
         self.bias = empty_parameter(choices, dtype=gate_dtype) if config.gate_bias else None
         self.expert_scales = (
             empty_parameter(config.num_experts, dtype=torch.float32) if config.expert_scales else None
@@ -239,7 +240,7 @@ class MoE(nn.Module):
         if config.latent_size:
             self.fc1_latent_proj = Linear(hidden_size, config.latent_size, bias=False, dtype=dtype)
             self.fc2_latent_proj = Linear(config.latent_size, hidden_size, bias=False, dtype=dtype)
-        self._weighs_inputs = config.router.weighs_inputs
+        self._weighs_inputs, self._output_scale = config.router.weighs_inputs, config.output_scale
         # Experts with weights, where a router also chooses others.
         self._num_experts = config.router.num_experts if config.router.num_zero_experts else None
         self._group = parallel.tensor_group
@@ -290,7 +291,8 @@ class MoE(nn.Module):
             answer = self.fc2_latent_proj(collect(None).to(hidden_states))
             answer = answer if partial is None else answer + partial
         # Every rank's answer has its own rows only, and what it computes itself its own channels only.
-        return self._group.all_reduce(answer)
+        answer = self._group.all_reduce(answer)
+        return answer if self._output_scale == 1.0 else answer.mul_(self._output_scale)
 
     def _ask_experts(
         self,

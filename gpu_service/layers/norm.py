@@ -59,8 +59,26 @@ class ScaledRMSNorm(RMSNorm):
         self.weight = nn.Parameter(self.weight * self.weight.shape[0] ** -0.5, requires_grad=False)
 
 
+class MeanRemovingNorm(RMSNorm):
+    """LayerNorm where other families have `RMSNorm`; with a bias `[size]` or none. Computed in float32."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, bias: bool = False) -> None:
+        super().__init__(size, eps, dtype=dtype)
+        self.bias = empty_parameter(size, dtype=dtype) if bias else None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension; returns a new tensor."""
+        return functional.layer_norm(hidden_states, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def after_adding(self, update: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """As `RMSNorm.after_adding`."""
+        return self.forward(residual.add_(update))
+
+
 def make_norm(config: ModelConfig, size: int, *, dtype: torch.dtype) -> RMSNorm:
     """The norm that the model's layers and heads have, over `size` elements."""
+    if config.mean_norms:
+        return MeanRemovingNorm(size, config.rms_norm_eps, dtype=dtype, bias=config.norm_bias)
     kind = OnePlusWeightRMSNorm if config.one_plus_weight_norms else RMSNorm
     return kind(size, config.rms_norm_eps, dtype=dtype)
 

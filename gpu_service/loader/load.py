@@ -27,6 +27,7 @@ from gpu_service.loader.sources import (
     PlainSource,
     QuantisedSource,
     WeightSource,
+    ZeroSource,
     as_torch,
     keep_stored_fp8,
 )
@@ -107,6 +108,8 @@ class _Search:
             self._take_plain(name, info, target)
         elif len(target.shape) == 2 and self._is_quantised(name):
             self._take_quantised(name, target)
+        elif info is None and target.parameter in getattr(target.module, "zero_if_missing", ()):
+            self.sources[name] = ZeroSource()
         elif info is None:
             self.problems["missing"].append(name)
         else:

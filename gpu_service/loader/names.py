@@ -35,6 +35,8 @@ class Target:
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# Stored in all layers by models that use it in MoE layers only.
+_MLP_NORM = ".post_mlp_layernorm"
 # Modules outside of layers, other than embedding and head.
 _LAST = ("model.norm", "model.hc_head")
 
@@ -44,10 +46,11 @@ def wanted_name(
 ) -> str | None:
     """The canonical name of a checkpoint tensor, or None where it is right that nothing here reads it.
 
-    Left out are routed experts of MoE layers (the expert servers'), what the family's rules drop (rotary
-    frequencies, multi-token prediction), a copy of the embedding under the head's name where both are one
-    (`tied_head` has compared them), and what other pipeline stages read; a name that no stage knows is left
-    out by none. `head_is_embedding`: both are one, which is stored under the head's name alone.
+    Left out are routed experts of MoE layers (the expert servers'), norms that dense layers have and do not
+    use, what the family's rules drop (rotary frequencies, multi-token prediction), a copy of the embedding
+    under the head's name where both are one (`tied_head` has compared them), and what other pipeline stages
+    read; a name that no stage knows is left out by none. `head_is_embedding`: both are one, which is stored
+    under the head's name alone.
     """
     canonical = family_of(config.model_type).names.canonical_name(
         name, config.num_layers, config.num_mtp_heads
@@ -63,6 +66,8 @@ def wanted_name(
     if index < config.num_layers and index not in stage_layers(config, parallel):
         return None
     if config.is_moe_layer(index) and is_routed_expert(name):
+        return None
+    if config.moe_output_norms and not config.is_moe_layer(index) and _module(canonical).endswith(_MLP_NORM):
         return None
     return canonical
 

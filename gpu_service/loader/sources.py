@@ -119,6 +119,15 @@ class PlainSource:
 
 
 @dataclass(frozen=True, slots=True)
+class ZeroSource:
+    """What the checkpoint may leave out, where it does."""
+
+    def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
+        """Writes zeros."""
+        target_rows(target, target.parameter, device).zero_()
+
+
+@dataclass(frozen=True, slots=True)
 class QuantisedSource:
     """A matrix that is dequantised in float32, then rounded to the parameter's dtype."""
 

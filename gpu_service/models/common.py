@@ -15,6 +15,7 @@ from gpu_service.layers.decoder import (
     Embedding,
     Head,
     LearnedRotation,
+    ParallelLayer,
     ResidualStream,
     RotaryEmbedding,
     ShortcutLayer,
@@ -177,7 +178,9 @@ class CausalLM(nn.Module):
         self.model = Backbone(config, layers, dtype=dtype, device=device, parallel=parallel)
         has_head = parallel.is_last_stage and not config.tie_word_embeddings
         self.lm_head = (
-            Head(config.hidden_size, config.vocab_size, dtype=dtype, parallel=parallel) if has_head else None
+            Head(config.hidden_size, config.vocab_size, bias=config.head_bias, dtype=dtype, parallel=parallel)
+            if has_head
+            else None
         )
         # Filled by `pack` when the head is the embedding, whose plain layout the look-up needs too.
         self._packed_tied_head: torch.Tensor | None = None
@@ -323,6 +326,8 @@ def build_causal_lm(
         attention = make_attention(index)
         if layer_id >= config.num_decoder_layers:
             return MtpLayer(config, attention, mlp, dtype=dtype)
+        if config.parallel_halves:
+            return ParallelLayer(config, attention, mlp, dtype=dtype)
         if has_gated_streams(config):
             return GatedStreamLayer(config, attention, mlp, dtype=dtype, ngrams=make_ngrams(layer_id))
         return layer_class(config, attention, mlp, dtype=dtype)

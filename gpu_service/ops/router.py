@@ -46,8 +46,12 @@ def route(
 
     router_logits `[T, E]`; correction_bias float32 `[E]` or None. Returns weights float32 `[T, top_k]`
     and ids int32 `[T, top_k]`; the order within a row is not defined. The bias decides who is chosen,
-    never how much they weigh. Rows where bool `[T]` valid_rows is False (padding) choose nobody: id -1.
+    never how much they weigh. With the score "sparse_mixer", `_mixed` chooses. Rows where bool `[T]`
+    valid_rows is False (padding) choose nobody: id -1.
     """
+    if config.score == "sparse_mixer":
+        weights, ids = _mixed(router_logits.float(), config.top_k, config.mixer_width)
+        return weights, _valid(ids, valid_rows)
     scores = _scores(router_logits, config)
     choice = scores if correction_bias is None else scores + correction_bias
     if config.top_groups < config.num_groups:
@@ -127,7 +131,27 @@ def _finished(
         weights = weights.softmax(dim=-1)
     if config.scale != 1.0:
         weights = weights * config.scale
+    return weights, _valid(ids, valid_rows)
+
+
+def _valid(ids: torch.Tensor, valid_rows: torch.Tensor | None) -> torch.Tensor:
+    """As int32, -1 where rows are padding."""
     ids = ids.int()
-    if valid_rows is not None:
-        ids.masked_fill_(~valid_rows.unsqueeze(1), -1)
-    return weights, ids
+    return ids if valid_rows is None else ids.masked_fill_(~valid_rows.unsqueeze(1), -1)
+
+
+def _mixed(logits: torch.Tensor, top_k: int, width: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """SparseMixer's choice at inference (Liu et al. 2024, arXiv:2409.12136): the best expert, weighed by a
+    softmax over those that are hardly worse; then the same without it, and so on.
+
+    logits float32 `[T, E]`. Expert i is hardly worse than the best b where `(b - l_i) / max(b, |l_i|)` is at
+    most `width`. Returns weights `[T, top_k]` and ids int64 of the same shape.
+    """
+    left, weights, ids = logits, [], []
+    for _ in range(top_k):
+        best, index = left.max(dim=-1, keepdim=True)
+        is_worse = (best - logits) / logits.abs().clamp(min=best) > width
+        weights.append(left.masked_fill(is_worse, float("-inf")).softmax(dim=-1).gather(-1, index))
+        ids.append(index)
+        left = left.scatter(-1, index, float("-inf"))
+    return torch.cat(weights, dim=-1), torch.cat(ids, dim=-1)

@@ -24,7 +24,7 @@ from moebius.models.attention_config import (
     NGramConfig,
 )
 
-ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "none"]
+ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "sparse_mixer", "none"]
 GroupScore = Literal["max", "top2_sum"]
 RouterPost = Literal["none", "renormalize", "softmax", "sigmoid", "sigmoid_renormalize"]
 GateActivation = Literal["sigmoid", "softplus"]
@@ -89,6 +89,10 @@ class RouterConfig:
     gate_bias: bool = False  # Whether the gate adds a bias to its logits.
     # The logits become `logit_softcap * tanh(logits / logit_softcap)` before they are scored; 0: they do not.
     logit_softcap: float = 0.0
+    # Whether a checkpoint may have no correction bias, which then is zero.
+    correction_bias_may_be_missing: bool = False
+    # Of the score "sparse_mixer": how far below the best, relative to the larger of both, a logit counts.
+    mixer_width: float = 0.0
     # Whether the checkpoint stores the correction bias as one row of a matrix.
     correction_bias_is_row: bool = False
     # Whether what an expert weighs is multiplied by a learned factor of its own, last.
@@ -126,6 +130,8 @@ class MoeConfig:
     # `expert_limit` in all.
     expert_limits: tuple[float, ...] = ()
     expert_bias: bool = False  # Whether routed experts' projections have biases.
+    # What the sum of routed and always-active experts is multiplied by.
+    output_scale: float = 1.0
     # Elements of the space that routed experts work in, between two projections that all of them share;
     # 0: the hidden size.
     latent_size: int = 0
@@ -279,6 +285,9 @@ class ModelConfig:
     # Whether the projections before attention have biases, and the one after it.
     attention_bias: bool = False
     output_bias: bool = False
+    # Whether norms also take off the mean (LayerNorm), and whether they then have biases.
+    mean_norms: bool = False
+    norm_bias: bool = False
     # Whether the attention's result is weighed by a gate: one for each element, which the query projection
     # makes besides (`output_gate`) or which has a projection of its own (`element_gate`), or one for each
     # head with a projection of its own (`head_gate`); and what turns it into a weight.
@@ -288,6 +297,8 @@ class ModelConfig:
     gate_activation: GateActivation = "sigmoid"
     # Whether what either half of a layer adds to the residual stream is normed first.
     output_norms: bool = False
+    # Whether, instead, only what experts add is: the second half of MoE layers.
+    moe_output_norms: bool = False
     # Whether either half of a layer norms what it reads of the residual stream.
     input_norms: bool = True
     embedding_scale: float = 1.0  # What the tokens' embeddings are multiplied by.
@@ -299,6 +310,8 @@ class ModelConfig:
     # Whether a layer attends twice, each time with a dense MLP after it, and its experts read what the first
     # of these reads and are added at its end (LongCat).
     shortcut_experts: bool = False
+    # Whether both halves of a layer read the same norm of the stream, and are added together.
+    parallel_halves: bool = False
     # Factor of the attention scores; None: that of the head's size.
     attention_scale: float | None = None
     # Per layer, the latest positions that a query sees, or None for all; empty: every layer sees all.
@@ -334,6 +347,7 @@ class ModelConfig:
     layer_scales: bool = (
         False  # Whether each layer ends by multiplying the residual stream by a learned number.
     )
+    head_bias: bool = False  # Whether the head adds a bias.
     # Whether the head is the embedding: what the checkpoint says, unless it stores another head.
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()

@@ -67,7 +67,8 @@ def write_metadata(
     if kind != "step3p5":
         writer.add_head_count(config.num_attention_heads)
     eps = {"nemotron_h": "layer_norm_epsilon", "lfm2_moe": "norm_eps"}.get(kind, "rms_norm_eps")
-    writer.add_layer_norm_rms_eps(getattr(config, eps))
+    if getattr(config, eps) is not None:
+        writer.add_layer_norm_rms_eps(getattr(config, eps))
     chosen = "top_k_experts" if kind == "gemma4_text" else "num_experts_per_tok"
     writer.add_expert_used_count(getattr(config, chosen))
     writer.add_file_type(0)

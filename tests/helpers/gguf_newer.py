@@ -15,6 +15,7 @@ from tests.helpers.gguf_conversion import Converted, Function, same
 # Their names, by transformers' names of the language models.
 ARCHITECTURES_OF_TODAY = {
     "bailing_hybrid": "bailingmoe3",
+    "cohere2_moe": "cohere2moe",
     "deepseek_v32": "deepseek32",
     "deepseek_v4": "deepseek4",
     "glm5_next_text": "glm5-next",
@@ -252,12 +253,13 @@ def write_newer(writer: GGUFWriter, config: Any) -> None:
         writer.add_uint32(f"{arch}.expert_gating_func", int(gating))
     experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_local_experts", None)
     writer.add_expert_count(experts or config.num_experts)
-    if kind != "minimax_m3_vl_text":
+    if kind not in ("cohere2_moe", "minimax_m3_vl_text"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if kind in _LATENT:
         _write_latent(writer, config)
     {
         "bailing_hybrid": _write_bailing,
+        "cohere2_moe": _write_cohere2,
         "deepseek_v32": _write_indexer,
         "deepseek_v4": _write_deepseek4,
         "glm5_next_text": _write_glm5,
@@ -421,6 +423,26 @@ def _write_laguna(writer: GGUFWriter, config: Any) -> None:
         writer.add_uint32(f"{writer.arch}.rope.dimension_count{suffix}", rotated)
         if suffix:
             writer.add_rope_freq_base_swa(rope["rope_theta"])
+
+
+def _write_cohere2(writer: GGUFWriter, config: Any) -> None:
+    """Replaces the width that was written: it is that of dense layers."""
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_feed_forward_length(config.prefix_dense_intermediate_size or config.intermediate_size)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_logit_scale(config.logit_scale)
+    writer.add_layer_norm_eps(config.layer_norm_eps)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([one == "sliding_attention" for one in config.layer_types])
+    writer.add_rope_dimension_count(config.head_dim)
+    if config.num_shared_experts:
+        writer.add_expert_shared_count(config.num_shared_experts)
+        shared = config.num_shared_experts * config.intermediate_size
+        writer.add_expert_shared_feed_forward_length(shared)
 
 
 def _write_mellum(writer: GGUFWriter, config: Any) -> None:

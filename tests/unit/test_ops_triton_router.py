@@ -60,6 +60,18 @@ def test_route_is_the_reference(config: RouterConfig, seed: int, rows: int) -> N
     )
 
 
+@pytest.mark.parametrize("width", [0.02, 0.5])
+def test_sparse_mixer_is_the_reference(width: float) -> None:
+    """Logits of either sign, rows of padding, and more experts than a power of two."""
+    logits = torch.randn(6, 21, generator=torch.Generator().manual_seed(3)).sort(descending=True).values
+    valid = torch.tensor([True, True, False, True, True, True])
+    config = RouterConfig(21, 2, "sparse_mixer", mixer_width=width)
+    expected, chosen = route.reference(logits - 1.5, None, config, valid)
+    weights, ids = triton_route(logits - 1.5, None, config, valid)
+    assert torch.equal(ids, chosen)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=OP_FLOAT32)
+
+
 def test_equal_scores_take_the_lowest_ids() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 2.0], [0.0] * 5])
     _, ids = triton_route(logits, None, RouterConfig(5, 3, "softmax"))

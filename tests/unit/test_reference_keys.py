@@ -27,6 +27,7 @@ HARMLESS = {
     "chunk_size",
     "enable_moe_fp32_combine",
     "initializer_range",
+    "input_jitter_noise",
     "learnable_sink_init",
     "mamba_chunk_size",
     "num_logits_to_keep",
@@ -46,6 +47,7 @@ HARMLESS = {
 # What follows from other keys, or means something next to others only.
 DEPENDENT = {
     "bailing_hybrid": {"linear_conv_kernel_dim", "linear_num_heads"},
+    "cohere2_moe": {"layer_norm_eps"},  # without rms_norm_eps
     "dots1": {"sliding_window"},  # of layers that slide
     "ernie4_5_moe": {"moe_layer_end_index"},  # beyond the last layer here
     "exaone_moe": {"sliding_window_pattern"},  # without layer_types

@@ -71,6 +71,18 @@ def test_softmax_router_is_transformers_qwen3_moe(norm: bool) -> None:
     torch.testing.assert_close(_dense(weights, ids, 9), expected, rtol=0, atol=OP_FLOAT32)
 
 
+@pytest.mark.parametrize("noise", [0.01, 0.3])
+def test_sparse_mixer_is_transformers_phimoe(noise: float) -> None:
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    torch.manual_seed(5)
+    logits = torch.randn(ROWS, 7)
+    expected_weights, expected_ids = sparsemixer(logits, jitter_eps=noise, training=False)
+    weights, ids = route(logits, None, RouterConfig(7, 2, "sparse_mixer", mixer_width=2 * noise))
+    expected = _dense(expected_weights, expected_ids, 7)
+    torch.testing.assert_close(_dense(weights, ids, 7), expected, rtol=0, atol=OP_FLOAT32)
+
+
 def test_raw_scores_with_softmax_afterwards_is_the_gpt_oss_order() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
     weights, ids = route(logits, None, RouterConfig(4, 2, "none", post="softmax"))

@@ -281,6 +281,64 @@ def choose_by_kind(
     return weights, ids
 
 
+@jit
+def sparse_mixer_kernel(
+    logits_ptr: tl.tensor,
+    valid_rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    row_stride: int,
+    num_experts: int,
+    width: float,
+    HAS_VALID_ROWS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOWEST: tl.constexpr,
+) -> None:
+    """Program t: row t's best experts, each weighed among those left that are hardly worse."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    inside = expert < num_experts
+    logits = tl.load(logits_ptr + token * row_stride + expert, mask=inside, other=0.0).to(tl.float32)
+    # What is neither padded nor chosen counts as the lowest finite number at least: ids stay valid.
+    left = tl.where(inside, tl.where(logits > LOWEST, logits, LOWEST), float("-inf"))
+    is_valid = True
+    if HAS_VALID_ROWS:
+        is_valid = tl.load(valid_rows_ptr + token) != 0
+    for k in tl.static_range(TOP_K):
+        index = tl.argmax(left, axis=0)
+        best = tl.max(left, axis=0)
+        is_near = (best - logits) / tl.maximum(tl.abs(logits), best) <= width
+        powers = tl.where(is_near & (left > float("-inf")), tl.exp(left - best), 0.0)
+        tl.store(weights_ptr + token * TOP_K + k, 1.0 / tl.sum(powers, axis=0))
+        tl.store(ids_ptr + token * TOP_K + k, tl.where(is_valid, index, -1))
+        left = tl.where(expert == index, float("-inf"), left)
+
+
+def _mix(
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    config: RouterConfig,
+    valid: torch.Tensor | None,
+) -> None:
+    tokens, num_experts = logits.shape
+    sparse_mixer_kernel[(tokens,)](
+        logits,
+        logits if valid is None else valid,
+        weights,
+        ids,
+        logits.stride(0),
+        num_experts,
+        config.mixer_width,
+        HAS_VALID_ROWS=valid is not None,
+        TOP_K=config.top_k,
+        BLOCK=next_power_of_2(num_experts),
+        LOWEST=_LOWEST,
+        num_warps=1,
+    )
+
+
 def route(
     router_logits: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -292,6 +350,10 @@ def route(
     shape, device = (tokens, config.top_k), logits.device
     weights = torch.empty(shape, dtype=torch.float32, device=device)
     ids = torch.empty(shape, dtype=torch.int32, device=device)
+    if config.score == "sparse_mixer":
+        if tokens:
+            _mix(logits, weights, ids, config, valid_rows)
+        return weights, ids
     limits_groups = config.top_groups < config.num_groups
     # Groups that limit nothing are one group to the kernel.
     num_groups = config.num_groups if limits_groups else 1
