@@ -42,6 +42,7 @@ FORMATS = {
     "kolibri-1": "fp8_block",
     "mimo-v2-flash": "fp8_block",
     "minimax-m2": "fp8_block",
+    "minimax-m3-mxfp8": "mxfp8",
     "qwen3-30b-a3b-fp8": "fp8_block",
 }
 # What inventories of the published files count.
@@ -55,12 +56,16 @@ PUBLISHED_TENSORS = {
     "glm-4.5v": 18106,
     "glm-5.3-flash": 76108,
     "minimax-m2": 96103,
+    "minimax-m3": 23416,
+    "minimax-m3-mxfp8": 45838,
     "nemotron-3-super-120b-a12b": 42683,
     "qwen3-30b-a3b-fp8": 37491,
     "qwen3-next-80b-a3b": 75944,
     "qwen3-vl-30b-a3b": 882,
     "qwen3.5-35b-a3b": 1811,
 }
+# What the headers of all files come to, or their index says.
+PUBLISHED_BYTES = {"glm-5.3-flash": 328_326_771_576, "minimax-m3": 854_172_958_720}
 TEXT_ONLY = ModelOverrides(language_model_only=True)
 
 
@@ -93,11 +98,12 @@ def test_there_are_as_many_tensors_as_were_published(name: str) -> None:
     assert sum(count(pattern) for pattern, _, _ in Published.load(name).tensors) == PUBLISHED_TENSORS[name]
 
 
-def test_glm_5_3_flash_has_as_many_bytes_as_was_published() -> None:
-    """Types, too: what the index of its 62 files says they come to."""
-    tensors = Published.load("glm-5.3-flash").tensors
+@pytest.mark.parametrize("name", list(PUBLISHED_BYTES))
+def test_there_are_as_many_bytes_as_were_published(name: str) -> None:
+    """Types, too, each of a tensor's."""
+    tensors = Published.load(name).tensors
     sizes = [count(one) * math.prod(shape) * NUMPY_DTYPES[dtype].itemsize for one, dtype, shape in tensors]
-    assert sum(sizes) == 328_326_771_576
+    assert sum(sizes) == PUBLISHED_BYTES[name]
 
 
 def _experts(index: CheckpointIndex, geometry: MoeGeometry) -> ExpertCheckpoint:

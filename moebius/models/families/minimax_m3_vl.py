@@ -1,7 +1,7 @@
 """MiniMax-M3: attention to blocks of tokens that each KV head chooses, gpt-oss' SwiGLU.
 
-Sources: the configuration class and the checkpoint conversion of transformers 5.23; `sparse_attention_config`
-as public tests of other engines spell it.
+Sources: the configuration class and the checkpoint conversion of transformers 5.23; keys as the published
+config.json has them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 _SPARSE = "minimax_m3_sparse"
 # Of training, of images (what their processor says as well), and of parts that these models do not have.
 _HARMLESS = (
+    "image_grid_pinpoints",
     "image_seq_length",
     "img_token_compression_config",
     "merged_hidden_size",
     "mtp_transformer_layers",
+    "num_nextn_predict_layers",  # Beside `num_mtp_modules`, of each module.
     "process_image_mode",
     "projector_hidden_act",
     "projector_hidden_size",  # The tower's builder reads it.
@@ -45,6 +47,8 @@ _HARMLESS = (
     "vision_feature_layer",
     "vision_feature_select_strategy",
 )
+
+_ALWAYS = ("multimodal_projector_bias", "use_gemma_norm", "use_qk_norm", "use_routing_bias")
 
 
 def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
@@ -104,7 +108,8 @@ def read_minimax_m3(hf: HfKeys) -> ModelConfig:
     hf.refuse("qk_norm_type", "per_head")
     hf.refuse("n_shared_experts", 1)
     hf.refuse("attention_output_gate")
-    for name in ("use_gemma_norm", "use_qk_norm", "use_routing_bias"):
+    hf.refuse("num_reward_heads", 0)
+    for name in _ALWAYS:
         if not hf.boolean(name, default=True):
             raise hf.error(name, False, "true")
     common = read_common(
