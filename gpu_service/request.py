@@ -13,7 +13,7 @@ count is unknown, and the request is in no other step before.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +151,7 @@ class Request:
     bad_word_entries: BadWordEntries | None = None
 
     # A device drafter's guesses at the tokens after `total_len`; filled by the scheduler.
-    drafts: list[int] = field(default_factory=list)
+    drafts: Sequence[int] = ()
     # Filled by the drafter of n-grams.
     ngrams: NGramIndex | None = None
     # Filled by the speculation policy: whether it may speculate, once somebody asked; and the latest drafts,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
@@ -47,7 +47,7 @@ class RowResult:
     # Of the rows of its drafts, in order.
     verified: Sequence[RowResult] = ()
     # What a device drafter guesses for the request's next step.
-    drafts: list[int] = field(default_factory=list)
+    drafts: Sequence[int] = ()
 
 
 class Scheduler:
@@ -236,12 +236,12 @@ class Scheduler:
         """
         pages: list[int] = []
         for request, start, result in zip(batch.requests, batch.start_positions, results, strict=True):
-            failed = next((place for place, row in enumerate(result.verified, 1) if row.error), 0)
-            if request.slot < 0 or request.finished or not (result.error or failed):
+            if request.slot < 0 or request.finished or not (result.error or result.verified):
                 continue
+            failed = next((place for place, row in enumerate(result.verified, 1) if row.error), 0)
             if result.error:
                 pages += self.cache.exclusive_pages(request)
-            else:
+            elif failed:
                 pages += request.pages[(start + failed) // self.cache.page_size :]
         return pages
 

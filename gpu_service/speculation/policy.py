@@ -183,7 +183,7 @@ class Speculation:
         if room == 0:
             return []
         if self._drafter is None:
-            return request.drafts[:room]
+            return list(request.drafts[:room])
         return self._drafter.propose(request, room + inflight)
 
     def _choose(self, offers: Sequence[tuple[Request, int]], rows: int) -> list[int]:

@@ -32,6 +32,7 @@ from moebius.models.config import ModelConfig
 from moebius.models.read import read_model_config
 from tests.helpers.constraints import constrain_some
 from tests.helpers.device_experts import DenseExperts
+from tests.helpers.drafters import OracleDrafter
 from tests.helpers.family_answers import assert_as_close, errors, logprobs_of, scored_by
 from tests.helpers.tiny_engine import Setup, TinyEngine, tiny_engine, tiny_model
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
@@ -184,6 +185,23 @@ def test_scheduling_does_not_show(directory: Path, largest_graph: int) -> None:
     wanted = requests(5, SAMPLED)
     assert on_gpu(directory, Setup(largest_graph=largest_graph, num_pages=24), wanted) == expected
     assert sum(request.num_preemptions for request in wanted) > 0, "the scenario must preempt"
+
+
+@pytest.mark.parametrize("attention", ["flashinfer", "triton", "torch"])
+@pytest.mark.parametrize("params", [GREEDY, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_verified_drafts_do_not_show(directory: Path, attention: str, params: dict[str, Any]) -> None:
+    """Right and wrong drafts as rows of eager decode steps and of captured graphs: the tokens of the CPU."""
+    config = read_model_config(directory)
+    if config.linear is not None:
+        pytest.skip("states can not be taken back: refused at start")
+    expected = on_cpu(directory, requests(5, params))
+    oracle = OracleDrafter({f"r{i}": tokens for i, tokens in enumerate(expected)}, config.vocab_size, 4)
+    for largest_graph in (0, 16):
+        setup = Setup(largest_graph=largest_graph, num_drafts=3, drafter=oracle)
+        with gpu_engine(directory, setup, attention=attention) as engine:
+            assert engine.run(requests(5, params)) == expected
+            load = engine.engine.load
+        assert 0 < load.accepted_tokens < load.draft_tokens
 
 
 def masked(directory: Path, count: int, params: dict[str, Any]) -> list[Request]:
