@@ -362,6 +362,8 @@ def _load(service: Service) -> pb.GetLoadResponse:
         max_running_requests=service.engine.scheduler.limits.max_num_seqs,
         num_preemptions=load.num_preemptions,
         num_cached_tokens=load.cached_pages * page_size,
+        draft_tokens=load.draft_tokens,
+        accepted_tokens=load.accepted_tokens,
     )
 
 

@@ -293,4 +293,6 @@ _ADDED = (
     "max_running_requests",
     "num_preemptions",
     "num_cached_tokens",
+    "draft_tokens",
+    "accepted_tokens",
 )

@@ -25,7 +25,7 @@ from moebius.app.top.view import render
 from moebius.errors import UserError
 
 # Lines of everything but the layers, and how many more they become where 80 columns are not to be had.
-_OTHER_LINES, _FOLDED_LINES = 16, 6
+_OTHER_LINES, _FOLDED_LINES = 17, 6
 _RETRY_S = 2.0
 
 

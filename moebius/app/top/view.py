@@ -59,6 +59,10 @@ def _figures(now: Mapping[str, Any], figures: Figures) -> Table:
     hits = f"prefix hits {kv['prefix_hit_rate']:.0%}"
     table.add_row("KV cache", f"{_bar(used, 20)} {used:.0%} of {kv['total_tokens']:,} tokens, {hits}")
     table.add_row("step", _step(figures))
+    guesses = now.get("guesses")  # None: of an older server.
+    if guesses and guesses["verified"]:
+        share = guesses["right"] / guesses["verified"]
+        table.add_row("guesses", f"{share:.0%} of {guesses['verified']:,} verified tokens were right")
     if now.get("experts"):
         table.add_row("CPU reads", _bandwidth(now, figures))
     table.add_row("limited by", Text(figures.limit, style="bold yellow"))
