@@ -1,4 +1,4 @@
-"""A bound on requests in flight: beyond it clients get 429 and come back, so that latency stays bounded."""
+"""A limit on requests in flight: beyond it clients get 429 and retry later, so that latency stays bounded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _LAST_WORDS_S = 1.0
 
 
 def shutting_down() -> ApiError:
-    """What a request gets that came too late or could not be finished."""
+    """The error of a request that came too late or could not be finished."""
     return ApiError(
         503,
         "the server is shutting down: send the request again",
@@ -67,7 +67,7 @@ def shutting_down() -> ApiError:
 
 
 class Drain:
-    """The requests that run, and how far the end has come. Used in the event loop only."""
+    """Running requests and the state of the shutdown. Used in the event loop only."""
 
     def __init__(self) -> None:
         self.has_begun = False
@@ -80,7 +80,7 @@ class Drain:
         return len(self._tasks)
 
     def begin(self) -> None:
-        """New requests are refused from now on."""
+        """From now on new requests are refused."""
         self.has_begun = True
 
     def cut(self) -> None:

@@ -1,8 +1,8 @@
-"""The HTTP connections: how many there are, and how long one may keep a place without asking anything.
+"""HTTP connections: their number, and how long one may stay open without a complete request.
 
-A connection with a request that is complete keeps its place for as long as the answer takes. One that is
-still sending, or idle, has a deadline; when all places are taken the one that has waited longest gives way
-to a new one, so that clients who send half a request and wait cannot shut out those who send a whole one.
+A connection with a complete request stays open for as long as the answer takes. One that is still sending,
+or idle, has a deadline; when the limit is reached, the one that has waited longest is closed for a new one,
+so that clients who send half a request and wait cannot shut out those who send a whole one.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ class ConnectionTable:
             self._later.popleft()()
 
     def longest_waiting(self) -> HttpConnection | None:
-        """Who gives way to a new connection: uploads only when nobody else waits."""
+        """The connection that is closed for a new one: an upload only when there is no other."""
         return next(iter(self.asking), None) or next(iter(self.sending_body), None)
 
 
 # Each costs a third of a millisecond in one turn.
 _BEGUN_PER_TURN = 8
-# A client that was answered in the middle of its body may go on for so long, and pause for so long, seconds,
-# and send so many bytes: what people send by mistake, and no endless upload.
+# How long a client that was answered in the middle of its body may go on and may pause (seconds), and how
+# many bytes it may send: enough for an upload that is too large by mistake, not for an endless one.
 _LINGER_S, _LINGER_PAUSE_S = 30.0, 5.0
 _LINGER_BYTES = 64 * 2**20
 _TOO_MUCH_FRAMING = "the request's body comes in chunks with too much that is not its content"
@@ -171,7 +171,7 @@ class LingeringTransport:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection, with a deadline while it waits for its client. `protocol_for` binds the table.
+    """One connection, with a deadline while the server waits for the client. `protocol_for` binds the table.
 
     Closing a socket whose input is not read resets the connection, and takes away from the client the answer
     that it has not read yet: 413 in the middle of a body is such an answer. So the rest is read and dropped
@@ -196,7 +196,7 @@ class HttpConnection(HttpToolsProtocol):
     _active: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes a place: a free one, that of who has waited longest, or none (503)."""
+        """Accepts it: within the limit, in place of the one that has waited longest, or not at all (503)."""
         super().connection_made(LingeringTransport(transport, self))  # type: ignore[arg-type]
         if len(self.connections) > self.table.limits.max_connections:
             displaced = self.table.longest_waiting()
@@ -209,7 +209,7 @@ class HttpConnection(HttpToolsProtocol):
         self._note_phase()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Frees the connection's place."""
+        """Removes it from the table."""
         self._is_lost = True
         self._leave()
         if self._active is not None and not self._active.response_complete:
@@ -326,11 +326,11 @@ class HttpConnection(HttpToolsProtocol):
             self._unread = None
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is refused in the shape of all errors."""
+        """Refuses what is not HTTP, in the shape of all errors."""
         self._answer_and_close(ApiError(400, msg, code="invalid_http"))
 
     def _where(self) -> Phase | None:
-        """What the client owes; None: nothing, its request is complete or the connection is closing."""
+        """What the server waits for; None: nothing, the request is complete or the connection is closing."""
         if self.transport.is_closing():
             return None
         if self._active is not None and not self._active.response_complete:
@@ -387,7 +387,7 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse(ApiError(408, message, code="request_timeout"), "body_timeout")
 
     def _refuse(self, error: ApiError, reason: Closed) -> None:
-        """Says why, unless the client never said a word or had its answer before it had sent all."""
+        """Answers with the error, unless the client sent nothing or was answered before it had sent all."""
         self.table.on_close(reason)
         never_spoke = reason == "head_timeout" and not self._received
         was_answered = reason == "body_timeout" and self._has_begun_to_answer()
@@ -416,7 +416,7 @@ class HttpConnection(HttpToolsProtocol):
         self._give_up("displaced")
 
     def _give_up(self, reason: Closed) -> None:
-        """Frees place and descriptor at once."""
+        """Closes it at once, without an answer."""
         self.table.on_close(reason)
         self._leave()
         self.connections.discard(self)

@@ -52,7 +52,7 @@ class _Unsupported(Exception):
 
 
 class _Call:
-    """One call of many: what has come for it and was not read. Filled by `_ManyCalls`."""
+    """One call on the shared stream, with the updates not read yet. Filled by `_ManyCalls`."""
 
     __slots__ = ("_arrived", "ended", "updates")
 

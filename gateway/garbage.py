@@ -1,18 +1,18 @@
-"""How often a process of the gateway looks for garbage in cycles."""
+"""How often Python's garbage collector runs in processes of the gateway."""
 
 from __future__ import annotations
 
 import gc
 
-# New objects until the young ones are looked at. A request makes some hundreds, and most are gone with it.
-# With Python's 700 a sixth of a burst's processor time goes into looking at requests that still run.
+# Allocations between two collections of the youngest generation. A request makes some hundreds of objects,
+# most of which die with it. With Python's 700, collections take a sixth of the CPU time of a burst.
 _YOUNG = 10_000
 _YOUNG_ROUNDS, _OLD_ROUNDS = 20, 20
 
 
 def collect_rarely() -> None:
-    """Leaves out what has been imported and read so far, and looks at the rest less often: at most a
-    millisecond at a time for the young objects."""
+    """Excludes all objects that exist so far and collects the others less often: at most a millisecond at a
+    time for the youngest generation."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -117,7 +117,7 @@ class PromptJob:
     def _take(
         self, states: list[OutputState], response: engine_pb2.GenerateResponse, is_complete: bool
     ) -> ParsedDelta | None:
-        """Gives one message to its output; None when that output had finished at a stop string."""
+        """Passes one message to its output; None if that output has already finished at a stop string."""
         message = response.complete if is_complete else response.chunk
         if is_complete:
             self._note_first_token(response.complete.first_token_seconds)

@@ -45,7 +45,7 @@ class Gateway:
         self, config: MoebiusConfig, on_broken: Callable[[str], None], shared: Shared | None = None
     ) -> None:
         """`on_broken` is called, in the event loop, with the sentence that says why no model can be served:
-        its files are wrong, which waiting does not mend. `shared`: with other processes of the port."""
+        its files are wrong, which waiting does not fix. `shared`: with other processes of the port."""
         self.shared = shared or alone()
         self.config = config
         self._on_broken = on_broken

@@ -1,4 +1,4 @@
-"""Server-sent events, and answers that stop working as soon as the client is gone."""
+"""Server-sent events; work for a request is cancelled as soon as its client disconnects."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
 
 
 class LastEvent(bytes):
-    """The last bytes of a stream, which are sent together with its end."""
+    """The last bytes of a stream, sent in one message with its end."""
 
 
 class ClientWatch:
-    """Notices that the client of one request leaves: one task for all that is done for the request."""
+    """Notices when the client of one request disconnects: one task serves everything done for the request."""
 
     def __init__(self, receive: Receive) -> None:
         self._gone = asyncio.create_task(_wait_disconnect(receive))
 
     @staticmethod
     def of(scope: Scope, receive: Receive) -> ClientWatch:
-        """The watch of the request, begun by the first who asks; its body must have been read.
+        """The request's watch, started at the first call; its body must have been read.
 
         It ends with the answer, after which a server says that the client is gone.
         """

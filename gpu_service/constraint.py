@@ -1,4 +1,4 @@
-"""What holds an output to its `Constraint`: which tokens may come next, token by token.
+"""Enforces the `Constraint` of an output: which tokens may come next, token by token.
 
     OPENING -> THOUGHT -> FORCED -> GRAMMAR, or FREE where there is no grammar
 

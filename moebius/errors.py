@@ -1,4 +1,4 @@
-"""Errors that a user caused and can mend: the CLI prints them as one line, without a traceback."""
+"""Errors that a user caused and can fix: the CLI prints them as one line, without a traceback."""
 
 from __future__ import annotations
 

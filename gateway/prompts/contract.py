@@ -90,7 +90,7 @@ def too_expensive(took: str, setting: str) -> Refused:
 
 
 def too_much_memory(setup: WorkerSetup) -> Refused:
-    """The refusal of a request that did not fit."""
+    """The refusal of a request that needed too much memory."""
     return too_expensive(f"{setup.memory_bytes / 2**30:g} GiB", "prompt_memory_gib")
 
 

@@ -96,7 +96,7 @@ def _prepare_all(
 
 
 def _has_grown(at_start: int) -> bool:
-    """Whether this process has kept much memory; costs next to nothing as long as it never had as much."""
+    """Whether this process keeps much more memory than at its start; nearly free while its peak is low."""
     most = at_start + _GROWTH
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > most and _used("VmRSS") > most
 

@@ -1,4 +1,4 @@
-"""The replicas' addresses: a host name stands for all that it has, now and later (a headless service)."""
+"""Addresses of replicas: a host name stands for all its addresses, also later ones (a headless service)."""
 
 from __future__ import annotations
 

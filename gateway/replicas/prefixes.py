@@ -1,4 +1,4 @@
-"""Which replica has which prompts in its cache, as far as the gateway can know: by what it sent there."""
+"""Estimates which prompts each replica has in its cache, from what this gateway has sent there."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SentPrefixes:
 
 
 def favourite(digests: Sequence[bytes], names: Sequence[str]) -> str:
-    """The replica that a prompt nobody has seen goes to: the same one in every gateway process, so that they
-    need not tell one another (rendezvous hashing). Prompts that begin alike have the same."""
+    """The replica for a prompt that is cached nowhere: the same one in every gateway process, without
+    communication (rendezvous hashing), and for all prompts with the same beginning."""
     key = digests[0] if digests else b""
     return max(names, key=lambda name: hashlib.blake2b(key + name.encode(), digest_size=8).digest())

@@ -11,7 +11,7 @@ from gateway.replicas.prefixes import SentPrefixes
 from protos import engine_pb2
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# Of GetModelInfo, what has to be the same everywhere: a request may go to any replica.
+# Fields of GetModelInfo that must be equal on all replicas, as a request may go to any of them.
 _FACTS = (
     "served_model_name",
     "model_type",
@@ -49,11 +49,11 @@ class Replica:
     now: Callable[[], float] = time.monotonic
     prefixes: SentPrefixes = field(default_factory=SentPrefixes)
     in_flight: int = 0  # requests of this process
-    is_serving: bool = True  # by its own word, asked now and then; until it was asked: one has to try
+    is_serving: bool = True  # as it last reported; assumed until it was asked
     mismatch: str = ""  # why it cannot be used at all: its model is another one
     info: engine_pb2.GetModelInfoResponse | None = None
     is_leaving: bool = False  # its address is no longer one of the replicas'
-    # By its last word: outputs it has, running and waiting, and how many of ours it had then.
+    # From its last report: its outputs, running and waiting, and how many of them were ours.
     reported: int = 0
     ours_then: int = 0
     max_running: int = 64

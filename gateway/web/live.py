@@ -15,7 +15,7 @@ from gateway.openapi import refuses
 from gateway.state import gateway_of
 from protos import engine_pb2
 
-# However many look, the engine is asked at most this often.
+# Seconds between two questions to the engine, however many viewers there are.
 _FRESH_S = 0.5
 
 
@@ -29,7 +29,7 @@ class _Figures:
 
 
 class LiveFigures:
-    """The engines' last answers, shared by all who look."""
+    """The engines' last answers, shared by all viewers."""
 
     def __init__(self, ask: Callable[[int], Awaitable[engine_pb2.GetLiveResponse]]) -> None:
         """`ask` calls GetLive of a replica, by its number."""

@@ -177,7 +177,7 @@ def _flush_error() -> Exception | None:
 
 
 def _user_message(error: Exception) -> str | None:
-    """One line for an error the user can mend; None for a defect."""
+    """One line for an error the user can fix; None for a defect."""
     # Typer's usage errors (no such option, missing argument) share this method and nothing public.
     format_message = getattr(error, "format_message", None)
     if format_message is not None:

@@ -209,7 +209,7 @@ def test_a_cause_is_reported_once_and_last(tmp_path: Path, capfdbinary: pytest.C
     """What a process says of its own failure is not among its log lines, but the error, with what to do."""
     program = "import sys; print('loading'); sys.exit('moebius: error: no such weights: layer 3')"
     failing = replace(spec("gpu", program, tmp_path), probe=FileProbe(tmp_path / "never"))
-    message = r"^gpu could not start: no such weights: layer 3\n  Mend that and start again"
+    message = r"^gpu could not start: no such weights: layer 3\n  Fix that and start again"
     with (
         Supervisor(plan(tmp_path, failing), QUICK) as supervisor,
         pytest.raises(ProcessFailed, match=message),

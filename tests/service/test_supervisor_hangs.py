@@ -198,7 +198,7 @@ def test_gives_up_on_what_only_a_user_can_mend(tmp_path: Path) -> None:
         assert supervisor.wait_ready()
         (tmp_path / "expert-0").unlink()  # it is not taken for ready again
         os.kill(supervisor.processes[0].pid or 0, signal.SIGKILL)
-        with pytest.raises(StartupError, match=r"\(exit code 2\): no such .*/gone; mend that"):
+        with pytest.raises(StartupError, match=r"\(exit code 2\): no such .*/gone; fix that"):
             supervisor.run()
     assert (tmp_path / "expert-0.starts").read_text().count("started") == 1 + USER_ERRORS_ALLOWED
 

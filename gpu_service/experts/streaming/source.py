@@ -247,7 +247,7 @@ class SegmentSource:
                 "expert memory cannot be registered with CUDA; it is copied through page-locked memory, "
                 "which is slower and takes the host's time",
                 because=problem,
-                mend="raise the locked-memory limit: `ulimit -l unlimited`, LimitMEMLOCK=infinity of a "
+                remedy="raise the locked-memory limit: `ulimit -l unlimited`, LimitMEMLOCK=infinity of a "
                 "systemd unit, `--ulimit memlock=-1` of a container",
             )
         return False

@@ -100,7 +100,7 @@
 {{- fail (printf "engine.cpus is %d, which are no whole cores of node.threadsPerCore %d; the CPU Manager's full-pcpus-only refuses that" (int .Values.engine.cpus) (int $node.threadsPerCore)) -}}
 {{- end -}}
 {{- if and (eq $node.topologyPolicy "single-numa-node") (eq $node.topologyScope "pod") (eq $experts.mode "pod") (gt (int $experts.servers) 1) -}}
-{{- fail (printf "node.topologyPolicy single-numa-node with scope pod puts a whole Pod on one NUMA node, which can not hold %d expert servers on nodes of their own; allowed: scope container, or policy restricted" (int $experts.servers)) -}}
+{{- fail (printf "node.topologyPolicy single-numa-node with scope pod puts a whole Pod on one NUMA node, which cannot hold %d expert servers on nodes of their own; allowed: scope container, or policy restricted" (int $experts.servers)) -}}
 {{- end -}}
 {{- if and (eq $node.topologyPolicy "single-numa-node") (gt (int $node.gpusPerNumaNode) 0) (gt (int .Values.engine.gpus) (int $node.gpusPerNumaNode)) -}}
 {{- fail (printf "engine.gpus is %d, but node.gpusPerNumaNode is %d: topologyPolicy single-numa-node would refuse the engine's container for ever; allowed: restricted" (int .Values.engine.gpus) (int $node.gpusPerNumaNode)) -}}

@@ -1,4 +1,4 @@
-"""Judges facts: each check is one finding, with what mends it.
+"""Judges facts: each check is one finding, with its remedy.
 
 A host's checks are about speed, so what they find are warnings; a Pod's are about whether it can start.
 """
@@ -29,7 +29,7 @@ class Finding:
     check: str
     status: Status
     found: str
-    # What mends it; empty where nothing has to be mended.
+    # How to fix it; empty where nothing has to be fixed.
     fix: str = ""
 
 

@@ -28,7 +28,7 @@ CHILD_PROGRAM = str(Path(__file__).with_name("child.py"))
 STABLE_AFTER_S = 30.0
 # The kernel ends a killed process at once, unless it waits for a device that does not answer.
 KILL_WAIT_S = 5.0
-# What a user has to mend (a setting, a file that is gone) may pass; so often in a row it does not.
+# An error of the user's (a setting, a missing file) may be temporary; after so many in a row it is not.
 USER_ERRORS_ALLOWED = 5
 TAIL_LINES = 30
 
@@ -117,7 +117,7 @@ class ManagedProcess:
 
     @property
     def can_not_heal(self) -> bool:
-        """Whether it has ended in a way that no further start mends."""
+        """Whether it has ended in a way that another start cannot fix."""
         return self._user_errors_in_a_row >= USER_ERRORS_ALLOWED
 
     @property

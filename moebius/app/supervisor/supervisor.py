@@ -76,7 +76,7 @@ log = structlog.get_logger(__name__)
 
 
 class Supervisor:
-    """The life of one plan. Use from the main thread, as a context manager: leaving it stops everything.
+    """Runs one plan. Use from the main thread, as a context manager: leaving it stops everything.
 
     SIGTERM, SIGINT and SIGHUP end `wait_ready` and `run`; a second one kills without grace. A SIGHUP that was
     ignored before, as under nohup, stays ignored, here and in the processes.
@@ -150,7 +150,7 @@ class Supervisor:
         """Blocks until every process is ready; False when a signal came first.
 
         Raises StartupError when a process ends or hangs before that, or the time is over: a restart would
-        only repeat, more slowly, what the user has to mend.
+        only repeat, more slowly, an error that the user has to fix.
         """
         end = time.monotonic() + self._timing.ready_timeout_s
         while not self.stopping:
@@ -249,7 +249,7 @@ class Supervisor:
         if process.can_not_heal:
             raise StartupError(
                 f"{name} cannot be started again ({how}): {process.last_words}; "
-                "mend that and start `moebius serve` again"
+                "fix that and start `moebius serve` again"
             )
         pause_s = round(pause, 3)
         if hang is not None:
@@ -336,5 +336,5 @@ def _start_failure(process: ManagedProcess) -> str:
     words = process.last_words
     name, lines = process.spec.name, f"the lines of {process.spec.name!r} above"
     if process.cause:
-        return f"{name} could not start: {words}\n  Mend that and start again; {lines} say how far it came."
+        return f"{name} could not start: {words}\n  Fix that and start again; {lines} say how far it came."
     return f"{name} could not start: {process.ending}, after it logged: {words}\n  See {lines}."
