@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -144,6 +145,22 @@ def test_pasted_lines_are_one_message(tmp_path: Path) -> None:
         terminal.type("\x1b[200~one\ntwo\n/three\x1b[201~\r")
         terminal.wait_for("tokens/s")
     assert asked(server) == [[("user", "one\ntwo\n/three")]]
+
+
+def test_a_history_that_can_not_be_written_is_said_once(tmp_path: Path) -> None:
+    """As on a disk that has become full: the dialogue goes on, without a traceback at each message."""
+    with (
+        scripted_server([delta_event("ok"), usage_event(1)]) as server,
+        chatting(server, tmp_path) as terminal,
+    ):
+        shutil.rmtree(tmp_path / ".local" / "state" / "moebius")
+        for question in ("one", "two"):
+            seen = len(terminal.screen)
+            terminal.type(f"{question}\r")
+            terminal.wait_for(f"(?s)tokens/s.*{PROMPT}", seen)
+        assert terminal.screen.count("messages are not remembered") == 1
+        assert "Traceback" not in terminal.screen
+    assert len(server.requests) == 2
 
 
 def test_an_interrupted_answer_is_kept(tmp_path: Path) -> None:

@@ -98,6 +98,19 @@ def _session() -> PromptSession[str]:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
 
+    class Remembered(FileHistory):
+        """A disk that is full, or has gone, ends no dialogue: it is said once."""
+
+        is_lost = False
+
+        def store_string(self, string: str) -> None:
+            try:
+                super().store_string(string)
+            except OSError as error:
+                if not self.is_lost:
+                    _note(f"messages are not remembered: {path}: {error.strerror}")
+                self.is_lost = True
+
     path = _history_file()
     bindings = KeyBindings()
 
@@ -110,7 +123,7 @@ def _session() -> PromptSession[str]:
         event.current_buffer.validate_and_handle()
 
     return PromptSession(
-        history=InMemoryHistory() if path is None else FileHistory(str(path)),
+        history=InMemoryHistory() if path is None else Remembered(str(path)),
         completer=WordCompleter([f"/{command}" for command in COMMANDS], sentence=True),
         complete_while_typing=False,
         key_bindings=bindings,
