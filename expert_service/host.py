@@ -328,7 +328,7 @@ class ExpertHost:
 
         # Before any of it is read: what is written meanwhile is not what was looked at.
         signature = checkpoint_signature(request) if path is not None else ""
-        model = read_geometry(request.model_path, request.top_k)
+        model = read_geometry(request.model_path, request.top_k, request.mtp_heads)
         if not model.moe_layers:
             raise ValueError(f"{request.model_path} has no mixture-of-experts layers")
         with phase("reading headers"):
@@ -351,9 +351,7 @@ class ExpertHost:
             log.warning("memory could not be bound to the NUMA node", numa_node=self.placement.numa_node)
         self._choose_kernels(engine, None, part)
         if path is not None:
-            engine.finish_load(
-                LoadRecord.of(plan, identity, signature, request.top_k, errors, engine).to_json()
-            )
+            engine.finish_load(LoadRecord.of(plan, identity, signature, request, errors, engine).to_json())
             self._watch = SegmentWatch(engine, kept, self._on_damage)
         seconds = time.monotonic() - begin
         form, layouts = plan.weight_format, packed_layouts(plan, part)

@@ -116,7 +116,7 @@ def _check_unused(checkpoint: ExpertCheckpoint, used: set[str]) -> None:
         without_weights = model.num_experts + model.num_zero_experts
         if number is not None and model.num_experts <= int(number[1]) < without_weights:
             continue
-        # Layers after the last are MTP layers, which is not served.
+        # Layers after the last are of multi-token prediction that is not served.
         if int(name.removeprefix(prefix).split(".")[0]) < model.num_layers:
             raise CheckpointError(
                 f"tensor {name!r} is an expert's, but the configuration has {model.num_experts} experts "

@@ -120,9 +120,9 @@ class ExpertProcess:
             if record is not None:
                 return record.model
         # Here, because it takes a while to import, and a process that is started again is waited for.
-        from moebius.models.read import read_geometry
+        from moebius.served_model import read_served_geometry
 
-        return read_geometry(settings.model, settings.experts_per_token)
+        return read_served_geometry(self._config)
 
     def run(self) -> int:
         """Until SIGTERM, SIGINT or the mailbox's shutdown; the process's exit status."""

@@ -45,9 +45,10 @@ class LoadRecord:
 
     # As in the segment; of its parts the checkpoint's fingerprint is taken from here.
     identity: str
-    # `checkpoint_signature` of then, and the setting that the geometry below depends on.
+    # `checkpoint_signature` of then, and the settings that the geometry below depends on.
     signature: str
     requested_top_k: int | None
+    requested_mtp_heads: int
     model: MoeGeometry
     # Of every decoder layer, as in `LoadPlan`.
     gate_up_formats: tuple[str, ...]
@@ -67,7 +68,7 @@ class LoadRecord:
         plan: LoadPlan,
         identity: str,
         signature: str,
-        top_k: int | None,
+        request: SliceRequest,
         errors: Mapping[int, float],
         engine: ExpertEngine,
     ) -> LoadRecord:
@@ -75,7 +76,8 @@ class LoadRecord:
         return LoadRecord(
             identity=identity,
             signature=signature,
-            requested_top_k=top_k,
+            requested_top_k=request.top_k,
+            requested_mtp_heads=request.mtp_heads,
             model=plan.model,
             gate_up_formats=plan.gate_up_formats,
             down_formats=plan.down_formats,
@@ -148,7 +150,9 @@ def find_load_record(path: Path, request: SliceRequest, exact: bool) -> LoadReco
     except (ValueError, KeyError, TypeError) as error:
         log.info("the predecessor's record is of another version", reason=repr(error))
         return None
-    if record is None or record.requested_top_k != request.top_k:
+    if record is None:
+        return None
+    if (record.requested_top_k, record.requested_mtp_heads) != (request.top_k, request.mtp_heads):
         return None
     try:
         signature = checkpoint_signature(request)

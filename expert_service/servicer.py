@@ -234,6 +234,7 @@ def _slice_request(request: pb.LoadRequest) -> SliceRequest:
         split_shares=tuple(request.split_shares),
         weight_dtype=_expert_dtype(request),
         top_k=request.top_k or None,
+        mtp_heads=request.mtp_heads,
     )
 
 

@@ -26,7 +26,12 @@ from gpu_service.assembly.experts import (
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
-from gpu_service.assembly.speculation import check_speculation, make_draft_pace, make_speculation
+from gpu_service.assembly.speculation import (
+    check_speculation,
+    make_draft_pace,
+    make_drafter,
+    make_speculation,
+)
 from gpu_service.assembly.steps import (
     attention_that_runs,
     make_lane,
@@ -63,9 +68,9 @@ from gpu_service.parallel.partition import shard_config
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
-from moebius.models.config import ModelConfig, ModelOverrides
-from moebius.models.read import read_model_config
+from moebius.models.config import ModelConfig
 from moebius.models.registry import family_of
+from moebius.served_model import read_served_model
 
 _log = structlog.get_logger(__name__)
 __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
@@ -82,18 +87,14 @@ def build_engine(
     to the stream it was made on.
     """
     device = prepare_process(config)
-    chosen = config.model
-    overrides = ModelOverrides(
-        chosen.experts_per_token, chosen.max_model_len, chosen.dtype, chosen.language_model_only
-    )
-    model_config = read_model_config(chosen.model, overrides)
+    model_config = read_served_model(config)
     if model_config.dtype == "float16" and family_of(model_config.model_type).overflows_float16:
         _log.warning(
             "dtype float16: models of this family are known to exceed 65504, the largest number it holds; "
             "requests in which that happens end with an error, and bfloat16 has no such limit",
             model_type=model_config.model_type,
         )
-    check_speculation(config.gpu, model_config)
+    check_speculation(config.gpu, config.parallel, model_config)
     group = join_group(config, device)
     sizes = sizes_of(shard_config(model_config, group.parallel), STORAGE_DTYPES[config.gpu.kv_cache_dtype])
     shape = cache_shape(config.gpu, shard_config(model_config, group.parallel), device)
@@ -181,6 +182,7 @@ def _step_runners(
     """Of the main lane, and of the prefill lane where there is one."""
     assert isinstance(runner.model, CausalLM)
     vocab_size = runner.model.config.vocab_size
+    runner.drafter = make_drafter(runner.model, runner.token_pool, group.parallel)
     steps = make_step_runner(config, runner, stream, limits, vocab_size, group.parallel)
     undo.callback(steps.close)
     memory.reached(GRAPHS)

@@ -20,8 +20,8 @@ from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.grpc_channels import open_aio_channel
 from moebius.models.geometry import MoeGeometry
-from moebius.models.read import read_geometry
 from moebius.placement import make_placement
+from moebius.served_model import read_served_geometry
 from protos import engine_pb2 as pb
 from protos import expert_pb2, expert_pb2_grpc
 
@@ -185,7 +185,7 @@ def make_live_experts(
     client: ExpertClient | None = None,
 ) -> LiveExperts | None:
     """None for a model without experts. Raises UserError for a placement that cannot be."""
-    geometry = read_geometry(config.model.model, config.model.experts_per_token)
+    geometry = read_served_geometry(config)
     if not geometry.moe_layers:
         return None
     resident = make_placement(config.placement, geometry).resident

@@ -21,6 +21,7 @@ from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import left_out
+from moebius.served_model import mtp_heads
 
 ExpertDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]
 # Packed formats of `expert_dtype`; "keep" takes each layer's own. Widest first.
@@ -64,6 +65,8 @@ class SliceRequest:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     # Where routed experts are read; empty: of `model_path`, too.
     expert_checkpoint: str = ""
+    # Layers of multi-token prediction that are held, too, at most.
+    mtp_heads: int = 0
 
     @staticmethod
     def from_config(config: MoebiusConfig) -> SliceRequest:
@@ -79,6 +82,7 @@ class SliceRequest:
             top_k=config.model.experts_per_token,
             placement=config.placement,
             expert_checkpoint=config.model.expert_checkpoint,
+            mtp_heads=mtp_heads(config),
         )
 
 
@@ -220,6 +224,7 @@ def expert_identity(request: SliceRequest, model: MoeGeometry, fingerprint: str,
         "expert_dtype": request.weight_dtype,
         "batch_invariant_experts": "yes" if exact else "no",
         "top_k": str(request.top_k or model.top_k),
+        "mtp_heads": str(model.mtp_heads),
         "resident_experts": resident_fingerprint(request, model),
     }
     return "".join(f"{name}={value}\n" for name, value in lines.items())

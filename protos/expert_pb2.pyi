@@ -28,7 +28,7 @@ EXPERT_SPLIT_TENSOR: ExpertSplit
 EXPERT_SPLIT_EXPERT: ExpertSplit
 
 class LoadRequest(_message.Message):
-    __slots__ = ("model_path", "split", "split_index", "split_count", "split_shares", "weight_dtype", "top_k", "expert_dtype", "expert_checkpoint")
+    __slots__ = ("model_path", "split", "split_index", "split_count", "split_shares", "weight_dtype", "top_k", "expert_dtype", "expert_checkpoint", "mtp_heads")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     SPLIT_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class LoadRequest(_message.Message):
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     EXPERT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     EXPERT_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    MTP_HEADS_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     split: ExpertSplit
     split_index: int
@@ -47,7 +48,8 @@ class LoadRequest(_message.Message):
     top_k: int
     expert_dtype: str
     expert_checkpoint: str
-    def __init__(self, model_path: _Optional[str] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., split_shares: _Optional[_Iterable[int]] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., top_k: _Optional[int] = ..., expert_dtype: _Optional[str] = ..., expert_checkpoint: _Optional[str] = ...) -> None: ...
+    mtp_heads: int
+    def __init__(self, model_path: _Optional[str] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., split_shares: _Optional[_Iterable[int]] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., top_k: _Optional[int] = ..., expert_dtype: _Optional[str] = ..., expert_checkpoint: _Optional[str] = ..., mtp_heads: _Optional[int] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ("packed_bytes", "seconds")

@@ -24,9 +24,9 @@ from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestReport, check
 from moebius.config import MoebiusConfig
 from moebius.models.config import ModelConfig
 from moebius.models.geometry import MoeGeometry
-from moebius.models.read import read_geometry
 from moebius.placement import make_placement
 from moebius.progress import phase
+from moebius.served_model import read_served_geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,20 @@ def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> Ran
     """None for a model without MoE layers."""
     if not model.moe_layer_ids:
         return None
-    geometry = read_geometry(config.model.model, config.model.experts_per_token)
+    geometry = read_served_geometry(config)
     held = stage_layers(model, group.parallel)
     return RankMoe(geometry, tuple(layer for layer in geometry.moe_layers if layer in held))
 
 
 def rank_streaming(config: MoebiusConfig, moe: RankMoe | None, device: torch.device) -> StreamingPlan | None:
-    """What this rank streams of its layers; None: nothing."""
-    return None if moe is None else plan_streaming(config, moe.geometry, moe.layers, device)
+    """What this rank streams of its layers; None: nothing.
+
+    Experts of multi-token prediction are not streamed: they are asked for when the step has ended.
+    """
+    if moe is None:
+        return None
+    layers = [layer for layer in moe.layers if layer in moe.geometry.passed_layers]
+    return plan_streaming(config, moe.geometry, layers, device)
 
 
 def expert_memory(

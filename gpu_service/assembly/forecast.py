@@ -36,8 +36,7 @@ from gpu_service.parallel.partition import stage_layers
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.models.config import ModelConfig, ModelOverrides
-from moebius.models.read import read_model_config
+from moebius.served_model import read_served_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +62,13 @@ class RankForecast:
     activation_bytes: int
 
 
-def read_model(config: MoebiusConfig) -> ModelConfig:
-    """As an engine of these settings reads it. Raises ModelConfigError or CheckpointError."""
-    chosen = config.model
-    overrides = ModelOverrides(
-        chosen.experts_per_token, chosen.max_model_len, chosen.dtype, chosen.language_model_only
-    )
-    return read_model_config(chosen.model, overrides)
-
-
 class Forecast:
     """All ranks of a configuration. Raises what the configuration of a model or of ranks may raise."""
 
     def __init__(self, config: MoebiusConfig, on_gpu: bool) -> None:
         """`on_gpu`: whether GPUs, which need not be there, compute the dense part."""
         chosen, parallel = config.model, config.parallel
-        self.model_config = read_model(config)
+        self.model_config = read_served_model(config)
         # Of every rank: towers are not divided.
         self._vision = vision_memory(config, self.model_config)
         self.vision_bytes = self._vision.total

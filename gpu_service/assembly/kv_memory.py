@@ -23,6 +23,7 @@ from gpu_service.memory.plan import LANE, StepSize, size_kv_pool, useful_pages
 from gpu_service.memory.profile import profile_activations
 from gpu_service.models.common import CausalLM
 from gpu_service.scheduler.limits import SchedulerLimits
+from gpu_service.speculation.mtp import WithHeads
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
@@ -165,7 +166,7 @@ class DeviceKvMemory(KvMemory):
 
         def measure(step: StepSize, streamed: StreamedExperts | None) -> int:
             return profile_activations(
-                model,
+                WithHeads(model),
                 make_cache,
                 lambda cache: make_attention(shape.config, cache, shape.device, gpu.attention_backend),
                 geometry,

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.model_runner import ModelRunner, TokenPool
+from gpu_service.models.common import CausalLM
+from gpu_service.parallel.context import ParallelContext
 from gpu_service.scheduler.limits import SchedulerLimits
+from gpu_service.speculation.drafter import DeviceDrafter
+from gpu_service.speculation.mtp import MtpDrafter
 from gpu_service.speculation.ngram import NGramDrafter
 from gpu_service.speculation.pace import DraftPace
 from gpu_service.speculation.policy import Speculation
-from moebius.config import GpuConfig
+from moebius.config import GpuConfig, ParallelConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
 
 
-def check_speculation(gpu: GpuConfig, model: ModelConfig) -> None:
-    """Before anything is loaded. Raises UserError where a step can not take back a wrong draft."""
+def check_speculation(gpu: GpuConfig, parallel: ParallelConfig, model: ModelConfig) -> None:
+    """Before anything is loaded. Raises UserError where a step can not take back a wrong draft, or where the
+    model's MTP layers cannot be run.
+    """
     method = gpu.speculative_method
     if method == "off":
         return
@@ -27,11 +33,27 @@ def check_speculation(gpu: GpuConfig, model: ModelConfig) -> None:
             f"speculative_method: {method!r} is not supported for {model.model_type}, which has {kept}: "
             "a wrong guess could not be taken back; allowed: off"
         )
-    if method == "mtp":
+    if method != "mtp":
+        return
+    if parallel.pipeline_parallel_size > 1:
         raise UserError(
-            "speculative_method: 'mtp' is not supported yet: no checkpoint's MTP layers make guesses; "
-            "allowed: off, ngram"
+            f"speculative_method: 'mtp' is not supported with pipeline_parallel_size "
+            f"{parallel.pipeline_parallel_size}: an MTP layer needs the embedding, which the first stage has,"
+            " and the last stage's hidden states; allowed: 1, or speculative_method off or ngram"
         )
+    if (gpu.prefill_chunk_max or 0) > gpu.max_num_batched_tokens:
+        raise UserError(
+            f"speculative_method: 'mtp' is not supported with prefill_chunk_max {gpu.prefill_chunk_max}: in "
+            "steps of long prompts that stream all experts those of MTP layers are not there; allowed: at "
+            f"most max_num_batched_tokens ({gpu.max_num_batched_tokens}), or speculative_method off or ngram"
+        )
+
+
+def make_drafter(model: CausalLM, token_pool: TokenPool, parallel: ParallelContext) -> DeviceDrafter | None:
+    """Of a model that serves its MTP layers; None: drafts come from elsewhere, if at all."""
+    if not model.config.num_mtp_heads:
+        return None
+    return MtpDrafter(model, token_pool, parallel)
 
 
 def make_speculation(gpu: GpuConfig, limits: SchedulerLimits, runner: ModelRunner) -> Speculation | None:

@@ -47,10 +47,10 @@ def wanted_name(
     """The canonical name of a checkpoint tensor, or None where it is right that nothing here reads it.
 
     Left out are routed experts of MoE layers (the expert servers'), norms that dense layers have and do not
-    use, what the family's rules drop (rotary frequencies, multi-token prediction), a copy of the embedding
-    under the head's name where both are one (`tied_head` has compared them), and what other pipeline stages
-    read; a name that no stage knows is left out by none. `head_is_embedding`: both are one, which is stored
-    under the head's name alone.
+    use, what the family's rules drop (rotary frequencies; multi-token prediction, unless it is served), a
+    copy of the embedding under the head's name where both are one (`tied_head` has compared them), and what
+    other pipeline stages read; a name that no stage knows is left out by none. `head_is_embedding`: both are
+    one, which is stored under the head's name alone.
     """
     canonical = family_of(config.model_type).names.canonical_name(
         name, config.num_layers, config.num_mtp_heads

@@ -126,6 +126,9 @@ def activation_bytes(
         stream += config.hidden_size * item
     if config.moe.router.num_zero_experts:
         stream += config.hidden_size * 4
+    if config.mtp is not None:
+        # The model's hidden states, those of the head and the embeddings next to them, normed and projected.
+        stream += 6 * config.hidden_size * item
     attention = _attention_row(config) * item // ranks + _selection_row(config)
     mlp = step.tokens * _mlp_row(config, ranks)
     attending = step.tokens * attention + _block_scores_bytes(config, step.tokens)

@@ -59,16 +59,16 @@ def log_warnings_only(process: str) -> None:
 
 
 def with_settings(
-    *section_names: str, model_argument: bool = True, needs_device: bool = False
+    *names: str, model_argument: bool = True, needs_device: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that replaces the parameter `config` by `--config FILE` and one option per leaf.
 
-    `section_names` limits the options to those sections (all when empty); a YAML file may hold the whole
+    `names` limits the options to sections and single leaves (all when empty); a YAML file may hold the whole
     tree in any case. With `model_argument` the leaf `model` is the positional argument MODEL. With
     `needs_device` too low limits of the process, and a GPU that is asked for and not there, are refused
     before the command imports anything, unless it was given `--dry-run`.
     """
-    chosen = [leaf for leaf in leaves() if not section_names or leaf.section in section_names]
+    chosen = [leaf for leaf in leaves() if not names or leaf.section in names or leaf.name in names]
     options = [leaf for leaf in chosen if leaf.name != MODEL_LEAF]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

@@ -154,7 +154,7 @@ def _other_model_type(path: str, model: MoeGeometry) -> str:
 
     Raises CheckpointError naming what experts there are of another size or kind.
     """
-    other = read_geometry(path)
+    other = read_geometry(path, mtp_heads=model.mtp_heads)
     for name in _OF_EXPERTS:
         found, wanted = getattr(other, name), getattr(model, name)
         if found != wanted:

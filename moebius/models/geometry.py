@@ -35,6 +35,12 @@ class MoeGeometry:
     # Experts are parts of those that the checkpoint stores; None: they are as stored.
     kinds: ExpertKindsConfig | None = None
     num_zero_experts: int = 0  # Choices of the router besides, which no server knows of.
+    mtp_heads: int = 0  # The last of `num_layers` that are multi-token prediction.
+
+    @property
+    def passed_layers(self) -> tuple[int, ...]:
+        """Of `moe_layers`, those that every token passes: not multi-token prediction's."""
+        return tuple(layer for layer in self.moe_layers if layer < self.num_layers - self.mtp_heads)
 
     @property
     def is_gated(self) -> bool:
@@ -76,4 +82,5 @@ class MoeGeometry:
             has_bias=moe.expert_bias,
             kinds=moe.kinds,
             num_zero_experts=moe.router.num_zero_experts,
+            mtp_heads=config.num_mtp_heads,
         )

@@ -78,9 +78,11 @@ def read_model_config(directory: str | Path, overrides: ModelOverrides | None = 
 def read_geometry(directory: str | Path, top_k: int | None = None, mtp_heads: int = 0) -> MoeGeometry:
     """The routed experts' part of the same description; the others are `ModelOverrides`' fields.
 
-    Raises ModelConfigError naming the key, its value and what is allowed.
+    Raises ModelConfigError naming the key, its value and what is allowed, and as `mtp.check_heads`.
     """
-    return MoeGeometry.of(_described(Path(directory), ModelOverrides(top_k=top_k, mtp_heads=mtp_heads)))
+    config = _described(Path(directory), ModelOverrides(top_k=top_k, mtp_heads=mtp_heads))
+    check_heads(config, directory)
+    return MoeGeometry.of(config)
 
 
 def check_described(directory: str | Path) -> None:

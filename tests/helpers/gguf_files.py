@@ -247,11 +247,19 @@ def _fused(tensors: dict[str, tuple[NDArray[Any], str]]) -> dict[str, tuple[NDAr
 def _prediction_layer(
     tensors: dict[str, tuple[NDArray[Any], str]], position: int
 ) -> dict[str, tuple[NDArray[Any], str]]:
-    """A decoder layer more, and the tensors that join it to the model."""
+    """The last decoder layer once more, and the tensors that join it to the model."""
     last, block = f"blk.{position - 1}.", f"blk.{position}."
     found = {name.replace(last, block): stored for name, stored in tensors.items() if name.startswith(last)}
     norm = tensors["output_hc_norm.weight" if "output_hc_norm.weight" in tensors else "output_norm.weight"]
+    joined = prediction_projection(norm[0].shape[0]), "F32"
+    found[f"{block}nextn.eh_proj.weight"] = joined
     return found | {f"{block}nextn.{name}.weight": norm for name in ("enorm", "hnorm", "shared_head_norm")}
+
+
+def prediction_projection(hidden_size: int) -> NDArray[np.float32]:
+    """`eh_proj` of the block for multi-token prediction, `[H, 2 H]`."""
+    values = np.random.default_rng(5).standard_normal((hidden_size, 2 * hidden_size), np.float32)
+    return values / np.float32((2 * hidden_size) ** 0.5)
 
 
 def write_gguf(

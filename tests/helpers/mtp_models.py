@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from tests.helpers.tiny_models import TINY_MODELS, randomize, write_tiny_model
+from gpu_service.engine.step import ForwardContext
+from tests.helpers.paged_runner import Decoding, PagedRunner
+from tests.helpers.tiny_models import TINY_MODELS, TinyModel, randomize, write_tiny_model
 
 MTP_FILE = "model-mtp.safetensors"
 
@@ -44,15 +46,95 @@ class MtpReference:
             found.append(self.heads._project_to_logits(hidden)[0])
         return found
 
+    @torch.inference_mode()
+    def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
+        """What may follow, by the first head, which goes on with what it made itself."""
+        from transformers.cache_utils import MtpCache
 
-def write_mtp_model(name: str, directory: Path, num_heads: int = 1, **changes: Any) -> MtpReference:
-    """The tiny model `name` with layers of multi-token prediction after its last; `changes` of its sizes."""
+        ids, last = torch.tensor([list(tokens)]), len(tokens) - 1
+        cache = MtpCache(config=self.model.config.get_mtp_config())
+        hidden = self.model(ids, output_hidden_states=True).hidden_states[-1][:, :last]
+        ids, positions, found = ids[:, 1:], torch.arange(1, last + 1)[None], list[int]()
+        for _ in range(count):
+            hidden = self.heads.forward_layer(0, hidden, positions, cache, input_ids=ids)[:, -1:]
+            ids, positions = self.heads._project_to_logits(hidden).argmax(-1), positions[:, -1:] + 1
+            found.append(int(ids))
+        return found
+
+    @torch.inference_mode()
+    def chain(self, tokens: Sequence[int]) -> list[int]:
+        """What may follow, by one head after another, from nothing that was computed before."""
+        from transformers.cache_utils import MtpCache
+
+        ids = torch.tensor([list(tokens)])
+        hidden = self.model(ids, output_hidden_states=True).hidden_states[-1][:, :-1]
+        cache = MtpCache(config=self.model.config.get_mtp_config())
+        positions = torch.arange(1, ids.shape[1])[None]
+        drafts, _, _ = self.heads(ids[:, 1:], hidden, None, positions, cache)
+        found: list[int] = drafts[0].tolist()
+        return found
+
+
+@torch.inference_mode()
+def head_logits(
+    runner: PagedRunner, tokens: Sequence[int], chunks: Sequence[int] = (), heads: Sequence[int] = (0,)
+) -> list[torch.Tensor]:
+    """Ours, of each of `heads` in turn, for all rows; the last of them know no later token, and are wrong."""
+    sequence, found = Decoding(list(tokens)), []
+    padded = torch.tensor([*tokens, *[0] * (len(heads) + 1)])
+    for count in chunks or [len(tokens)]:
+        inputs = runner.inputs([(sequence, count)])
+        runner.attention.plan(inputs)
+        context = ForwardContext(
+            inputs, runner.kv_cache, runner.attention, runner.experts, states=runner.states
+        )
+        hidden_states, rows = runner.model(context), []
+        for depth, head in enumerate(heads):
+            next_ids = padded[inputs.positions + depth + 1]
+            hidden_states = runner.model.predict_further(head, hidden_states, next_ids, context)
+            rows.append(runner.model.compute_logits(hidden_states))
+        found.append(rows)
+        sequence.computed += count
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def write_mtp_model(name: str | TinyModel, directory: Path, num_heads: int = 1) -> MtpReference:
+    """A tiny model with layers of multi-token prediction after its last."""
+    tiny = TINY_MODELS[name] if isinstance(name, str) else name
+    tiny = replace(tiny, shard_bytes=None)
+    seed = sum(tiny.model_type.encode()) + num_heads
+    model = write_tiny_model(tiny, directory, seed=seed)
+    heads = make_heads(model, num_heads)
+    randomize(heads.layers, seed + 1, model.config.model_type)
+    _add(directory, model.config.num_hidden_layers, heads)
+    return MtpReference(model, heads)
+
+
+def make_foreseen(directory: Path) -> None:
+    """Changes a checkpoint so that a token follows from the one before it alone, and the head knows which.
+
+    No layer adds anything, and the head reads the embedding as the model's end does.
+    """
+    norm = load_file(directory / "model.safetensors")["model.norm.weight"]
+    for file in (directory / "model.safetensors", directory / MTP_FILE):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "o_proj.bias", "down_proj.weight")):
+                tensor.zero_()
+            elif name.endswith("eh_proj.weight"):
+                size = tensor.shape[0]
+                tensor.copy_(torch.cat((torch.eye(size), torch.zeros(size, size)), dim=1))
+            elif name.endswith("enorm.weight"):
+                tensor.fill_(1.0)
+            elif name.endswith("shared_head.norm.weight"):
+                tensor.copy_(norm)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def make_heads(model: Any, num_heads: int) -> Any:
+    """Transformers' `MtpModel` of a model, with values of its own."""
     from transformers.modeling_layers import MtpModel
 
-    tiny = TINY_MODELS[name]
-    tiny = replace(tiny, changes=tiny.changes | changes, shard_bytes=None)
-    seed = sum(name.encode()) + num_heads
-    model = write_tiny_model(tiny, directory, seed=seed)
     _describe_heads(model.config, num_heads)
     heads = MtpModel(model, num_heads).eval()
     if "indexed_attention" in (getattr(heads.config, "layer_types", None) or ()):
@@ -64,9 +146,7 @@ def write_mtp_model(name: str, directory: Path, num_heads: int = 1, **changes: A
         layer.mtp_block.register_forward_hook(
             lambda *call: call[-1][0] if isinstance(call[-1], tuple) else None
         )
-    randomize(heads.layers, seed + 1, model.config.model_type)
-    _add(directory, model.config.num_hidden_layers, heads)
-    return MtpReference(model, heads)
+    return heads
 
 
 def _describe_heads(config: Any, num_heads: int) -> None:

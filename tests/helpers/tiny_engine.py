@@ -31,7 +31,7 @@ from gpu_service.models.compose import build_model
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
-from gpu_service.speculation.drafter import HostDrafter
+from gpu_service.speculation.drafter import DeviceDrafter, HostDrafter
 from gpu_service.speculation.policy import Speculation
 from gpu_service.vision.features import ImageEncoder
 from moebius.config import GpuConfig
@@ -54,8 +54,10 @@ class Setup:
     # Tokens of a step of the prefill lane, and of a prompt that it takes; 0: there is no lane.
     prefill_chunk_max: int = 0
     lane_min_tokens: int = 12
+    # Drafts of a request at most, from either drafter; 0: nobody speculates.
     num_drafts: int = 0
     drafter: HostDrafter | None = None
+    device_drafter: Callable[[CausalLM, TokenPool], DeviceDrafter] | None = None
 
 
 @dataclass
@@ -66,6 +68,7 @@ class TinyEngine:
     graphs: DecodeGraphs | None
     kv_cache: PagedCache
     stream: DeviceStream
+    speculation: Speculation | None
     _ended: threading.Semaphore
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
@@ -82,9 +85,10 @@ class TinyEngine:
         return [request.output_token_ids for request in requests]
 
 
-def tiny_model(directory: Path, device: torch.device, dtype: str = "float32") -> CausalLM:
+def tiny_model(directory: Path, device: torch.device, dtype: str = "float32", mtp_heads: int = 0) -> CausalLM:
     """The checkpoint's model without its routed experts."""
-    model = build_model(read_model_config(directory, ModelOverrides(dtype=dtype)), device=device)
+    overrides = ModelOverrides(dtype=dtype, mtp_heads=mtp_heads)
+    model = build_model(read_model_config(directory, overrides), device=device)
     load_weights(model, directory)
     return model
 
@@ -114,17 +118,19 @@ def tiny_engine(
     states = allocate_states(gpu, model.config, stream.device)
     cache = make_request_cache(gpu, states, setup.num_pages)
     kv_cache = make_cache(model.config, setup.num_pages, PAGE_SIZE, model.dtype, stream.device)
+    token_pool = TokenPool(setup.max_num_seqs, CONTEXT_LIMIT + 1, stream.device)
     runner = ModelRunner(
         model,
         kv_cache,
         attention(model.config, kv_cache),
         experts,
-        TokenPool(setup.max_num_seqs, CONTEXT_LIMIT + 1, stream.device),
+        token_pool,
         Sampler(model.config.vocab_size, stream.device, setup.max_num_seqs),
         encoder=encoder,
         has_mrope=model.config.has_mrope,
         states=states,
         notes_overflow=model.dtype == torch.float16,
+        drafter=None if setup.device_drafter is None else setup.device_drafter(model, token_pool),
     )
     uploader = Uploader(stream)
     graphs = None
@@ -159,7 +165,7 @@ def tiny_engine(
     engine = Engine(scheduler, builder, steps, on_output, overlap=setup.overlap, lane=lane)
     engine.start()
     try:
-        yield TinyEngine(engine, graphs, kv_cache, stream, ended)
+        yield TinyEngine(engine, graphs, kv_cache, stream, speculation, ended)
     finally:
         engine.stop()
     scheduler.check_integrity()

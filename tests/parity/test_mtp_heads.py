@@ -6,17 +6,16 @@ checkpoint that has them is served without them bit by bit as one that has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpu_service.engine.step import ForwardContext
 from moebius.models.config import ModelOverrides
-from tests.helpers.mtp_models import MtpReference, write_mtp_model
-from tests.helpers.paged_runner import Decoding, PagedRunner, load_runner
+from tests.helpers.mtp_models import MtpReference, head_logits, write_mtp_model
+from tests.helpers.paged_runner import load_runner
 from tests.tolerances import LOGITS_FLOAT32_SELF, LOGITS_FLOAT32_VS_TRANSFORMERS
 
 TOKENS = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2, 110, 77, 31, 9, 180, 12, 13, 14, 15]
@@ -49,29 +48,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
     return make
 
 
-@torch.inference_mode()
-def _logits(
-    runner: PagedRunner, tokens: Sequence[int], chunks: Sequence[int], heads: Sequence[int]
-) -> list[torch.Tensor]:
-    """Of each of `heads` in turn, for all rows: the last ones know no later token, and are wrong."""
-    sequence, found = Decoding(list(tokens)), []
-    padded = torch.tensor([*tokens, *[0] * (len(heads) + 1)])
-    for count in chunks:
-        inputs = runner.inputs([(sequence, count)])
-        runner.attention.plan(inputs)
-        context = ForwardContext(
-            inputs, runner.kv_cache, runner.attention, runner.experts, states=runner.states
-        )
-        hidden_states, rows = runner.model(context), []
-        for depth, head in enumerate(heads):
-            next_ids = padded[inputs.positions + depth + 1]
-            hidden_states = runner.model.predict_further(head, hidden_states, next_ids, context)
-            rows.append(runner.model.compute_logits(hidden_states))
-        found.append(rows)
-        sequence.computed += count
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
-
-
 @pytest.mark.covering(1, name=_family)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_heads_logits_match_transformers(
@@ -79,7 +55,7 @@ def test_a_heads_logits_match_transformers(
 ) -> None:
     directory, reference = written(name, 1)
     runner = load_runner(directory, overrides=ModelOverrides(mtp_heads=1))
-    (found,) = _logits(runner, TOKENS, [len(TOKENS)], [0])
+    (found,) = head_logits(runner, TOKENS)
     (expected,) = reference.logits(TOKENS)
     assert expected.std() > 0.5, "flat logits would hide errors"
     torch.testing.assert_close(found[:-1], expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
@@ -89,7 +65,7 @@ def test_two_heads_follow_one_another(written: Callable[[str, int], tuple[Path, 
     """The second reads what the first made, and has a cache and experts of its own."""
     directory, reference = written("glm4_moe", 2)
     runner = load_runner(directory, overrides=ModelOverrides(mtp_heads=5))
-    found = _logits(runner, TOKENS, [len(TOKENS)], [0, 1])
+    found = head_logits(runner, TOKENS, heads=[0, 1])
     for head, expected in enumerate(reference.logits(TOKENS, 2)):
         torch.testing.assert_close(
             found[head][: -1 - head], expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS
@@ -110,8 +86,8 @@ def test_steps_of_any_size_give_the_heads_logits(
 ) -> None:
     """What a head keeps of earlier steps lies in its cache."""
     runner = load_runner(written(name, 1)[0], overrides=ModelOverrides(mtp_heads=1))
-    (whole,) = _logits(runner, TOKENS, [len(TOKENS)], [0])
-    (cut,) = _logits(runner, TOKENS, [8, 1, 1, 5, 6], [0])
+    (whole,) = head_logits(runner, TOKENS)
+    (cut,) = head_logits(runner, TOKENS, [8, 1, 1, 5, 6])
     torch.testing.assert_close(cut, whole, rtol=0, atol=LOGITS_FLOAT32_SELF)
 
 

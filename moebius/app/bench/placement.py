@@ -18,7 +18,7 @@ from moebius.app.bench.output import write_json
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
-from moebius.models.read import read_geometry
+from moebius.served_model import read_served_geometry
 
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
 # Streams of the run whose routing the strategy `frequency` is given.
@@ -129,7 +129,7 @@ def record(servers: ExpertServers, options: PlacementOptions, path: Path) -> Non
         tokens = options.engine.max_tokens
         engine.submit(prompts, tokens, options.engine.temperature).wait(tokens)
         after = servers.counters()
-    geometry = read_geometry(config.model.model, config.model.experts_per_token)
+    geometry = read_served_geometry(config)
     path.write_bytes(statistics_of(before, after, geometry, config.experts.expert_split == "expert"))
 
 

@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
     app.command()(doctor)
 
 
-@with_settings("model", "experts")
+@with_settings("model", "experts", "speculative_method", "num_draft_tokens")
 def doctor(
     config: MoebiusConfig,
     kubernetes: Annotated[
@@ -127,10 +127,10 @@ def _sizes(config: MoebiusConfig, role: str) -> dict[str, Any]:
     """The planner's own numbers: the mailbox, and packed experts of the Pod's servers."""
     from moebius.app.planning.memory import segment_bytes
     from moebius.mailbox_plan import mailbox_geometry
-    from moebius.models.read import read_geometry
+    from moebius.served_model import read_served_geometry
 
     experts = config.experts
-    geometry = read_geometry(config.model.model, config.model.experts_per_token)
+    geometry = read_served_geometry(config)
     values: dict[str, Any] = {}
     if experts.mailbox:
         values["mailbox_bytes"] = mailbox_geometry(config, geometry).regions().total

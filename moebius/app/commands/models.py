@@ -144,14 +144,15 @@ def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
     from moebius.checkpoint.index import has_weights
     from moebius.models.checkpoint import open_index
     from moebius.models.expert_checkpoint import ExpertCheckpoint
-    from moebius.models.read import read_config, read_geometry
+    from moebius.models.read import read_config
+    from moebius.served_model import read_served_geometry
 
     model = Path(config.model.model)
     if not needs_weights and not has_weights(model):
         return
     open_index(model)
     if config.model.expert_checkpoint and has_weights(config.model.expert_checkpoint):
-        geometry = read_geometry(model, config.model.experts_per_token)
+        geometry = read_served_geometry(config)
         ExpertCheckpoint.open(str(model), geometry, config.model.expert_checkpoint)
     try:
         tokenizer = Tokenizer.from_dir(model, config.gateway.chat_template)

@@ -19,6 +19,10 @@ OF_ENGINES = ("model", "images", "gpu", "experts", "parallel", "placement", "sec
 QUESTION = "What is the capital of France?"
 
 
+# Which experts servers hold besides those of the model's own layers.
+OF_MTP = ("speculative_method", "num_draft_tokens")
+
+
 def register(app: typer.Typer) -> None:
     """Adds the five commands."""
     _add_services(app)
@@ -113,11 +117,12 @@ def _add_services(app: typer.Typer) -> None:
         raise typer.Exit(run(config))
 
     @app.command()
-    @with_settings("model", "experts", "placement", "security", "telemetry")
+    @with_settings("model", "experts", "placement", "security", "telemetry", *OF_MTP)
     def expert(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
         """Run one expert server alone. Its share: --split-index of --split-count.
 
-        What the placement settings put on GPUs is left out; the engine needs the same settings.
+        What the placement settings put on GPUs is left out; the engine needs the same settings. With
+        --speculative-method mtp the experts of MTP layers are held, too.
         Without MODEL it waits for a gRPC Expert.Load.
         """
         check_limits("expert")

@@ -13,7 +13,7 @@ from moebius.app.planning.memory import EXPERT_BYTES, MIB, RAM, segment_bytes
 from moebius.config import MoebiusConfig
 from moebius.config_loader import leaves
 from moebius.errors import UserError
-from moebius.models.read import read_geometry
+from moebius.served_model import read_served_geometry
 
 # CPUs of the gateway, and of each rank that drives a GPU: a thread that launches, one that answers.
 GATEWAY_CPUS, RANK_CPUS = 2, 2
@@ -83,7 +83,7 @@ def _experts(config: MoebiusConfig, plan: CapacityPlan, engine_cpus: int, mailbo
     held = [name for name in parts if name.startswith("experts of server")]
     if not held:
         return {"mode": "none"}
-    geometry = read_geometry(config.model.model, config.model.experts_per_token)
+    geometry = read_served_geometry(config)
     sizes = [_mib(nbytes) for nbytes in segment_bytes(_with_residents(config, plan), geometry, len(held))]
     # Read from the checkpoint one after the other, by every thread one.
     each = EXPERT_BYTES + mailbox + parts.get("source experts while loading", 0) // len(held)

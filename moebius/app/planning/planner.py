@@ -44,7 +44,7 @@ from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
 from moebius.errors import ConfigError, UserError
 from moebius.expert_slices import REQUANTISED
-from moebius.models.read import read_geometry
+from moebius.served_model import read_served_geometry
 
 if TYPE_CHECKING:
     from gpu_service.memory.plan import ExpertMemory, MemoryPlan
@@ -59,7 +59,7 @@ class Planner:
 
         self.config = config
         self.on_gpu = on_gpu
-        self.geometry = read_geometry(config.model.model, config.model.experts_per_token)
+        self.geometry = read_served_geometry(config)
         self.stored: Mapping[int, StoredExperts] = stored_experts(
             config.model.model, self.geometry, config.model.expert_checkpoint
         )
@@ -166,7 +166,8 @@ class Planner:
     def _ring_bytes(self, rank: int, residency: Residency, memory_bytes: int) -> int:
         from gpu_service.experts.streaming.make import StoredFormats, ring_of, served_parts
 
-        layers = self.forecast.ranks[rank].moe_layers
+        passed = self.geometry.passed_layers
+        layers = [layer for layer in self.forecast.ranks[rank].moe_layers if layer in passed]
         dtype = self.config.experts.expert_dtype
         stored = {
             layer: StoredFormats(*packed_formats(self.stored[layer], dtype), self.stored[layer].has_bias)

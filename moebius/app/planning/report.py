@@ -24,7 +24,7 @@ from moebius.app.planning.planner import plan_capacity
 from moebius.app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE, Speed
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
-from moebius.models.read import read_geometry
+from moebius.served_model import read_served_geometry, read_served_model
 
 GIB = 2**30
 FORMULA = (
@@ -187,14 +187,13 @@ def _refuse_incomplete(config: MoebiusConfig) -> None:
     if not has_weights(directory):
         return
     from expert_service.loader import plan_load
-    from gpu_service.assembly.forecast import read_model
     from gpu_service.loader.load import check_weights
 
-    geometry = read_geometry(directory, config.model.experts_per_token)
+    geometry = read_served_geometry(config)
     if geometry.moe_layers:
         experts = config.model.expert_checkpoint
         plan_load(geometry, directory, config.experts.expert_dtype, experts)
-    check_weights(read_model(config), directory)
+    check_weights(read_served_model(config), directory)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ from moebius.config import MoebiusConfig, Section
 from moebius.config_loader import effective_config
 from moebius.errors import ConfigError, StartupError
 from moebius.models.geometry import MoeGeometry
-from moebius.models.read import read_geometry
+from moebius.served_model import read_served_geometry
 from moebius.tls import http_files
 from moebius.weight_segment import segment_path
 
@@ -80,7 +80,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
     Raises ConfigError (settings that cannot be served), CheckpointError (a model we do not know) and
     StartupError (state directory or port unusable).
     """
-    model = read_geometry(config.model.model, config.model.experts_per_token)
+    model = read_served_geometry(config)
     chosen = config.supervisor.state_dir
     state_dir = own_state_directory(Path(chosen).absolute() if chosen else default_state_dir())
     # Before the port is tried: what a killed supervisor left may still hold it.

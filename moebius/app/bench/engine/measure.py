@@ -15,7 +15,7 @@ from moebius.app.bench.engine.drive import EngineUnderTest, TokenEvent, decode_w
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
-from moebius.models.read import read_geometry
+from moebius.served_model import read_served_geometry
 
 _RECORDED_STEPS = 24
 
@@ -73,7 +73,7 @@ def make_setting(engine: EngineUnderTest, servers: ExpertServers, bandwidths: Ba
 
     config, model = servers.config, engine.built.model_config
     weights = WeightBytes.of(Path(config.model.model), config.model.expert_checkpoint)
-    geometry = read_geometry(config.model.model, config.model.experts_per_token)
+    geometry = read_served_geometry(config)
     item = 1 if config.gpu.kv_cache_dtype == "fp8_e4m3" else model.dtype_bytes
     return Setting(
         geometry,

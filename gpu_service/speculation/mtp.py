@@ -1,0 +1,163 @@
+"""Drafts from the model's own layers of multi-token prediction.
+
+In every step, once its tokens are sampled, the first head runs over all rows: prompts' too, since it attends
+to what it made of earlier tokens. A row at position p has the model's hidden state and the token at p + 1,
+and is kept in the slot of p, in the head's own layer of the model's cache; what it predicts is the token at
+p + 2, which of each request's last row is the first draft. Further drafts come from the heads after it, over
+the same rows; a single head goes on with what it made itself, a position a pass.
+
+None of this decides a token: a wrong draft is refused when it is verified. That leaves three places where
+what a head attends to is not exactly its own, at the cost of drafts alone:
+
+- The entry of the last position of a page that another request's prompt shares was made with the token that
+  followed there.
+- Passes of a single head after the first write where the request's next step computes, which writes it anew;
+  where no page is there yet, they share the dummy page.
+- A second head's entry of a request's last row was made with a draft, right or wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpu_service.engine.step import ForwardContext, ForwardInputs, StepPlan
+from gpu_service.models.common import CausalLM
+from gpu_service.parallel.context import SOLO, ParallelContext
+
+if TYPE_CHECKING:
+    from gpu_service.engine.model_runner import TokenPool
+
+
+class MtpDrafter:
+    """A `DeviceDrafter`; waits for nothing."""
+
+    def __init__(self, model: CausalLM, token_pool: TokenPool, parallel: ParallelContext = SOLO) -> None:
+        """`model` serves its heads; `token_pool`: of the runner that calls."""
+        self._model, self._pool, self._parallel = model, token_pool, parallel
+        self._num_heads = model.config.num_mtp_heads
+
+    def make_buffer(self, num_rows: int) -> torch.Tensor:
+        """Zeros `[num_rows, H]`."""
+        shape = num_rows, self._model.config.hidden_size
+        return torch.zeros(shape, dtype=self._model.dtype, device=self._pool.tokens.device)
+
+    def propose(
+        self,
+        context: ForwardContext,
+        plan: StepPlan,
+        hidden_states: torch.Tensor,
+        next_ids: torch.Tensor,
+        last_rows: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """As the protocol says; drafts are the same on all ranks."""
+        # Statistics are of the model's own layers.
+        context = replace(context, recorder=None)
+        hidden_states = self._model.predict_further(0, hidden_states, next_ids, context)
+        wants_drafts = plan.num_drafts > 0 and last_rows.numel() > 0
+        if self._num_heads > 1:
+            drafts = self._chain(context, plan, hidden_states, last_rows)
+        elif wants_drafts:
+            drafts = self._recycle(context, plan, hidden_states, last_rows)
+        if not wants_drafts:
+            return None
+        found = torch.stack(drafts[: plan.num_drafts], dim=1)
+        return self._parallel.world_group.broadcast(found, self._parallel.sampling_rank)
+
+    def _best(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The ids int64 `[Q]` that the head finds most likely after some rows."""
+        return self._model.compute_logits(hidden_states[rows]).argmax(-1)
+
+    def _chain(
+        self, context: ForwardContext, plan: StepPlan, hidden_states: torch.Tensor, last_rows: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """A draft of each head, which all see all rows; `hidden_states`: of the first."""
+        slots, end = plan.token_slots, self._pool.tokens.shape[1] - 1
+        drafts = [self._best(hidden_states, last_rows)]
+        for head in range(1, self._num_heads):
+            ids = self._pool.gather(slots, (plan.positions + 1 + head).clamp(max=end))
+            for depth, known in reversed(list(enumerate(reversed(drafts)))):
+                # The row `depth` before a request's last one looks beyond what is known, where it is one of
+                # the request's; the last one, of which there is always one, is written last.
+                early = (last_rows - depth).clamp(min=0)
+                is_own = slots[early] == slots[last_rows]
+                ids = ids.scatter(0, early, torch.where(is_own, known, ids[early]))
+            hidden_states = self._model.predict_further(head, hidden_states, ids, context)
+            drafts.append(self._best(hidden_states, last_rows))
+        return drafts
+
+    def _recycle(
+        self, context: ForwardContext, plan: StepPlan, hidden_states: torch.Tensor, last_rows: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """`plan.num_drafts` drafts of a single head, each from what it made of the one before.
+
+        A pass has a row for each entry of the plan, at the position after it, because only the device knows
+        which rows of verified drafts are requests' last; all others write to the dummy page and ask for no
+        experts.
+        """
+        drafts = [self._best(hidden_states, last_rows)]
+        if plan.num_drafts == 1:
+            return drafts
+        ends = plan.query_start_loc_tensor[1:].long()
+        entries = torch.searchsorted(ends, last_rows, right=True)
+        rows = ends - 1
+        is_last = torch.zeros_like(rows, dtype=torch.bool).scatter(0, entries, True)
+        hidden_states = hidden_states[rows]
+        for ahead in range(1, plan.num_drafts):
+            inputs = _ahead(plan, context.kv_cache.page_size, ahead, rows, is_last)
+            ids = torch.zeros_like(rows).scatter(0, entries, drafts[-1])
+            context.attention.plan(inputs)
+            step = replace(context, inputs=inputs)
+            hidden_states = self._model.predict_further(0, hidden_states, ids, step)
+            drafts.append(self._best(hidden_states, entries))
+        return drafts
+
+
+def _ahead(
+    plan: StepPlan, page_size: int, ahead: int, rows: torch.Tensor, is_last: torch.Tensor
+) -> ForwardInputs:
+    """Inputs of one row per entry of the plan, `ahead` positions after it.
+
+    `rows` int64 `[R]`: the entries' last; `is_last` bool `[R]`: those that count.
+    """
+    count, device = rows.shape[0], rows.device
+    positions = plan.positions[rows] + ahead
+    lengths = [length + ahead for length in plan.seq_lens]
+    missing = -(-max(lengths) // page_size) - plan.block_table.shape[1]
+    table = torch.nn.functional.pad(plan.block_table, (0, max(0, missing)))
+    pages = table.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1).long()
+    slots = (pages * page_size + positions % page_size).masked_fill(~is_last, 0)
+    axes = plan.mrope_positions
+    return ForwardInputs(
+        input_ids=rows,
+        positions=positions,
+        slot_mapping=slots,
+        block_table=table,
+        query_start_loc=list(range(count + 1)),
+        seq_lens=lengths,
+        logits_indices=rows,
+        query_start_loc_tensor=torch.arange(count + 1, dtype=torch.int32, device=device),
+        seq_lens_tensor=(plan.seq_lens_tensor + ahead),
+        mrope_positions=None if axes is None else axes[:, rows] + ahead,
+        valid_rows=is_last,
+    )
+
+
+class WithHeads:
+    """For measuring memory: a model whose steps also run its heads over all rows."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+
+    def forward(self, context: ForwardContext) -> torch.Tensor:
+        """The model's hidden states `[T, H]`."""
+        hidden_states = made = self._model.forward(context)
+        for head in range(self._model.config.num_mtp_heads):
+            made = self._model.predict_further(head, made, context.inputs.input_ids, context)
+        return hidden_states
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[L, H]` to float32 `[L, V]`."""
+        return self._model.compute_logits(hidden_states)

@@ -1,0 +1,205 @@
+"""Invariant: drafts of multi-token prediction change no token, and are what transformers' heads guess."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_service.attention.registry import make_attention
+from gpu_service.device.stream import HostDeviceStream
+from gpu_service.engine.model_runner import TokenPool
+from gpu_service.engine.step import ForwardContext, StepPlan
+from gpu_service.experts.local_client import LocalExpertClient
+from gpu_service.models.common import CausalLM
+from gpu_service.request import Request, SamplingParams
+from gpu_service.speculation.mtp import MtpDrafter
+from moebius.models.read import read_geometry
+from tests.equality.test_no_hidden_waits import NoQuestions
+from tests.helpers.capturable_mla import make_capturable_attention
+from tests.helpers.device_experts import DenseExperts
+from tests.helpers.host_graphs import RecordedOperations
+from tests.helpers.mtp_models import MtpReference, make_foreseen, write_mtp_model
+from tests.helpers.tiny_engine import PAGE_SIZE, Setup, TinyEngine, tiny_engine, tiny_model
+
+HOST = torch.device("cpu")
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9}
+Written = Callable[[str, int], tuple[Path, MtpReference]]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    root = tmp_path_factory.mktemp("mtp")
+
+    @cache
+    def make(name: str, heads: int) -> tuple[Path, MtpReference]:
+        directory = root / f"{name}-{heads}"
+        return directory, write_mtp_model(name, directory, heads)
+
+    return make
+
+
+class WatchedDrafter(MtpDrafter):
+    """Notes for each of its guesses the tokens that were known, and what it guessed."""
+
+    def __init__(self, model: CausalLM, token_pool: TokenPool) -> None:
+        super().__init__(model, token_pool)
+        self.guesses: list[tuple[list[int], list[int]]] = []
+
+    def propose(
+        self,
+        context: ForwardContext,
+        plan: StepPlan,
+        hidden_states: torch.Tensor,
+        next_ids: torch.Tensor,
+        last_rows: torch.Tensor,
+    ) -> torch.Tensor | None:
+        drafts = super().propose(context, plan, hidden_states, next_ids, last_rows)
+        for row, found in zip(last_rows.tolist(), [] if drafts is None else drafts.tolist(), strict=False):
+            known = self._pool.tokens[plan.token_slots[row], : plan.positions[row] + 2]
+            self.guesses.append((known.tolist(), found))
+        return drafts
+
+
+def requests(params: dict[str, Any]) -> list[Request]:
+    """Prompts shorter and longer than a step, and two that share their beginning."""
+    shared = [3 + (k * k * 7 + k) % 200 for k in range(22)]
+    prompts = [shared, [5, 6, 7], shared[:18]]
+    return [
+        Request(f"r{i}", prompt, SamplingParams(seed=i, max_tokens=6 + i, ignore_eos=True, **params))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def run(
+    directory: Path, heads: int, drafts: int, params: dict[str, Any], **changes: Any
+) -> tuple[list[list[int]], list[WatchedDrafter], TinyEngine]:
+    """Tokens of all requests, and what was guessed on the way."""
+    model, watched = tiny_model(directory, HOST, mtp_heads=heads), list[WatchedDrafter]()
+
+    def make(model: CausalLM, token_pool: TokenPool) -> WatchedDrafter:
+        watched.append(WatchedDrafter(model, token_pool))
+        return watched[-1]
+
+    setup = Setup(budget=16, num_drafts=drafts, device_drafter=make if drafts else None, **changes)
+    with tiny_engine(
+        model,
+        LocalExpertClient(str(directory), read_geometry(directory, mtp_heads=heads), torch.float32),
+        HostDeviceStream(),
+        lambda config, cache: make_attention(model.rank_config, cache, HOST, "torch"),
+        setup,
+    ) as engine:
+        return engine.run(requests(params)), watched, engine
+
+
+def check_guesses(
+    guesses: Sequence[tuple[list[int], list[int]]], wanted: Callable[[list[int], int], list[int]]
+) -> None:
+    """Every guess is the reference's."""
+    assert len(guesses) > 8
+    for known, found in guesses:
+        assert found == wanted(known, len(found)), f"after {len(known)} tokens"
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "glm_moe_dsa"])
+def test_drafts_change_no_token_and_are_those_of_transformers(
+    name: str, params: dict[str, Any], written: Written
+) -> None:
+    """Of a prompt in chunks, of a shared one, and of decode steps in which most drafts were wrong."""
+    directory, reference = written(name, 1)
+    plain, _, _ = run(directory, 0, 0, params)
+    tokens, (watched,), _ = run(directory, 1, 1, params)
+    assert tokens == plain
+    check_guesses(watched.guesses, reference.drafts)
+
+
+def _within_page(known: list[int], count: int, reference: MtpReference, found: list[int]) -> list[int]:
+    """The reference's drafts; ours from where a pass of the head had no page of the request to write to."""
+    last = len(known) - 2
+    exact = sum((last + ahead) // PAGE_SIZE == last // PAGE_SIZE for ahead in range(count))
+    return [*reference.drafts(known, exact), *found[exact:]]
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_a_single_head_goes_on_with_what_it_made(name: str, written: Written) -> None:
+    directory, reference = written(name, 1)
+    plain, _, _ = run(directory, 0, 0, GREEDY)
+    tokens, (watched,), _ = run(directory, 1, 3, GREEDY)
+    assert tokens == plain
+    assert max(len(found) for _, found in watched.guesses) == 3
+    for known, found in watched.guesses:
+        assert found == _within_page(known, len(found), reference, found), f"after {len(known)} tokens"
+
+
+def test_each_of_several_heads_has_a_draft(written: Written) -> None:
+    """As many as there are heads, though more are asked for; the first one's are exact, as one head's are."""
+    directory, reference = written("glm4_moe", 2)
+    plain, _, _ = run(directory, 0, 0, GREEDY)
+    tokens, (watched,), _ = run(directory, 2, 3, GREEDY)
+    assert tokens == plain
+    assert max(len(found) for _, found in watched.guesses) == 2
+    check_guesses([(known, found[:1]) for known, found in watched.guesses], reference.drafts)
+    # After a prompt alone no entry was made with a draft.
+    known, found = watched.guesses[0]
+    assert found == reference.chain(known)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_drafts_that_are_right_are_accepted(name: str, tmp_path: Path) -> None:
+    """With a head that knows what follows, a step gives as many tokens as it verifies, and one."""
+    write_mtp_model(name, tmp_path)
+    make_foreseen(tmp_path)
+    plain, _, _ = run(tmp_path, 0, 0, GREEDY)
+    tokens, _, engine = run(tmp_path, 1, 3, GREEDY)
+    assert tokens == plain
+    assert engine.speculation is not None
+    assert engine.speculation.num_accepted == engine.speculation.num_verified > 5
+
+
+def test_replayed_decode_steps_leave_the_head_what_it_needs(tmp_path: Path) -> None:
+    """The head runs eagerly after a graph, on the hidden states that it left."""
+    write_mtp_model("glm4_moe", tmp_path)
+    make_foreseen(tmp_path)
+    model = tiny_model(tmp_path, HOST, mtp_heads=1)
+    experts = DenseExperts(tmp_path, model.config.moe.router.num_experts)
+    found = []
+    for largest in (0, 8):
+        setup = Setup(largest, budget=16, num_drafts=3, device_drafter=MtpDrafter)
+        with tiny_engine(
+            model, experts, HostDeviceStream(), make_capturable_attention, setup, RecordedOperations()
+        ) as engine:
+            assert engine.speculation is not None
+            found.append((engine.run(requests(GREEDY)), engine.speculation.num_accepted))
+    assert found[0] == found[1]
+    assert found[0][1] > 5
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_no_draft_asks_the_device(heads: int, written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows are requests' last, only the device knows: the host waits for nothing of it."""
+    directory, _ = written("glm4_moe", heads)
+    model, asked = tiny_model(directory, HOST, mtp_heads=heads), []
+    experts = DenseExperts(directory, model.config.moe.router.num_experts)
+
+    def tolist(tensor: torch.Tensor) -> list[Any]:
+        raise AssertionError("tolist makes the host wait for the device")
+
+    def guarded(drafter: MtpDrafter, *arguments: Any) -> torch.Tensor | None:
+        asked.append(drafter)
+        with monkeypatch.context() as patch, NoQuestions():
+            patch.setattr(torch.Tensor, "tolist", tolist)
+            return original(drafter, *arguments)
+
+    original = MtpDrafter.propose
+    monkeypatch.setattr(MtpDrafter, "propose", guarded)
+    setup = Setup(budget=16, num_drafts=3, device_drafter=MtpDrafter)
+    with tiny_engine(model, experts, HostDeviceStream(), make_capturable_attention, setup) as engine:
+        engine.run(requests(SAMPLED))
+    assert len(asked) > 6
