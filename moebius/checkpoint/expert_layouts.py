@@ -117,6 +117,13 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
             MatrixTemplate("experts.down_proj"),
             "model.language_model.layers.3.experts.gate_up_proj",
         ),
+        # The same after quantisers took them apart.
+        _separate(
+            "per_expert_beside",
+            "experts.{expert}",
+            *_PROJECTIONS,
+            "model.language_model.layers.3.experts.7.gate_proj.weight",
+        ),
         # Llama 4: [E, H, 2I] and [E, I, H].
         ExpertTensorLayout(
             "fused_feed_forward",

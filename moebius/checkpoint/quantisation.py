@@ -123,7 +123,10 @@ def _fp8(config: Config) -> tuple[WeightScheme, ...]:
         blocks = tuple(schemes.fp8("fp8", "block", suffix, block) for suffix in ("weight_scale_inv", "scale"))
         # DeepSeek-V4: its experts' pairs of codes have the names of its blocks' codes.
         is_fp4 = require(config, _EXPERT_DTYPE, ("fp4", "fp8", None)) == "fp4"
-        return (*blocks, schemes.mxfp4("fp4 experts", "weight", "scale")) if is_fp4 else blocks
+        # NVIDIA's copies of it, whose experts are of another quantiser and whose rest is as it was.
+        own = require(config, "moe_quant_algo", ("NVFP4", None)) and _modelopt_nvfp4()
+        experts = [schemes.mxfp4("fp4 experts", "weight", "scale")] if is_fp4 else []
+        return (*blocks, *experts, *([own] if own else []))
     return tuple(
         schemes.fp8("fp8", strategy, suffix)
         for suffix in ("weight_scale", "weight_scale_inv")
@@ -154,16 +157,17 @@ def _modelopt(config: Config) -> tuple[WeightScheme, ...]:
         return (_MODELOPT[algorithm](),)
     layers = require_object(config, "quantized_layers")
     found = [require(layer, "quant_algo", tuple(_MODELOPT)) for layer in layers.values()]
-    # Which module has which, its tensors tell.
-    return tuple(_MODELOPT[name]() for name in dict.fromkeys(found))
+    # Which module has which, its tensors tell. Blocks may be what the publisher stored, under its names.
+    copied = [_modelopt_blocks("weight_scale_inv")] if "FP8_BLOCK_SCALES" in found else []
+    return (*(_MODELOPT[name]() for name in dict.fromkeys(found)), *copied)
 
 
 def _modelopt_nvfp4() -> WeightScheme:
     return schemes.nvfp4("modelopt NVFP4", "weight", StoredRole("tensor", "weight_scale_2", ("F32",)))
 
 
-def _modelopt_blocks() -> WeightScheme:
-    return schemes.fp8("modelopt FP8 of blocks", "block", "weight_scale")
+def _modelopt_blocks(scales: str = "weight_scale") -> WeightScheme:
+    return schemes.fp8("modelopt FP8 of blocks", "block", scales)
 
 
 _MODELOPT: Mapping[str, Callable[[], WeightScheme]] = {

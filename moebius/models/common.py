@@ -227,8 +227,9 @@ def refuse_bias(hf: HfKeys, common: dict[str, Any]) -> None:
 def refuse_step_limits(hf: HfKeys) -> None:
     """Steps of Mamba's recurrence are not limited: transformers does so for several tokens, not for one."""
     limits = hf.value("time_step_limit")
-    # The last as transformers 5 writes it.
-    if limits not in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+    # As transformers 5 writes it, and, for files that are JSON to the letter, Nemotron-3-Ultra.
+    endless = (float("inf"), {"__float__": "Infinity"}, 1e308)
+    if limits is not None and limits not in [[0.0, end] for end in endless]:
         raise hf.error("time_step_limit", limits, "[0.0, Infinity]")
 
 

@@ -15,6 +15,7 @@ _HARMLESS = (
     "eoi_token_index",
     "image_end_token_id",
     "image_start_token_id",
+    "language_model_only",  # Of another engine; here the tower's tensors and --language-model-only decide.
     "projection_hidden_size",
     "projection_layer_norm_eps",
     "use_unified_vision_chunk",

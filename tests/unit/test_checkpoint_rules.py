@@ -106,6 +106,7 @@ def stored(layout: str, experts: list[dict[str, Array]]) -> tuple[str, dict[str,
                 "model.language_model.layers.1.experts", {"gate_up_proj": fused, "down_proj": stacks["down"]}
             ),
         ),
+        "per_expert_beside": ("gemma4", per_expert("model.language_model.layers.1.experts", names, experts)),
         "fused_feed_forward": (
             "llama4",
             below(

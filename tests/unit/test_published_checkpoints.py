@@ -48,6 +48,8 @@ FORMATS = {
 # What inventories of the published files count.
 PUBLISHED_TENSORS = {
     "deepseek-v3.2": 92425,
+    "deepseek-v4-flash": 69187,
+    "gemma-4-26b-a4b": 1013,
     "glm-4.7-flash": 9703,
     "glm-5": 59870,
     "gpt-oss-20b": 459,
@@ -63,9 +65,23 @@ PUBLISHED_TENSORS = {
     "qwen3-next-80b-a3b": 75944,
     "qwen3-vl-30b-a3b": 882,
     "qwen3.5-35b-a3b": 1811,
+    "qwen3.8-flash-next": 1658,
 }
 # What the headers of all files come to, or their index says.
-PUBLISHED_BYTES = {"glm-5.3-flash": 328_326_771_576, "minimax-m3": 854_172_958_720}
+PUBLISHED_BYTES = {
+    "deepseek-v4-flash": 159_609_485_896,
+    "gemma-4-26b-a4b": 51_611_872_412,
+    "glm-5.3-flash": 328_326_771_576,
+    "minimax-m3": 854_172_958_720,
+    "qwen3.8-flash-next": 359_999_963_128,
+}
+# The numbers that all tensors hold, as the publishers' pages and headers of GGUF files count them.
+PUBLISHED_PARAMETERS = {
+    "laguna-xs.2": 33_442_617_088,
+    "llama-4-maverick": 401_583_781_376,
+    "llama-4-scout": 108_641_793_536,
+    "nemotron-3-nano-30b-a3b": 31_577_940_288,
+}
 TEXT_ONLY = ModelOverrides(language_model_only=True)
 
 
@@ -104,6 +120,12 @@ def test_there_are_as_many_bytes_as_were_published(name: str) -> None:
     tensors = Published.load(name).tensors
     sizes = [count(one) * math.prod(shape) * NUMPY_DTYPES[dtype].itemsize for one, dtype, shape in tensors]
     assert sum(sizes) == PUBLISHED_BYTES[name]
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED_PARAMETERS))
+def test_there_are_as_many_parameters_as_were_published(name: str) -> None:
+    tensors = Published.load(name).tensors
+    assert sum(count(one) * math.prod(shape) for one, _, shape in tensors) == PUBLISHED_PARAMETERS[name]
 
 
 def _experts(index: CheckpointIndex, geometry: MoeGeometry) -> ExpertCheckpoint:

@@ -187,7 +187,7 @@ def _names(prefix: str) -> TensorNames:
     towers = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
     text = rename(f"{prefix}**", "model.**")
     rules = (ROTARY, *(drop(f"model.{tower}.**") for tower in towers), *layers, text)
-    return TensorNames(rules, ("fused_in_layer",))
+    return TensorNames(rules, ("fused_in_layer", "per_expert_beside"))
 
 
 _VISION = VisionFamily(
