@@ -33,6 +33,7 @@ _LOOK_S = 0.25
 _START_S = 120.0  # to the first sign of life
 _READY_S = 600.0  # for a replacement at SIGHUP
 _ANSWER_S = 2.0
+_ANY_ANSWER_S = 4.5  # less than probes and scrapes are given: see `gateway/operations.py`
 _STABLE_S = 10.0  # one that ran for so long is started again at once
 _LONGEST_PAUSE_S = 5.0
 _STOP_MARGIN_S = 5.0
@@ -180,14 +181,33 @@ class Group:
     async def not_ready(self) -> str:
         """Why a request sent now would not be answered; empty: it would."""
         answer = await self._ask_one("not_ready")
-        return "no gateway process has started yet" if answer is None else str(answer)
+        if answer is None:
+            has_started = any(one.ready.is_set() for one in self._processes)
+            return "no gateway process answers" if has_started else "no gateway process has started yet"
+        return str(answer)
 
     async def _ask_one(self, name: str) -> Any:
-        """The answer of one of the others, of those that are ready if there are any; None: none answers."""
-        for process in sorted(self._processes, key=lambda one: not one.ready.is_set()):
-            with contextlib.suppress(TimeoutError, ChannelClosed):
-                async with asyncio.timeout(_ANSWER_S):
-                    return await process.channel.ask(name)
+        """The first answer of the others, asked in turn, those that are ready first; None: none answers.
+
+        Another one is asked, too, where one takes long: it may hang, or wait for an engine that is silent.
+        """
+        waiting = sorted(self._processes, key=lambda one: not one.ready.is_set())
+        asked: set[asyncio.Task[Any]] = set()
+        end = time.monotonic() + _ANY_ANSWER_S
+        try:
+            while (waiting or asked) and (left_s := end - time.monotonic()) > 0:
+                if waiting:
+                    asked.add(asyncio.create_task(waiting.pop(0).channel.ask(name)))
+                timeout_s = min(_ANSWER_S, left_s) if waiting else left_s
+                done, asked = await asyncio.wait(
+                    asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    if task.exception() is None:
+                        return task.result()
+        finally:
+            for task in asked:
+                task.cancel()
         return None
 
     async def _ask_samples(self, process: _Process) -> None:

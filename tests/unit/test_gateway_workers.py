@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,3 +125,32 @@ async def test_nothing_is_started_after_the_end_was_asked_for(monkeypatch: pytes
         made._stop(None)
         signal.raise_signal(signal.SIGHUP)
     assert len(started.running) == 2
+
+
+class Channel:
+    """Stands for that of a process; answers after some seconds."""
+
+    def __init__(self, answer_s: float) -> None:
+        self.answer_s = answer_s
+
+    async def ask(self, name: str) -> str:
+        """As the real one."""
+        await asyncio.sleep(self.answer_s)
+        return name
+
+
+@pytest.mark.parametrize("seconds", [(0.3,), (60.0, 0.0), (0.3, 0.3, 0.3, 0.3)])
+async def test_an_engine_that_is_silent_is_no_gateway_that_is_silent(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...]
+) -> None:
+    """A process that waits for its engine answers late, and one that hangs never: probes get an answer within
+    their time either way, or a kubelet would start the gateways anew where an engine is lost."""
+    monkeypatch.setattr(group, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(group, "_ANY_ANSWER_S", 10.0)
+    made = Group(gateway_config("unix:/nowhere", port=free_port(), workers=2))
+    made._processes = [  # type: ignore[assignment]
+        SimpleNamespace(ready=asyncio.Event(), channel=Channel(one)) for one in seconds
+    ]
+    async with asyncio.timeout(5.0):
+        assert await made.not_ready() == "not_ready"
+    made._held.close()
