@@ -176,6 +176,11 @@ class ResidualStream:
             self._pending = None
         return self._total
 
+    def restart(self, total: torch.Tensor, update: torch.Tensor, kept: float, added: float) -> None:
+        """The stream becomes `kept * total + added * update`, both `[T, H]`, whose memory is its own now."""
+        self._total = total if kept == 1.0 else total.mul_(kept)
+        self._pending = update if added == 1.0 else update.mul_(added)
+
     def parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the sum is of: a tensor `[T, N]`, and what is to be added to it. To be read at once only."""
         return self._total, self._pending
@@ -253,6 +258,41 @@ class SingleLayer(nn.Module):
         hidden_states = stream.normed(self.norm)
         is_mlp = isinstance(self.mixer, MLP | MoE)
         stream.add(self.mixer(hidden_states, *(() if is_mlp else (rope,)), context))
+        return stream
+
+
+class NormedResidualLayer(nn.Module):
+    """`x = norm(x); x = a x + b attention(x)`, then the same of the MLP: see `NormedResidualConfig`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: nn.Module,
+        mlp: MLP | MoE,
+        *,
+        is_linear: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        """`is_linear`: whether `attention` is linear attention."""
+        super().__init__()
+        weights = config.normed_residuals
+        assert weights is not None, "the family's reader fills `normed_residuals`"
+        self.input_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+        self.self_attn = attention
+        self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+        self.mlp = mlp
+        self._attention_weights = weights.linear if is_linear else weights.attention
+        self._mlp_weights = weights.mlp
+
+    def forward(
+        self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
+    ) -> ResidualStream:
+        """Puts the layer's two halves into the stream and returns it."""
+        hidden_states = stream.normed(self.input_layernorm)
+        update = self.self_attn(hidden_states, rope, context)
+        stream.restart(hidden_states, update, *self._attention_weights)
+        hidden_states = stream.normed(self.post_attention_layernorm)
+        stream.restart(hidden_states, self.mlp(hidden_states, context), *self._mlp_weights)
         return stream
 
 

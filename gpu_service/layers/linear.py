@@ -198,6 +198,12 @@ def gated_query_order(num_heads: int, num_kv_heads: int, head_dim: int) -> list[
     return [*query, *range(begin, begin + 2 * num_kv_heads * head_dim), *gate]
 
 
+def lightning_order(num_heads: int, head_dim: int) -> list[int]:
+    """A projection with each head's query, key and value: values of all heads, then keys, then queries."""
+    query, key, value = _apart(0, num_heads, (head_dim,) * 3)
+    return [*value, *key, *query]
+
+
 def linear_attention_order(config: LinearAttentionConfig) -> list[int]:
     """Rows of `in_proj_qkvz`, then of `in_proj_ba`, as queries, keys, values, gates, b, a of all heads.
 

@@ -15,6 +15,7 @@ from gpu_service.layers.decoder import (
     Embedding,
     Head,
     LearnedRotation,
+    NormedResidualLayer,
     ParallelLayer,
     ResidualStream,
     RotaryEmbedding,
@@ -326,6 +327,9 @@ def build_causal_lm(
         attention = make_attention(index)
         if layer_id >= config.num_decoder_layers:
             return MtpLayer(config, attention, mlp, dtype=dtype)
+        if config.normed_residuals is not None:
+            is_linear = config.linear is not None and layer_id in config.linear.layers
+            return NormedResidualLayer(config, attention, mlp, is_linear=is_linear, dtype=dtype)
         if config.parallel_halves:
             return ParallelLayer(config, attention, mlp, dtype=dtype)
         if has_gated_streams(config):

@@ -14,6 +14,7 @@ from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.layers.gated_delta_net import GatedDeltaNet
 from gpu_service.layers.gated_streams import NGramLayer
 from gpu_service.layers.kimi_delta import KimiDeltaAttention
+from gpu_service.layers.lightning import LightningAttention
 from gpu_service.layers.mamba import Mamba
 from gpu_service.layers.mamba2 import Mamba2
 from gpu_service.layers.mla import Indexer, MLAttention, StepSelection
@@ -113,6 +114,8 @@ def _compressed_attention(
 def _linear_class(linear: LinearAttentionConfig) -> Callable[..., StateLayer]:
     if linear.short_conv:
         return ShortConv
+    if linear.fixed_decay:
+        return LightningAttention
     if linear.step_rank:
         return Mamba
     if linear.state_space:

@@ -86,6 +86,8 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
         width = replace(sizes.linear, conv_width=linear.conv_width)
         sizes = replace(sizes, linear=width, channels=linear.conv_size)
     elif linear is not None:
+        # Where there is no convolution, one of the usual width is tried.
+        linear = replace(linear, conv_width=linear.conv_width if linear.conv_width > 1 else 4)
         sizes = replace(sizes, linear=linear, channels=None)
     if config.mla is not None and config.mla.indexer is not None:
         sizes = replace(sizes, index_dim=config.mla.indexer.head_dim)

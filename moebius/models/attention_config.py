@@ -95,6 +95,17 @@ class HyperConnectionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class NormedResidualConfig:
+    """What a half of a layer reads, normed, becomes the residual stream (MiniMax-01): times the first number;
+    what the half adds is multiplied by the second.
+    """
+
+    attention: tuple[float, float]
+    linear: tuple[float, float]  # Of layers with linear attention.
+    mlp: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
 class NGramConfig:
     """Embeddings of the latest tokens together, which some layers add to the residual streams (Qwen4).
 

@@ -22,6 +22,7 @@ from moebius.models.attention_config import (
     HyperConnectionConfig,
     MlaConfig,
     NGramConfig,
+    NormedResidualConfig,
 )
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "sparse_mixer", "none"]
@@ -184,6 +185,9 @@ class LinearAttentionConfig:
     # No recurrence, only a convolution between two gates, whose every channel is a head with a value of one
     # element and without a key (`key_head_dim` 0): LFM2.
     short_conv: bool = False
+    # Lightning attention: no convolution (`conv_width` 1), and heads that forget at rates that follow from
+    # their numbers and their layer's.
+    fixed_decay: bool = False
 
     @property
     def key_size(self) -> int:
@@ -310,6 +314,8 @@ class ModelConfig:
     # Whether a layer attends twice, each time with a dense MLP after it, and its experts read what the first
     # of these reads and are added at its end (LongCat).
     shortcut_experts: bool = False
+    # None: what a half reads is only read. Else its norm takes the stream's place.
+    normed_residuals: NormedResidualConfig | None = None
     # Whether both halves of a layer read the same norm of the stream, and are added together.
     parallel_halves: bool = False
     # Factor of the attention scores; None: that of the head's size.

@@ -111,3 +111,7 @@ MODELS |= {"latent_with_sinks": TINY_MODELS["hy_v4_three_streams_groups_tied"]}
 # Learned growth is of a rank's heads; learned frequencies are every stage's.
 MODELS |= {"latents_shared": TINY_MODELS["mistral_large4"]}
 MODELS |= {"latent": TINY_MODELS["deepseek_v3"], "latent_choosing": TINY_MODELS["deepseek_v32"]}
+# Convolutions are of a rank's channels; the norm after lightning attention is over all ranks' heads.
+MODELS |= {"short_convolutions": TINY_MODELS["lfm2_moe"], "lightning": TINY_MODELS["minimax_window_tied"]}
+# The head's bias is divided as its rows; halves of a layer, of which experts begin first.
+MODELS |= {"head_bias": TINY_MODELS["phimoe"], "parallel_halves": TINY_MODELS["cohere2_moe"]}

@@ -212,6 +212,9 @@ def randomize(model: Any, seed: int, model_type: str) -> None:
         if ".ple_embedding." in name and not tensor.is_floating_point():
             # Follows from the configuration.
             continue
+        if name.endswith(("slope_rate", "query_decay", "key_decay", "diagonal_decay")):
+            # Follows from the configuration, too.
+            continue
         if name.endswith(".tid2eid"):
             # Experts of each token, all of them different.
             experts = torch.rand(tensor.shape[0], model.config.n_routed_experts, generator=generator)

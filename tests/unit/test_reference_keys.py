@@ -24,6 +24,7 @@ NAMES = {tiny.model_type: name for name, tiny in reversed(TINY_MODELS.items())}
 # Of training, of what is returned besides logits, of kernels' pieces, and of how transformers computes.
 HARMLESS = {
     "attention_dropout",
+    "block_size",
     "chunk_size",
     "enable_moe_fp32_combine",
     "initializer_range",

@@ -1,0 +1,96 @@
+"""Lightning attention: linear attention whose heads forget at fixed rates. Source: MiniMax-01
+(arXiv:2501.08313).
+
+Its recurrence, `S_t = exp(-rate) S_{t-1} + k_t v_t^T; o_t = S_t^T q_t`, is that of Mamba-2 with steps of one
+and no term that skips the state: `ops.state_space` computes it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+from gpu_service.engine.step import ForwardContext
+from gpu_service.layers.linear import FusedLinear, RowParallelLinear, lightning_order
+from gpu_service.layers.norm import FullWidthNorm
+from gpu_service.layers.states import StateLayer, StepSequences
+from gpu_service.ops.norm import rms_norm
+from gpu_service.ops.rope import RopeTable
+from gpu_service.ops.state_space import state_space_extend, state_space_update
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import stage_layers
+from moebius.models.config import ModelConfig
+
+# Softplus of it is 1: the bias of steps that nothing is projected for.
+_UNIT_STEP = math.log(math.e - 1)
+# Of the norm, whatever `rms_norm_eps` says.
+_EPS = 1e-6
+
+
+class LightningAttention(StateLayer):
+    """Projections through SiLU, recurrence, norm over all heads, gate, output."""
+
+    checkpoint_name = "self_attn"
+    head_vectors = ()
+
+    def __init__(
+        self,
+        state_layer: int,
+        config: ModelConfig,
+        sequences: StepSequences,
+        *,
+        dtype: torch.dtype,
+        parallel: ParallelContext = SOLO,
+    ) -> None:
+        super().__init__(state_layer, config, sequences, parallel)
+        linear, size, values = self._linear, config.hidden_size, self._values
+        layers = [layer for layer in stage_layers(config, parallel) if layer in linear.layers]
+        rates = decay_rates(linear.num_value_heads, layers[state_layer], config.num_layers)
+        self._log_rates = [math.log(rate) for rate in rates[self._heads.slice]]
+        rows = self._heads.scaled(3 * linear.value_head_dim)
+        order = lightning_order(self._heads.size, linear.value_head_dim)
+        gates = range(rows.size, rows.size + values.size)
+        parts = {"qkv_proj": rows, "output_gate": values}
+        self.in_proj = FusedLinear(size, parts, bias=False, dtype=dtype, order=[*order, *gates])
+        self.norm = FullWidthNorm(values, parallel.tp_size, _EPS, dtype=dtype)
+        self.out_proj = RowParallelLinear(values, size, bias=False, dtype=dtype, parallel=parallel)
+        self._widths, self._group = (rows.size, values.size), parallel.tensor_group
+        # Logarithms of rates, biases of steps and factors of what skips the state, float32 `[3, heads]`;
+        # made by `pack`.
+        self._scalars: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        """What is used but not loaded; the loader calls it once."""
+        count = len(self._log_rates)
+        rows = [self._log_rates, [_UNIT_STEP] * count, [0.0] * count]
+        self._scalars = torch.tensor(rows, dtype=torch.float32, device=self.norm.weight.device)
+
+    def forward(
+        self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        assert self._scalars is not None, "the loader calls `pack`"
+        states = self._states(context)
+        vkq, gate = self.in_proj(hidden_states).split(self._widths, dim=1)
+        steps = hidden_states.new_zeros((hidden_states.shape[0], self._heads.size))
+        rows = functional.silu(vkq), steps, *self._scalars
+        values = states.recur(state_space_update, state_space_extend, *rows).flatten(1)
+        output: torch.Tensor = self.out_proj(self._normed(values.to(hidden_states.dtype)) * gate.sigmoid())
+        return output
+
+    def _normed(self, values: torch.Tensor) -> torch.Tensor:
+        """Over the heads of all ranks."""
+        norm = self.norm
+        if norm.rows.is_whole:
+            return rms_norm(values, norm.weight, norm.eps)
+        floats = values.float()
+        squares = self._group.all_reduce(floats.square().sum(dim=-1, keepdim=True))
+        return norm.apply_statistics(floats, squares)
+
+
+def decay_rates(num_heads: int, layer: int, num_layers: int) -> list[float]:
+    """Of each head: a power of two to start with, and less in later layers."""
+    factor = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
+    return [2.0 ** (-8 * (head + 1) / num_heads) * factor for head in range(num_heads)]

@@ -1,0 +1,84 @@
+"""MiniMax-Text-01 and MiniMax-M1 (456B-A46B): lightning attention in most layers, Mixtral's experts, and a
+residual stream of what was normed.
+
+Sources: MiniMax-01 (arXiv:2501.08313), configuration class and model of transformers 5.23. That model rotates
+whole heads; the published one rotates `rotary_dim` elements of each, which is read here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moebius.models.attention_config import NormedResidualConfig
+from moebius.models.common import FULL, read_common, read_one_window, refuse_bias
+from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import MINIMAX_GATE, ROTARY, TensorNames, drop
+from moebius.models.rope import read_rope
+
+_LINEAR = "linear_attention"
+# Of kernels' pieces, and of experts that all tokens have, which are refused.
+_HARMLESS = ("block_size", "router_jitter_noise", "shared_moe_mode")
+
+
+def _linear_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
+    """Without a list every second layer. Raises ModelConfigError unless there are layers of both kinds."""
+    default = tuple(_LINEAR if layer % 2 else FULL for layer in range(num_layers))
+    kinds = hf.strings("layer_types") or default
+    if len(kinds) != num_layers or set(kinds) != {FULL, _LINEAR}:
+        raise hf.error("layer_types", list(kinds), f"{num_layers} of {FULL!r} and {_LINEAR!r}, both of them")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
+
+
+def _residuals(hf: HfKeys) -> NormedResidualConfig:
+    if not hf.boolean("postnorm", default=True):
+        raise hf.error("postnorm", False, "true")
+
+    def weights(half: str) -> tuple[float, float]:
+        return hf.number(f"{half}_alpha_factor", default=1), hf.number(f"{half}_beta_factor", default=1)
+
+    return NormedResidualConfig(weights("full_attn"), weights("linear_attn"), weights("mlp"))
+
+
+def read_minimax(hf: HfKeys) -> ModelConfig:
+    """Every layer is MoE, and `intermediate_size` is an expert's."""
+    hf.skip(*_HARMLESS)
+    hf.refuse("shared_intermediate_size", 0, [0])
+    common: dict[str, Any] = read_common(hf)
+    refuse_bias(hf, common)
+    num_layers, heads, head_dim = common["num_layers"], common["num_heads"], common["head_dim"]
+    router = RouterConfig(
+        num_experts=hf.integer("num_local_experts", "num_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="softmax",
+        post="renormalize",
+    )
+    rotated = hf.integer("rotary_dim", default=head_dim) / head_dim
+    return ModelConfig(
+        **common,
+        model_type="minimax",
+        rope=read_rope(hf, head_dim, default_theta=1e6, default_partial_factor=rotated),
+        moe=MoeConfig(router, common["intermediate_size"], 0, frozenset(range(num_layers))),
+        attention_windows=read_one_window(hf, num_layers),
+        normed_residuals=_residuals(hf),
+        linear=LinearAttentionConfig(
+            num_key_heads=heads,
+            num_value_heads=heads,
+            key_head_dim=head_dim,
+            value_head_dim=head_dim,
+            conv_width=1,
+            layers=_linear_layers(hf, num_layers),
+            fixed_decay=True,
+        ),
+    )
+
+
+# What transformers computes from the layer's number and saves all the same.
+_COMPUTED = tuple(
+    drop(f"model.layers.*.self_attn.{name}")
+    for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+)
+FAMILIES = (
+    Family("minimax", read_minimax, TensorNames((ROTARY, MINIMAX_GATE, *_COMPUTED), ("per_expert_w123",))),
+)
