@@ -233,11 +233,6 @@ class BufferRing:
         """Launches no more copies."""
         self.start((), _no_copy)
 
-    @property
-    def next_piece(self) -> int:
-        """Index of the piece that `take` gives."""
-        return self._done
-
     def take(self) -> tuple[int, Piece]:
         """The next piece and its buffer, which the current stream may read from now on."""
         buffer = self._buffer(self._done)
