@@ -203,6 +203,8 @@ def test_layers_of_one_half_are_read(tmp_path: Path) -> None:
     kinds = [names[letter] for letter in NEMOTRON["hybrid_override_pattern"]]
     listed = {"layers_block_type": kinds, "hybrid_override_pattern": "absent", "num_hidden_layers": "absent"}
     assert _read(tmp_path, NEMOTRON, **listed) == config
+    # No limit of steps, as Nemotron-3-Ultra's file says it, which is JSON to the letter.
+    assert _read(tmp_path, NEMOTRON, time_step_limit=[0.0, 1e308]) == config
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ FORMATS = {
     "deepseek-v3": "fp8_block",
     "deepseek-v3.2": "fp8_block",
     "deepseek-v4-flash": "mxfp4",
+    "deepseek-v4-pro": "mxfp4",
     "glm-5.3-flash": "fp8_block",
     "gpt-oss-120b": "mxfp4",
     "gpt-oss-20b": "mxfp4",
@@ -49,6 +50,7 @@ FORMATS = {
 PUBLISHED_TENSORS = {
     "deepseek-v3.2": 92425,
     "deepseek-v4-flash": 69187,
+    "deepseek-v4-pro": 145116,
     "gemma-4-26b-a4b": 1013,
     "glm-4.7-flash": 9703,
     "glm-5": 59870,
@@ -70,6 +72,7 @@ PUBLISHED_TENSORS = {
 # What the headers of all files come to, or their index says.
 PUBLISHED_BYTES = {
     "deepseek-v4-flash": 159_609_485_896,
+    "deepseek-v4-pro": 864_704_792_696,
     "gemma-4-26b-a4b": 51_611_872_412,
     "glm-5.3-flash": 328_326_771_576,
     "minimax-m3": 854_172_958_720,
