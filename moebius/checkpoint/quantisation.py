@@ -28,6 +28,8 @@ GROUP_SIZES = (32, 64, 128)
 BLOCK = (128, 128)
 # DeepSeek-V4's, next to `quantization_config` or in it.
 _EXPERT_DTYPE = "expert_dtype"
+# Of a method that is not the dense matrices'.
+_EXPERT_METHODS = ("routed_experts_quant_method", "store_dtype")
 
 
 def unsupported(key: str, value: object, allowed: str) -> CheckpointError:
@@ -126,6 +128,12 @@ def _fp8(config: Config) -> tuple[WeightScheme, ...]:
         # NVIDIA's copies of it, whose experts are of another quantiser and whose rest is as it was.
         own = require(config, "moe_quant_algo", ("NVFP4", None)) and _modelopt_nvfp4()
         experts = [schemes.mxfp4("fp4 experts", "weight", "scale")] if is_fp4 else []
+        # Ling-3.0's have the suffix of blocks, MiMo-V2.6's have another.
+        if "mxfp4" in {require(config, key, ("mxfp4", None)) for key in _EXPERT_METHODS}:
+            for key in ("routed_experts_group_size", "mxfp4_block_size"):
+                require(config, key, (32, None))
+            names = ("weight_scale_inv", "weight_scale")
+            experts += [schemes.mxfp4("mxfp4 experts", "weight", name) for name in names]
         return (*blocks, *experts, *([own] if own else []))
     return tuple(
         schemes.fp8("fp8", strategy, suffix)

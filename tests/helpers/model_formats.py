@@ -149,9 +149,9 @@ def _mxfp4(weights: Floats, codes: str) -> Encoded:
     return {codes: found.tensors["blocks"], "weight_scale": found.tensors["scales"]}, found.weights
 
 
-def _deepseek_fp4(weights: Floats) -> Encoded:
+def _deepseek_fp4(weights: Floats, suffix: str = "scale") -> Encoded:
     found = mxfp4(weights)
-    tensors = {"weight": found.tensors["blocks"].view(np.int8), "scale": found.tensors["scales"]}
+    tensors = {"weight": found.tensors["blocks"].view(np.int8), suffix: found.tensors["scales"]}
     return tensors, found.weights
 
 
@@ -267,6 +267,17 @@ _MORE: dict[str, ModelFormat] = {
     ),
     "fp4_deepseek_v4": ModelFormat(
         _deepseek_fp4, {**_FP8, "expert_dtype": "fp4"}, {"weight": "I8", "scale": "F8_E8M0"}
+    ),
+    "fp4_ling": ModelFormat(
+        lambda w: _deepseek_fp4(w, "weight_scale_inv"),
+        {
+            **_FP8,
+            "scale_fmt": "ue8m0",
+            "modules_to_not_convert": ["b_proj", "5.attention.g_proj"],
+            "routed_experts_quant_method": "mxfp4",
+            "routed_experts_group_size": 32,
+        },
+        {"weight": "I8", "weight_scale_inv": "F8_E8M0"},
     ),
     "fp8_block_compressed": ModelFormat(
         lambda w: _fp8_block(w, "weight_scale", "bfloat16"), compressed(_FP8_BLOCK, "float-quantized")

@@ -1,11 +1,13 @@
 """Ling-3.0-Flash: Kimi Delta Attention, and latent attention with gates of heads in a sixth of the layers.
 
-Sources: the configuration class and the checkpoint conversion of transformers 5.23.
+Sources: the configuration class and the checkpoint conversion of transformers 5.23; keys as public checks of
+the published config.json have them. Its `expert_swiglu_limit_list` and `share_expert_swiglu_limit_list` are
+not read, as in transformers: a log line says so.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moebius.checkpoint.gguf.family import (
     MLA_KEYS,
@@ -27,8 +29,39 @@ if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 LINEAR = "linear_attention"
-# Of training; sizes that follow from other keys.
-_HARMLESS = ("linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads", "mtp_loss_scaling_factor")
+# Of training; sizes that follow from other keys; the router's type, which is float32 here; of prediction.
+_HARMLESS = (
+    "embedding_dropout",
+    "linear_conv_kernel_dim",
+    "linear_head_dim",
+    "linear_num_heads",
+    "mtp_loss_scaling_factor",
+    "mtp_use_kda",
+    "output_dropout",
+    "rotary_dim",
+    "router_dtype",
+)
+# Of the published configuration, with the only values that models here have.
+_FIXED: dict[str, object] = {
+    "gated_attention_proj_granularity_type": "head_wise",
+    "group_norm_size": 1,
+    "linear_silu": True,
+    "moe_router_enable_expert_bias": True,
+    "no_kda_lora": True,
+    "num_kv_heads_for_linear_attn": 0,
+    "scale_router_input": False,
+    "score_function": "sigmoid",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "up_proj_norm": False,
+    "use_bias": False,
+    "use_kda_lora": False,
+    "use_mla_nope": False,
+    "use_nGPT": False,
+    "use_qk_norm": True,
+    "use_qkv_bias": False,
+    "value_norm": False,
+}
 
 
 def _read_linear(hf: HfKeys, heads: int, num_layers: int) -> LinearAttentionConfig:
@@ -57,12 +90,28 @@ def _read_linear(hf: HfKeys, heads: int, num_layers: int) -> LinearAttentionConf
     )
 
 
+def _rotated_whole(hf: HfKeys) -> HfKeys:
+    """What rotates is a part of its own: 0.5, which published files say, is its share of a head's size."""
+    changes: dict[str, Any] = {"partial_rotary_factor": None}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = hf.value(name)
+        if isinstance(value, dict):
+            changes[name] = {key: number for key, number in value.items() if key != "partial_rotary_factor"}
+    return hf.with_values(**changes)
+
+
 def read_bailing_hybrid(hf: HfKeys) -> ModelConfig:
     """Groups of experts, shared experts and latents are DeepSeek-V3's; queries have no latent."""
     hf.skip(*_HARMLESS)
+    for name, value in _FIXED.items():
+        if hf.has(name) and hf.value(name) != value:
+            raise hf.error(name, hf.value(name), repr(value))
     length = hf.integer("model_max_length", "max_position_embeddings")
-    common = read_mla_common(hf.with_values(max_position_embeddings=length))
+    common = read_mla_common(_rotated_whole(hf.with_values(max_position_embeddings=length)))
     hf.refuse("q_lora_rank")
+    name, size = "moe_shared_expert_intermediate_size", hf.integer("moe_intermediate_size")
+    if hf.integer(name, default=size) != size:
+        raise hf.error(name, hf.integer(name), f"moe_intermediate_size ({size})")
     num_layers = common["num_layers"]
     router = read_biased_router(hf, groups=(8, 4), scale=2.5)
     layers = listed_or_after_dense(hf, num_layers, default=2)
