@@ -114,6 +114,7 @@ def test_the_plan_needs_no_weights(files: dict[str, bytes], tmp_path: Path) -> N
         status, out, err = moebius(server.url, tmp_path, "plan", NAME)
         assert status == 0, err
         assert "KV cache" in out
+        assert out.startswith(f"{NAME.partition('/')[2]} (")
         assert not [name for name in server.sent if name.endswith(".safetensors")]
 
 

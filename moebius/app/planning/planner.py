@@ -93,7 +93,7 @@ class Planner:
         self._check_ram(hardware, components, context * concurrency, fill, explain)
         work = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
         return CapacityPlan(
-            model=Path(self.config.model.model).name,
+            model=_name(self.config),
             model_type=self.geometry.model_type,
             settings=self._settings(hardware),
             hardware=hardware,
@@ -333,6 +333,13 @@ def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: b
         if more is None:
             raise
         raise DoesNotFit(f"{error}; {more} such GPUs with tensor_parallel_size {more} would do") from error
+
+
+def _name(config: MoebiusConfig) -> str:
+    """Of the checkpoint's directory; where that is a version in the hub's cache, of the repository."""
+    path = Path(config.model.model)
+    named = config.model.served_model_name if path.parent.name == "snapshots" else ""
+    return named.rpartition("/")[2] or path.name
 
 
 def _enough_gpus(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> int | None:
