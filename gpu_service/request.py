@@ -150,7 +150,8 @@ class Request:
     stop_entries: Entries | None = None
     bad_word_entries: BadWordEntries | None = None
 
-    # A device drafter's guesses at the tokens after `total_len`; filled by the scheduler.
+    # Guesses at the tokens after `total_len`: of a device drafter, or of a host drafter while the first of
+    # them is being sampled; filled by the scheduler and its speculation.
     drafts: Sequence[int] = ()
     # Filled by the drafter of n-grams.
     ngrams: NGramIndex | None = None

@@ -7,7 +7,8 @@ drafts of a step are taken in the order of what they give, as many as make the m
     (R + what the drafts give) / seconds of a step of R + drafts rows
 
 against R / seconds of a step without drafts, which overlaps with others. Seconds are those that the first
-rank measured (`pace.py`) and told; before it has, rows cost nothing. What is known wears off: a request's
+rank measured (`pace.py`) and told; before it has, rows cost nothing. A host drafter's guesses at tokens that
+steps without drafts sample anyway are compared with them, too. What is known wears off: a request's
 share with every token, towards the usual one of all, which itself rises slowly; so what was given up is tried
 again now and then.
 """
@@ -114,7 +115,9 @@ class Speculation:
         if not in_flight:
             return False
         # The token in flight is the first that is guessed; those after it are worth waiting for it, or not.
-        offers = [(request, len(self._guesses(request, 1)) - 1) for request in in_flight]
+        for request in in_flight:
+            request.drafts = self._guesses(request, 1)
+        offers = [(request, len(request.drafts) - 1) for request in in_flight]
         return any(self._choose(offers, len(running)))
 
     def add_drafts(
@@ -145,13 +148,16 @@ class Speculation:
 
     def committed(self, request: Request, verified: int, accepted: int) -> None:
         """A step gave a request `accepted` tokens and one more, of `verified` drafts."""
-        # Those after the first that was wrong say nothing, nor do those after the output's end.
-        tried = accepted if request.finished else min(verified, accepted + 1)
         kept, kept_of_all = _KEPT ** (accepted + 1), _KEPT_OF_ALL ** (accepted + 1)
+        # Those after the first that was wrong say nothing, nor do those after the output's end.
+        tried, right = accepted if request.finished else min(verified, accepted + 1), accepted
+        if self._drafter is not None and verified == 0 and request.drafts and request.output_token_ids:
+            # `waits` guessed this very token, which costs no row.
+            tried, right = 1, int(request.drafts[0] == request.output_token_ids[-1])
         request.drafts_verified = kept * request.drafts_verified + tried
-        request.drafts_accepted = kept * request.drafts_accepted + accepted
+        request.drafts_accepted = kept * request.drafts_accepted + right
         self._verified = kept_of_all * self._verified + tried
-        self._accepted = kept_of_all * self._accepted + accepted
+        self._accepted = kept_of_all * self._accepted + right
         self.num_drafts += verified > 0
         self.num_verified += verified
         self.num_accepted += accepted

@@ -207,6 +207,21 @@ def test_experts_lost_during_replays_do_not_show(tmp_path: Path, name: str, para
     assert experts.recoveries >= 8
 
 
+def test_experts_lost_while_drafts_are_verified_do_not_show(tmp_path: Path) -> None:
+    """A replayed step is undone with its drafts in the token pool, and the same drafts are verified again."""
+    make_tiny_model("qwen3_moe", tmp_path)
+    model, experts = tiny_model(tmp_path, HOST), DoomedDenseExperts(tmp_path, 7)
+    params = {"temperature": 0.8, "top_p": 0.9, "logprobs": 2}
+    expected = run((model, experts), Setup(), requests(4, params))
+    oracle = OracleDrafter({f"r{i}": tokens for i, tokens in enumerate(expected)}, model.config.vocab_size, 4)
+    setup = Setup(largest_graph=4, num_drafts=2, drafter=oracle)
+    begun = experts.steps
+    # As above.
+    experts.lost_at = {begun + 9 + step for step in range(3, 12, 2)}
+    assert run((model, experts), setup, requests(4, params)) == expected
+    assert experts.recoveries >= 4
+
+
 def test_padding_touches_no_page_and_no_expert(tiny: Tiny) -> None:
     """Rows of padding write to the dummy page only, and choose no experts."""
     model, experts = tiny

@@ -145,6 +145,25 @@ def test_a_share_follows_the_latest_drafts_and_is_forgotten() -> None:
     assert (policy.num_drafts, policy.num_verified, policy.num_accepted) == (50, 150, 120)
 
 
+@pytest.mark.parametrize(("said", "waits"), [(1, True), (9, False)])
+def test_steps_wait_for_tokens_whose_guesses_are_usually_right(said: int, waits: bool) -> None:
+    """Next to a step in flight the token that it samples is guessed: only where such guesses were right is it
+    worth waiting for it, and that is known without a row being spent."""
+    policy = speculation(plain={1: 1.0}, verifying={2: 1.4, 4: 2.2})
+    request = make_request("r", prompt_of(1, 5), max_tokens=90)
+    request.computed_len, request.scheduled_len = 5, 6
+    for _ in range(30):
+        request.inflight_tokens = 1
+        answer = policy.waits([request])
+        request.inflight_tokens = 0
+        request.output_token_ids.append(said)
+        request.computed_len, request.scheduled_len = request.scheduled_len, request.total_len
+        policy.committed(request, 0, 0)
+        request.drafts = ()
+    assert answer == waits
+    assert policy.num_verified == 0
+
+
 def test_who_never_speculates() -> None:
     """What a row may sample must not depend on tokens before it other than through the model."""
     policy = speculation()
