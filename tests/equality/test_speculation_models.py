@@ -19,6 +19,7 @@ from gpu_service.request import Request, SamplingParams
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.config import ModelConfigError
 from tests.helpers.drafters import OracleDrafter
 from tests.helpers.tiny_models import make_tiny_model
 
@@ -125,7 +126,11 @@ def test_drafts_do_not_show(
             "for qwen3_next, which has layers that keep one state",
         ),
         ("deepseek_v4", "ngram", "entries that stand for several tokens each"),
-        ("qwen3_moe", "mtp", "'mtp' is not supported yet.* allowed: off, ngram"),
+        (
+            "qwen3_moe",
+            "mtp",
+            "of model_type 'qwen3_moe' is not supported; allowed: speculative_method off or ngram",
+        ),
     ],
 )
 def test_what_can_not_speculate_is_refused_at_start(
@@ -133,5 +138,5 @@ def test_what_can_not_speculate_is_refused_at_start(
 ) -> None:
     """Before anything is loaded, with the reason."""
     make_tiny_model(name, tmp_path)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises((UserError, ModelConfigError), match=message):
         run(tmp_path, ROOMY | {"speculative_method": method})
