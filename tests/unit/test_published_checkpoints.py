@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ PUBLISHED_TENSORS = {
     "qwen3-vl-30b-a3b": 882,
     "qwen3.5-35b-a3b": 1811,
     "qwen3.8-flash-next": 1658,
+    "step-3.5-flash": 804,
+    "step-3.7-flash": 1471,
 }
 # What the headers of all files come to, or their index says.
 PUBLISHED_BYTES = {
@@ -225,6 +228,24 @@ def test_every_family_has_a_published_model() -> None:
     covered = {str(Published.load(name).config["model_type"]) for name in NAMES}
     texts = {"gemma4_text", "llama4_text", "mistral4", "qwen3_5_moe_text", "qwen4_exp_text"}
     assert set(FAMILIES) - covered <= texts | {"axk1", "granitemoe_swa", "granitemoeshared"}
+
+
+def test_nvidias_copy_of_step_3_7_has_its_names_inside_of_model(tmp_path: Path) -> None:
+    """What is read is the same: text below `model.language_model`, the tower below `model`, no MTP layers."""
+    published = Published.load("step-3.7-flash")
+    stored = [entry for entry in published.tensors if "layers.{45..47}" not in entry[0]]
+    moved = [(re.sub("^model", "model.language_model", name), *rest) for name, *rest in stored]
+    moved = [(re.sub("^vi", "model.vi", name), *rest) for name, *rest in moved]
+    assert moved != stored
+    family = FAMILIES["step3p7"]
+    assert family.vision is not None
+    for (name, *_), (old, *_) in zip(moved, stored, strict=True):
+        for one, other in zip(expand(name), expand(old), strict=True):
+            assert family.vision.tower_name(one) == family.vision.tower_name(other)
+            assert family.names.canonical_name(one, 45) == family.names.canonical_name(other, 45)
+    index = Published(published.config, moved).index(tmp_path)
+    _check_dense(index, read_model_config(tmp_path, TEXT_ONLY))
+    assert _experts(index, read_geometry(tmp_path)).expert(44, 287).formats[0] == "bfloat16"
 
 
 def test_patterns() -> None:

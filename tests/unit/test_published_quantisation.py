@@ -173,6 +173,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "mxfp8",
     ),
+    "hy3_fp8": (
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": ["lm_head", "model.embed_tokens"],
+            "kv_cache_scheme": "static",
+        },
+        "fp8_channel",
+    ),
     "modelopt_mxfp8": (
         {
             "quant_method": "modelopt",

@@ -36,6 +36,16 @@ if TYPE_CHECKING:
 _GATE = rename("model.layers.*.moe.gate.weight", "model.layers.*.mlp.gate.weight")
 _BIAS = rename("model.layers.*.moe.router_bias", "model.layers.*.mlp.gate.e_score_correction_bias")
 _SHARED = rename("model.layers.*.share_expert.**", "model.layers.*.mlp.shared_experts.**")
+# NVIDIA's copies of Step-3.7.
+_INSIDE = "model.language_model."
+_NVIDIA = (
+    drop("model.vision_model.**"),
+    drop("model.vit_large_projector.**"),
+    rename(_INSIDE + "layers.*.moe.gate.weight", "model.layers.*.mlp.gate.weight"),
+    rename(_INSIDE + "layers.*.moe.router_bias", "model.layers.*.mlp.gate.e_score_correction_bias"),
+    rename(_INSIDE + "layers.*.share_expert.**", "model.layers.*.mlp.shared_experts.**"),
+    rename(_INSIDE + "**", "model.**"),
+)
 
 
 # Of training and of other engines, and what other keys say as well.
@@ -256,25 +266,27 @@ def _read_step_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
 
 _TOWER, _BLOCK = "vision_model.", "vision_model.transformer.resblocks.*."
 _LAYER = "vision_model.layers.*."
+_TOWER_NAMES = (
+    (_TOWER + "conv1.**", _TOWER + "embeddings.patch_embedding.**"),
+    (_TOWER + "positional_embedding", _TOWER + "embeddings.position_embedding.weight"),
+    (_TOWER + "ln_pre.**", _TOWER + "pre_layernorm.**"),
+    (_TOWER + "vit_downsampler1.**", _TOWER + "downsampler1.**"),
+    (_TOWER + "vit_downsampler2.**", _TOWER + "downsampler2.**"),
+    (_BLOCK + "attn.in_proj_weight", _LAYER + "self_attn.in_proj_weight"),
+    (_BLOCK + "attn.in_proj_bias", _LAYER + "self_attn.in_proj_bias"),
+    (_BLOCK + "attn.out_proj.**", _LAYER + "self_attn.out_proj.**"),
+    (_BLOCK + "ln_1.**", _LAYER + "layernorm_before.**"),
+    (_BLOCK + "ln_2.**", _LAYER + "layernorm_after.**"),
+    (_BLOCK + "ls_1.gamma", _LAYER + "lambda_1"),
+    (_BLOCK + "ls_2.gamma", _LAYER + "lambda_2"),
+    (_BLOCK + "mlp.c_fc.**", _LAYER + "mlp.fc1.**"),
+    (_BLOCK + "mlp.c_proj.**", _LAYER + "mlp.fc2.**"),
+    ("vit_large_projector.**", "multi_modal_projector.**"),
+)
 _STEP_VISION = VisionFamily(
     _read_step_vision,
-    (
-        rename(_TOWER + "conv1.**", _TOWER + "embeddings.patch_embedding.**"),
-        rename(_TOWER + "positional_embedding", _TOWER + "embeddings.position_embedding.weight"),
-        rename(_TOWER + "ln_pre.**", _TOWER + "pre_layernorm.**"),
-        rename(_TOWER + "vit_downsampler1.**", _TOWER + "downsampler1.**"),
-        rename(_TOWER + "vit_downsampler2.**", _TOWER + "downsampler2.**"),
-        rename(_BLOCK + "attn.in_proj_weight", _LAYER + "self_attn.in_proj_weight"),
-        rename(_BLOCK + "attn.in_proj_bias", _LAYER + "self_attn.in_proj_bias"),
-        rename(_BLOCK + "attn.out_proj.**", _LAYER + "self_attn.out_proj.**"),
-        rename(_BLOCK + "ln_1.**", _LAYER + "layernorm_before.**"),
-        rename(_BLOCK + "ln_2.**", _LAYER + "layernorm_after.**"),
-        rename(_BLOCK + "ls_1.gamma", _LAYER + "lambda_1"),
-        rename(_BLOCK + "ls_2.gamma", _LAYER + "lambda_2"),
-        rename(_BLOCK + "mlp.c_fc.**", _LAYER + "mlp.fc1.**"),
-        rename(_BLOCK + "mlp.c_proj.**", _LAYER + "mlp.fc2.**"),
-        rename("vit_large_projector.**", "multi_modal_projector.**"),
-    ),
+    # NVIDIA's copies have all of it inside of `model`.
+    tuple(rename(inside + stored, name) for inside in ("", "model.") for stored, name in _TOWER_NAMES),
     tower="Step3p7",
     processor="step",
     # All of an image is as many `<im_patch>` between the first two; crops of it come before that.
@@ -380,7 +392,15 @@ FAMILIES = (
         "step3p7",
         read_step3p7,
         TensorNames(
-            (drop("vision_model.**"), drop("vit_large_projector.**"), ROTARY, _GATE, _BIAS, _SHARED),
+            (
+                drop("vision_model.**"),
+                drop("vit_large_projector.**"),
+                ROTARY,
+                _GATE,
+                _BIAS,
+                _SHARED,
+                *_NVIDIA,
+            ),
             _LAYOUTS,
             mtp_layers=True,
         ),
