@@ -196,7 +196,8 @@ def test_verified_drafts_do_not_show(directory: Path, attention: str, params: di
         pytest.skip("states can not be taken back: refused at start")
     expected = on_cpu(directory, requests(5, params))
     oracle = OracleDrafter({f"r{i}": tokens for i, tokens in enumerate(expected)}, config.vocab_size, 4)
-    for largest_graph in (0, 16):
+    # The reference attention takes its sizes from the host: it is not captured.
+    for largest_graph in (0,) if attention == "torch" else (0, 16):
         setup = Setup(largest_graph=largest_graph, num_drafts=3, drafter=oracle)
         with gpu_engine(directory, setup, attention=attention) as engine:
             assert engine.run(requests(5, params)) == expected

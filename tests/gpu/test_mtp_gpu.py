@@ -33,8 +33,11 @@ def _requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("largest_graph", [0, 16])
-@pytest.mark.parametrize("attention", ["flashinfer", "triton", "torch"])
+# The reference attention takes its sizes from the host: it is not captured.
+@pytest.mark.parametrize(
+    ("attention", "largest_graph"),
+    [("flashinfer", 0), ("flashinfer", 16), ("triton", 0), ("triton", 16), ("torch", 0)],
+)
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
 def test_drafts_change_no_token(name: str, attention: str, largest_graph: int, tmp_path: Path) -> None:
     """Those of a head that knows what follows are accepted: hidden states, KV and rows are the right ones."""
