@@ -1,12 +1,13 @@
 """Ling-3.0-Flash: Kimi Delta Attention, and latent attention with gates of heads in a sixth of the layers.
 
 Sources: the configuration class and the checkpoint conversion of transformers 5.23; keys as public checks of
-the published config.json have them. Its `expert_swiglu_limit_list` and `share_expert_swiglu_limit_list` are
-not read, as in transformers: a log line says so.
+the published config.json have them. Limits of SwiGLU are the published
+configuration's, as vLLM and SGLang apply them; transformers does not read them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moebius.checkpoint.gguf.family import (
@@ -20,6 +21,7 @@ from moebius.checkpoint.gguf.family import (
 from moebius.checkpoint.gguf.names import KDA_RULES, GgufRule, gguf_layer, gguf_linear
 from moebius.models.common import FULL, listed_or_after_dense, read_biased_router, read_mtp_layers
 from moebius.models.config import LinearAttentionConfig, ModelConfig
+from moebius.models.families.step3p5 import clamp_limits
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.mla import read_mla_common, read_moe
@@ -115,10 +117,15 @@ def read_bailing_hybrid(hf: HfKeys) -> ModelConfig:
     num_layers = common["num_layers"]
     router = read_biased_router(hf, groups=(8, 4), scale=2.5)
     layers = listed_or_after_dense(hf, num_layers, default=2)
+    moe = read_moe(hf, router, layers, default_shared=1)
+    limits = clamp_limits(hf, "expert_swiglu_limit_list", num_layers)
+    if limits:
+        moe = replace(moe, expert_activation="silu_clamped", expert_limits=limits)
     return ModelConfig(
         **common,
         model_type="bailing_hybrid",
-        moe=read_moe(hf, router, layers, default_shared=1),
+        moe=moe,
+        mlp_limits=clamp_limits(hf, "share_expert_swiglu_limit_list", num_layers),
         linear=_read_linear(hf, common["num_heads"], num_layers),
         head_gate=True,
         num_mtp_layers=read_mtp_layers(hf),
@@ -133,19 +140,27 @@ def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
     if keys.integer("expert_shared_feed_forward_length", shared) != shared:
         found = keys.integer("expert_shared_feed_forward_length")
         raise keys.error("expert_shared_feed_forward_length", found, f"{shared}")
-    for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
-        if keys.get(name):
-            raise keys.error(name, keys.get(name), "0 in all layers")
     # Zeros where attention is linear, which decays say as well.
     keys.skip("attention.head_count_kv")
     linear, count = linear_layers(keys), config["num_hidden_layers"]
     sizes = linear_heads_of(keys, linear)
-    return latent(keys, config) | {
-        "layer_types": [LINEAR if layer in linear else FULL for layer in range(count)],
-        "linear_head_dim": sizes["head_dim"],
-        "short_conv_kernel_size": sizes["short_conv_kernel_size"],
-        "kda_lower_bound": keys.get("kda.gate_lower_bound"),
+    limits = {
+        name: keys.numbers(key, count)
+        for key, name in (
+            ("swiglu_clamp_exp", "expert_swiglu_limit_list"),
+            ("swiglu_clamp_shexp", "share_expert_swiglu_limit_list"),
+        )
     }
+    return (
+        latent(keys, config)
+        | {name: values for name, values in limits.items() if values}
+        | {
+            "layer_types": [LINEAR if layer in linear else FULL for layer in range(count)],
+            "linear_head_dim": sizes["head_dim"],
+            "short_conv_kernel_size": sizes["short_conv_kernel_size"],
+            "kda_lower_bound": keys.get("kda.gate_lower_bound"),
+        }
+    )
 
 
 _GGUF_RULES = (

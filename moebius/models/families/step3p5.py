@@ -195,11 +195,11 @@ def _read_moe(hf: HfKeys, num_layers: int) -> MoeConfig:
         shared,
         layers,
         expert_activation="silu_clamped",
-        expert_limits=_clamp_limits(hf, "swiglu_limits", num_layers) or (math.inf,) * num_layers,
+        expert_limits=clamp_limits(hf, "swiglu_limits", num_layers) or (math.inf,) * num_layers,
     )
 
 
-def _clamp_limits(hf: HfKeys, name: str, num_layers: int) -> tuple[float, ...]:
+def clamp_limits(hf: HfKeys, name: str, num_layers: int) -> tuple[float, ...]:
     """Where each layer clamps gate and up, infinite where it does not (null or 0); no list: empty."""
     limits = []
     for value in _per_layer(hf, name, num_layers):
@@ -241,7 +241,7 @@ def read_step3p5(hf: HfKeys) -> ModelConfig:
         head_gate=True,
         one_plus_weight_norms=True,
         attention_windows=read_windows(hf.with_values(layer_types=list(kinds)), num_layers),
-        mlp_limits=_clamp_limits(hf, "swiglu_limits_shared", num_layers),
+        mlp_limits=clamp_limits(hf, "swiglu_limits_shared", num_layers),
         num_mtp_layers=read_mtp_layers(hf, "num_nextn_predict_layers"),
     )
 
