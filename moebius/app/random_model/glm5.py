@@ -64,7 +64,7 @@ def _hyper_connections(draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str)
     rows, cols = (2 + shape.streams) * shape.streams, shape.streams * shape.hidden_size
     for number, half in enumerate(("attn", "ffn")):
         values = partial(_normal, draw, (_VECTORS, layer, number), 0.5 / math.sqrt(cols))
-        yield _float32(f"{stem}hc_{half}_fn", (rows, cols), values)
+        yield _bfloat16(f"{stem}hc_{half}_fn", (rows, cols), values)
         yield _float32(f"{stem}hc_{half}_base", (rows,), _zeros)
         yield _float32(f"{stem}hc_{half}_scale", (3,), _unit)
 
@@ -87,7 +87,7 @@ def _linear_attention(draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str) 
     for number, name in enumerate("qkv"):
         # Four taps of half a deviation each keep it.
         values = partial(_normal, draw, (_VECTORS, layer, 2 + number), 0.5)
-        yield _float32(f"{stem}{name}_conv1d.weight", (inner, 1, 4), values)
+        yield _bfloat16(f"{stem}{name}_conv1d.weight", (inner, 1, 4), values)
     yield _float32(f"{stem}A_log", (heads,), _zeros)
     yield _float32(f"{stem}dt_bias", (inner,), partial(_time_steps, draw, (_VECTORS, layer, 5)))
     yield ones(f"{stem}o_norm.weight", narrow)
@@ -136,6 +136,10 @@ def _mlp(draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str, inner: int) -
     for matrix in mlp_matrices(shape.hidden_size, inner, added_std(shape) / 0.6, (_MLP, layer)):
         size = (matrix.rows, matrix.cols)
         yield one(f"{stem}{matrix.name}.weight", size, partial(draw_dense, draw, matrix))
+
+
+def _bfloat16(name: str, size: tuple[int, ...], values: Callable[[tuple[int, ...]], Array]) -> TensorGroup:
+    return TensorGroup((TensorSpec(name, "BF16", size),), lambda: [bfloat16_bits(values(size))])
 
 
 def _float32(name: str, size: tuple[int, ...], values: Callable[[tuple[int, ...]], Array]) -> TensorGroup:

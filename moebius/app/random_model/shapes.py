@@ -78,7 +78,7 @@ class Glm5Shape(RandomShape):
     linear_dim: int = 128
     index_heads: int = 32
     index_dim: int = 128
-    index_pool: int = 16
+    index_pool: int = 4
     index_top_k: int = 2048
     dense_size: int = 12288
     dense_layers: int = 3
@@ -171,7 +171,7 @@ SHAPES: dict[str, RandomShape] = {
         Glm5Shape(
             "glm-5.3-flash-tiny", 5, 64, 4, 4, 32, 64, 8, 2, 512, 2048,
             value_dim=32, query_rank=32, key_value_rank=32, linear_heads=2, linear_dim=32, index_heads=4,
-            index_dim=32, index_pool=4, index_top_k=32, dense_size=128, dense_layers=1,
+            index_dim=32, index_top_k=32, dense_size=128, dense_layers=1,
         ),
     )
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """Ling-3.0-Flash: Kimi Delta Attention, and latent attention with gates of heads in a sixth of the layers.
 
 Sources: the configuration class and the checkpoint conversion of transformers 5.23; keys as public checks of
-the published config.json have them. Limits of SwiGLU are the published
-configuration's, as vLLM and SGLang apply them; transformers does not read them.
+the published config.json have them. Limits of SwiGLU are the published configuration's, as vLLM and SGLang
+apply them; transformers does not read them.
 """
 
 from __future__ import annotations
