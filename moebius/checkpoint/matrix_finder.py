@@ -49,7 +49,7 @@ class MatrixFinder:
         scheme = self._scheme(name, template)
         arrays = tuple(
             self._array(name, stored, template, expert, shape, scheme.name)
-            for stored in _roles(scheme, template)
+            for stored in _roles(scheme, self._lies_transposed(scheme, name, template, shape))
         )
         bias = self.tensors.get(side_name(name, "bias"))
         located = locate_array(bias, BIAS, template, expert, shape, "a bias") if bias is not None else None
@@ -64,9 +64,9 @@ class MatrixFinder:
         shape: tuple[int, int],
         scheme: str,
     ) -> StoredArray:
-        side = side_name(name, stored.suffix)
-        info = self.tensors.get(side)
+        info = self._side(name, stored.suffix)
         if info is None:
+            side = side_name(name, stored.suffix)
             raise CheckpointError(f"tensor {side!r} is missing from {self.directory} ({scheme} needs it)")
         if stored.role in _SCALARS:
             return _scalar(info, stored, template, expert, scheme)
@@ -88,7 +88,7 @@ class MatrixFinder:
             likely = likely or scheme
             # Codes of one type may have scales of several names.
             scales = [role for role in scheme.roles if role.role == "scales"]
-            if all(side_name(name, role.suffix) in self.tensors for role in scales):
+            if all(self._side(name, role.suffix) is not None for role in scales):
                 return scheme
         if likely is not None:
             return likely
@@ -121,6 +121,21 @@ class MatrixFinder:
                 return codes.name.removesuffix(f".{suffix}")
         return name.removesuffix(".weight")
 
+    def _side(self, name: str, suffix: str) -> TensorInfo | None:
+        """What lies next to `name`; next to experts in one tensor ModelOpt writes a suffix whole."""
+        whole = None if name.endswith(".weight") else self.tensors.get(f"{name}_{suffix}")
+        return whole or self.tensors.get(side_name(name, suffix))
+
+    def _lies_transposed(
+        self, scheme: WeightScheme, name: str, template: MatrixTemplate, shape: tuple[int, int]
+    ) -> bool:
+        """Plain ones as the layout says. NVFP4 by its shape: ModelOpt writes a Llama 4's experts
+        `[E, in / 2, out]`, and what takes them apart `[out, in / 2]`. Packed words keep their own way."""
+        if not template.transposed or scheme.layout != "nvfp4":
+            return template.transposed and scheme.layout == "plain"
+        codes = self.tensors.get(side_name(name, scheme.codes.suffix))
+        return codes is None or codes.shape[-2:] != (shape[0] * template.parts, shape[1] // 2)
+
     def _has_scale(
         self, scheme: WeightScheme, name: str, codes: TensorInfo, template: MatrixTemplate
     ) -> bool:
@@ -128,7 +143,7 @@ class MatrixFinder:
         matrices = codes.shape[0] if template.stacked and codes.shape else 1
         for stored in scheme.roles:
             if stored.role in ("channel", "tensor"):
-                info = self.tensors.get(side_name(name, stored.suffix))
+                info = self._side(name, stored.suffix)
                 if info is None or (math.prod(info.shape) in (1, matrices)) != (stored.role == "tensor"):
                     return False
         return True
@@ -146,9 +161,9 @@ def is_ignored(name: str) -> bool:
     return any(name.endswith((f".{suffix}", f"_{suffix}")) for suffix in IGNORED_SUFFIXES)
 
 
-def _roles(scheme: WeightScheme, template: MatrixTemplate) -> tuple[StoredRole, ...]:
-    """`[in, out]` where the layout has matrices the other way round; packed words keep their own way."""
-    if not template.transposed or scheme.layout != "plain":
+def _roles(scheme: WeightScheme, transposed: bool) -> tuple[StoredRole, ...]:
+    """Codes and scales are `[in, out]` where the matrix lies the other way round."""
+    if not transposed:
         return scheme.roles
     return tuple(
         replace(role, transposed=True) if role.role in ("codes", "scales") else role for role in scheme.roles

@@ -297,7 +297,10 @@ class StoredMatrix:
         if self.scheme.layout == "mxfp4":
             # Pairs of codes, whatever the checkpoint calls their bytes.
             return stored.view(np.uint8)
-        return stored.T if transposed and self.scheme.layout == "plain" else stored
+        if not transposed or self.scheme.layout not in ("plain", "nvfp4"):
+            return stored
+        # Kernels take plain codes in either order, packed ones row by row.
+        return stored.T if self.scheme.layout == "plain" else np.ascontiguousarray(stored.T)
 
     def _row_begin(self, rows: range) -> int:
         scales = self._array("scales")
@@ -316,6 +319,8 @@ class StoredMatrix:
         self._check_group_index(reader)
         found = self._checked(scales, reader, rows, cols)
         found = self._per_group(found, scales, len(cols))
+        if self.scheme.layout == "nvfp4":
+            return np.ascontiguousarray(found.T) if scales.role.transposed else found
         if self.scheme.layout != "plain":
             return found
         values = as_float32(found, scales.tensor.dtype) if self._widens_scales else found

@@ -23,6 +23,7 @@ KEPT = {
     "fp8_block_e8m0_scales": "fp8_block",
     "fp8_block_deepseek_v4": "fp8_block",
     "fp4_deepseek_v4": "mxfp4",
+    "fp4_ling": "mxfp4",
     "fp8_block_compressed": "fp8_block",
     "fbgemm_fp8": "fp8_channel",
     "int8_words": "int8",

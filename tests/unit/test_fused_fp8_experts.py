@@ -1,4 +1,4 @@
-"""Guards fp8 experts of all layouts that stack them: blocks that gate and up share, transposed ones, scales.
+"""Guards fp8 and NVFP4 experts of all layouts that stack them: shared blocks, transposed ones, scales.
 
 Scales are stacked per expert: one each, one per row, or one per block of 128 x 128, which may straddle the
 end of gate and the beginning of up.
@@ -27,6 +27,7 @@ from tests.helpers.quantised_sources import (
     fp8_block,
     fp8_channel,
     fp8_tensor,
+    nvfp4,
     random_weights,
 )
 
@@ -37,17 +38,22 @@ SCALES: dict[str, tuple[Encode, dict[str, Any]]] = {
     "blocks": (fp8_block, {"weight_block_size": [128, 128]}),
     "rows": (fp8_channel, {}),
     "one": (fp8_tensor, {}),
+    "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
 }
 
 
 _FUSED = "model.language_model.layers.0.mlp.experts."
 _STACKED = "model.layers.0.moe."
+_LLAMA4 = "language_model.model.layers.0.feed_forward.experts."
 # By layout: what each tensor holds, one below the other, and its name.
 NAMES: dict[str, dict[str, str]] = {
     "fused": {"gate up": f"{_FUSED}gate_up_proj", "down": f"{_FUSED}down_proj"},
     "fused_transposed": {"gate up": f"{_FUSED}gate_up_proj", "down": f"{_FUSED}down_proj"},
     "stacked": {part: f"{_STACKED}{part}_proj.weight" for part in ("gate", "up", "down")},
+    # ModelOpt's copies of Llama 4: transposed, scales as well, whose suffixes are written whole.
+    "llama4": {"gate up": f"{_LLAMA4}gate_up_proj", "down": f"{_LLAMA4}down_proj"},
 }
+TRANSPOSED = ("fused_transposed", "llama4")
 
 
 def store(layout: str, encode: Encode, model: QuantisedModel) -> None:
@@ -59,11 +65,13 @@ def store(layout: str, encode: Encode, model: QuantisedModel) -> None:
         found = [encode(random_weights(rng, len(parts) * size[0], size[1])) for _ in range(EXPERTS)]
         for suffix in found[0].tensors:
             arrays = [each.tensors[suffix] for each in found]
-            stacked = np.stack([array.T for array in arrays] if layout == "fused_transposed" else arrays)
+            stacked = np.stack([array.T for array in arrays] if layout in TRANSPOSED else arrays)
+            is_whole = layout == "llama4" and suffix != "weight"
+            side = f"{name}_{suffix}" if is_whole else side_name(name, suffix)
             # One scale each is an axis less.
-            model.tensors[side_name(name, suffix)] = (
-                stacked.reshape(-1) if stacked.size == EXPERTS else stacked
-            )
+            model.tensors[side] = stacked.reshape(-1) if stacked.size == EXPERTS else stacked
+            if encode is nvfp4 and suffix == "weight":
+                model.dtypes[side] = "U8"
         for expert, each in enumerate(found):
             for which, weights in zip(parts, np.split(each.weights, len(parts)), strict=True):
                 model.meant[f"{expert}.{which}"] = weights
@@ -76,6 +84,7 @@ def store(layout: str, encode: Encode, model: QuantisedModel) -> None:
         ("fused_transposed", "qwen3_vl_moe", "one"),
         *(("fused", "qwen3_5_moe", scales) for scales in SCALES),
         *(("stacked", "step3p5", scales) for scales in SCALES),
+        *(("llama4", "llama4", scales) for scales in ("one", "nvfp4")),
     ],
 )
 def test_stacked_experts_mean_their_weights(layout: str, family: str, scales: str, tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_glm_5_3_flash_is_read(tmp_path: Path) -> None:
     assert (config.attention_layers, config.rope) == (tuple(range(3, 45, 4)), None)
     assert (config.linear.decay_bound, config.linear.conv_size) == (-5.0, 3 * 8192)
     assert (config.hyper.num_streams, config.hyper.iterations, config.stream_size) == (4, 20, 4 * 4096)
-    assert (config.mla.indexer.pool, config.mla.indexer.row_dim, config.mla.cached_dim) == (16, 256, 512)
+    assert (config.mla.indexer.pool, config.mla.indexer.row_dim, config.mla.cached_dim) == (4, 256, 512)
     assert (config.moe_layer_ids, config.mlp_limits) == (tuple(range(3, 45)), (10.0,) * 45)
     geometry = read_geometry(tmp_path)
     assert (geometry.activation, geometry.limit_of(3)) == ("clamped_silu", 10.0)
@@ -207,7 +207,7 @@ def test_glm_5_3_flash_is_read(tmp_path: Path) -> None:
     ("changes", "complaint"),
     [
         ({"qk_rope_head_dim": 64}, "allowed: 0"),
-        ({"index_topk": 2040}, "a multiple of index_kpool"),
+        ({"index_topk": 2042}, "a multiple of index_kpool"),
         ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail"),
         ({"layer_types": ["linear_attention"] * 45}, "some of both"),
         ({"indexer_types": ["full"] * 3 + ["shared"] * 42}, "in each layer that attends"),

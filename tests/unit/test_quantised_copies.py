@@ -46,9 +46,18 @@ def _nvfp4(name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
     yield f"{name}.input_scale", "F32", ()
 
 
-def _expert(store: Store, prefix: str, shape: tuple[int, ...], *, transposed: bool) -> Iterator[Tensor]:
+def _nvfp4_whole(name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """ModelOpt's Llama 4: all experts in one tensor, `[in, out]` as the original has them."""
+    count, inner, out = shape
+    yield name, "U8", (count, inner // 2, out)
+    yield f"{name}_weight_scale", "F8_E4M3", (count, inner // 16, out)
+    yield f"{name}_weight_scale_2", "F32", ()
+    yield f"{name}_input_scale", "F32", ()
+
+
+def _expert(store: Store, prefix: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
     """A model's experts in one tensor, taken apart."""
-    count, rows, columns = shape if not transposed else (shape[0], shape[2], shape[1])
+    count, rows, columns = shape
     names = ("gate_proj", "up_proj") if prefix.endswith("gate_up_proj") else ("down_proj",)
     for name in names:
         stem = f"{prefix.rpartition('.')[0]}.{{0..{count - 1}}}.{name}"
@@ -80,7 +89,7 @@ class Copy:
                 yield from store(name.removesuffix(".weight"), (shape[0], 2 * shape[1]))
             elif ".experts." in name:
                 assert store is not None
-                yield from _expert(store, name, shape, transposed=self.original.startswith("llama-4"))
+                yield from store(name, shape) if store is _nvfp4_whole else _expert(store, name, shape)
             elif ".ngram_embedding." in name and self.has_fp8_table:
                 yield name, "F8_E4M3", shape
             else:
@@ -149,7 +158,7 @@ COPIES = {
     "nvidia/Gemma-4-26B-A4B-NVFP4": Copy(
         "gemma-4-26b-a4b", {**_MODELOPT, "ignore": ["lm_head", "model.embed_vision*"]}, "nvfp4", _nvfp4
     ),
-    "nvidia/Llama-4-Scout-17B-16E-Instruct-NVFP4": Copy("llama-4-scout", _MODELOPT, "nvfp4", _nvfp4),
+    "nvidia/Llama-4-Scout-17B-16E-Instruct-FP4": Copy("llama-4-scout", _MODELOPT, "nvfp4", _nvfp4_whole),
 }
 
 
