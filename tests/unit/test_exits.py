@@ -54,21 +54,18 @@ main()
 """
 
 
-def default_signals() -> None:
-    """What ignores them, as nohup does, has children that ignore them too."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
 def started(program: str, *arguments: str) -> subprocess.Popen[str]:
-    """The program after its first line, with the signals that a shell's foreground job has."""
+    """The program after its first line, with the signals that a shell's foreground job has.
+
+    What ignores them, as nohup does, has children that ignore them too. `env` and no `preexec_fn`: that runs
+    between fork and exec, which libraries with threads of their own do not survive.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
+        ["env", "--default-signal=INT,HUP", sys.executable, "-c", program, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=default_signals,
     )
     assert process.stdout is not None
     assert process.stdout.readline()
