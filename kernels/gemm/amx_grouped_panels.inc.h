@@ -1,12 +1,13 @@
 // GEMMs of some dozen rows whose groups of k are scaled in float32. Included INSIDE an anonymous namespace, after
 // amx_grouped.inc.h.
 //
-// Two panels at a time, a chunk of k at a time, up to 16 rows at a time with their totals in registers: a sum that leaves its
+// Some panels at a time, a chunk of k at a time, up to 16 rows at a time with their totals in registers: a sum that leaves its
 // tile is read once and written once. A chunk of a panel meets all rows, and between these products the tiles that come
 // next are made, of codes without a scale: 32 cycles a tile, where scaled weights in two parts take 140 (llvm-mca's model
 // of Ice Lake), more than the products of 64 rows.
 
 constexpr uint32_t kPanelsChunk = 8;       // steps; a group has at most 4
+constexpr uint32_t kPanelsTogether = 2;    // that a chunk of rows meets while it is in L1
 constexpr uint32_t kPanelsSpacedRows = 512;  // more are not given at once
 constexpr int kSmallTileRows = 12;           // 17 to 24 rows, 33 to 36: totals of fewer rows are added in less time
 
@@ -24,7 +25,7 @@ struct PanelsScratch {
       : row_tiles(divide_up(num_rows, kTileRows)), tile_rows(divide_up(num_rows, row_tiles)),
         steps(divide_up(layout.k, kTileK)),
         scale_floats(size_t{padded_groups(layout)} * kPanelColumns), tiles(sizeof(GroupSums)),
-        scales(tiles + 2 * kPanelsTileBytes), rows(scales + 2 * scale_floats * sizeof(float)),
+        scales(tiles + 2 * kPanelsTileBytes), rows(scales + kPanelsTogether * scale_floats * sizeof(float)),
         bytes(rows + size_t{row_tiles} * steps * kTileBytes) {}
 };
 
@@ -100,15 +101,16 @@ class GroupedPanels {
   const std::byte* panel_at(uint32_t panel) const { return work_.panels + panel * layout_.panel_bytes; }
   std::byte* tiles_of(uint32_t index) const { return work_.scratch + places_.tiles + index % 2 * kPanelsTileBytes; }
   float* scales_of(uint32_t panel) const {
-    return reinterpret_cast<float*>(work_.scratch + places_.scales) + panel % 2 * places_.scale_floats;
+    return reinterpret_cast<float*>(work_.scratch + places_.scales) + panel % kPanelsTogether * places_.scale_floats;
   }
   uint32_t steps_of(const PanelChunk& chunk) const { return smaller(kPanelsChunk, places_.steps - chunk.begin); }
 
-  // The other panel of a pair, then the pair's next chunk, then the next pair.
+  // The next panel of those together, then their next chunk, then the next ones.
   PanelChunk after(const PanelChunk& chunk) const {
-    if (chunk.panel % 2 == 0 && chunk.panel + 1 < work_.num_panels) return {chunk.panel + 1, chunk.begin};
-    const uint32_t first = chunk.panel / 2 * 2, begin = chunk.begin + kPanelsChunk;
-    return begin < places_.steps ? PanelChunk{first, begin} : PanelChunk{first + 2, 0};
+    const uint32_t next = chunk.panel + 1;
+    if (next % kPanelsTogether != 0 && next < work_.num_panels) return {next, chunk.begin};
+    const uint32_t first = chunk.panel / kPanelsTogether * kPanelsTogether, begin = chunk.begin + kPanelsChunk;
+    return begin < places_.steps ? PanelChunk{first, begin} : PanelChunk{first + kPanelsTogether, 0};
   }
 
   // Tiles of a chunk, to be made during the products of the one before it. A chunk later its panel's next codes follow.
@@ -122,15 +124,15 @@ class GroupedPanels {
   const std::byte* fetched(const PanelChunk& chunk, const std::byte* panel) const {
     const uint32_t next = chunk.begin + kPanelsChunk;
     if (next < places_.steps) return panel + size_t{next} * Source::kLines * 64;
-    if (chunk.panel + 2 < work_.num_panels) return panel_at(chunk.panel + 2);
-    return work_.next != nullptr ? work_.next + chunk.panel % 2 * layout_.panel_bytes : panel;
+    if (chunk.panel + kPanelsTogether < work_.num_panels) return panel_at(chunk.panel + kPanelsTogether);
+    return work_.next != nullptr ? work_.next + chunk.panel % kPanelsTogether * layout_.panel_bytes : panel;
   }
 
-  // Scales of a panel, and a request for those of the pair that follows.
+  // Scales of a panel, and a request for those of the panels that follow.
   void widen(uint32_t panel) const {
     column_scales_of_groups(layout_, panel_at(panel), scales_of(panel));
-    const std::byte* next = panel_at(panel + 2) + layout_.scales_offset;
-    const size_t bytes = panel + 2 < work_.num_panels ? layout_.panel_bytes - layout_.scales_offset : 0;
+    const std::byte* next = panel_at(panel + kPanelsTogether) + layout_.scales_offset;
+    const size_t bytes = panel + kPanelsTogether < work_.num_panels ? layout_.panel_bytes - layout_.scales_offset : 0;
     for (size_t at = 0; at < bytes; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
   }
 
