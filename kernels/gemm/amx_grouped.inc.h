@@ -7,7 +7,7 @@
 
 constexpr uint32_t kStoreAfter = 2;
 constexpr uint32_t kAddAfter = 4;
-constexpr uint32_t kSumsKept = 8;
+constexpr uint32_t kSumsKept = 4;  // as few as can be: all that a product touches shares the first-level cache
 
 struct GroupSums {
   float sums[kSumsKept][kTileRows][kPanelColumns];

@@ -6,7 +6,9 @@ namespace moebius {
 namespace {
 
 constexpr size_t kMostBytes = size_t{256} << 10;
+constexpr size_t kWeightsPerRows = 8;
 constexpr size_t kMostResultBytes = size_t{1} << 20;
+constexpr uint32_t kFineTasks = 4;  // so many of the smallest tasks for each thread even out
 constexpr double kShare = 1.5;  // of what is left for each thread, a task takes 1 / kShare
 
 constexpr size_t kRowsBytes = size_t{1} << 20;
@@ -16,7 +18,7 @@ constexpr uint32_t kRowStep = 32;
 
 }  // namespace
 
-size_t most_task_bytes(size_t all_row_bytes) { return std::max(kMostBytes, 2 * all_row_bytes); }
+size_t most_task_bytes(size_t all_row_bytes) { return std::max(kMostBytes, kWeightsPerRows * all_row_bytes); }
 
 TaskCutter::Sizes TaskCutter::sizes_of(const TaskUnit& unit) const {
   const size_t fit = std::max<size_t>(kMostResultBytes / unit.result_bytes, 1);
@@ -27,6 +29,18 @@ TaskCutter::Sizes TaskCutter::sizes_of(const TaskUnit& unit) const {
   };
   const double enough = num_threads_ == 1 ? 0.0 : static_cast<double>(most) * kShare * num_threads_ * unit.cost;
   return {in_steps(least), in_steps(most), enough};
+}
+
+bool TaskCutter::is_coarse(uint32_t units, const TaskUnit& unit) const {
+  const uint32_t least = sizes_of(unit).least;
+  return least > 1 && kFineTasks * least * num_threads_ > units;
+}
+
+uint32_t TaskCutter::even_tasks(uint32_t units, const TaskUnit& unit) const {
+  const uint32_t rounds = std::max(units / (sizes_of(unit).least * num_threads_), 1u);
+  // More where results of the largest would be too many.
+  const uint32_t most = sizes_of(unit).most;
+  return std::min(units, std::max(rounds * num_threads_, (units + most - 1) / most));
 }
 
 uint32_t TaskCutter::next(uint32_t left, const TaskUnit& unit, const Sizes& sizes) {
