@@ -79,8 +79,12 @@ def engine_with_lane(directory: Path, setup: Setup = LANE) -> Iterator[tuple[Tin
                 lane_stream=lane,
             ) as engine,
         ):
-            # What is made at first use is there afterwards, whichever stream made it.
-            engine.run([Request("warm", [5] * 9, SamplingParams(max_tokens=2, ignore_eos=True))])
+            # What is made or loaded at first use is there afterwards, whichever stream asked for it: loading
+            # a kernel waits for all streams, also for one that a test holds.
+            params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+            for number, length in enumerate((9, 3, 60)):
+                ids = [3 + (k * k * 7 + 3 * k + 91 + number) % 200 for k in range(length)]
+                engine.run([Request(f"warm-{number}", ids, params)])
             torch.cuda.synchronize()
             yield engine, lane
     finally:
