@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -52,6 +54,14 @@ def pytest_runtestloop() -> None:
     """See `gc.disable` above; also of the process that only hands tests to others."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test's random numbers do not depend on which tests came before it, in its process."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

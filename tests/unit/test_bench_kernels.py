@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from moebius.app.bench.kernels_measure import (
     choose_cpus,
     kernel_names,
     measure,
+    measure_pairs,
 )
 from moebius.app.bench.limits import BandwidthLimit, PeakLimit, ReadPattern
 from moebius.app.commands.bench import app
@@ -324,6 +325,32 @@ def test_measure_counts_what_the_calls_touch(shared: bool) -> None:
     interleaved = iter(range(100))
     times = measure(engine, 3, calls, 0.001, between=lambda: float(next(interleaved)))
     assert times.interleaved[0] == 0.0
+
+
+def test_pairs_do_the_same_calls_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both engines compute each call, who is first changes, and what slows the machine down for a while
+    changes nothing of the ratio."""
+    now, called = [0.0], []
+
+    class Engine:
+        backend = EngineSetting(choose_cpus(1)).build(TINY, "bfloat16", 4, 1).backend
+
+        def __init__(self, name: str, seconds: float) -> None:
+            self.name, self.seconds = name, seconds
+
+        def forward(self, layer: int, hidden_states: Any, topk_ids: Any, *_: Any, **__: Any) -> None:
+            called.append((self.name, layer, topk_ids.tobytes()))
+            now[0] += self.seconds * (1 + (len(called) - 1) // 2 % 5)
+
+    monkeypatch.setattr("moebius.app.bench.kernels_measure.time.perf_counter", lambda: now[0])
+    calls = calls_of(2, TINY, WorkingSet(1000, 4, 3, 4, 100), exact_rows_per_expert=False)
+    engines: Any = (Engine("private", 1.0), Engine("shared", 1.5))
+    ratio = measure_pairs(engines, 3, calls, seconds=40.0)
+    assert ratio == pytest.approx(1.5)
+    pairs = [called[i : i + 2] for i in range(0, len(called), 2)]
+    assert len(pairs) >= 5
+    assert all(first[1:] == second[1:] for first, second in pairs)
+    assert [first[0] for first, _ in pairs[:4]] == ["private", "shared", "private", "shared"]
 
 
 @pytest.mark.parametrize(

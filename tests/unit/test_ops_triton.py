@@ -187,9 +187,11 @@ def test_append_kv(dtype: torch.dtype, tokens: int) -> None:
 
 
 def test_append_kv_in_fp8_is_scaled_and_clipped() -> None:
+    """Of values that need no rounding: Triton's interpreter loses the carry of one that is rounded up to a
+    power of two, which GPUs do not."""
     slots = torch.zeros(4, 4, 8).to(torch.float8_e4m3fn)
     expected = slots.clone()
-    key, value = torch.randn(2, 2, 8), torch.randn(2, 2, 8) * 10
+    key, value = (torch.randn(2, 2, 8).to(torch.float8_e4m3fn).float() * factor for factor in (0.5, 16.0))
     key[0, 0, 0], value[1, 1, 1] = 1e6, -1e6
     slot_mapping = torch.tensor([3, 1])
     kv.append_kv.reference(expected, key, value, slot_mapping, 0.5, 2.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moebius.app.bench.kernels_inputs import ExpertShape, WorkingSet, plan_working_set
@@ -21,6 +21,7 @@ from moebius.app.bench.kernels_measure import (
     choose_cpus,
     kernel_names,
     measure,
+    measure_pairs,
     on_cpu,
 )
 from moebius.app.bench.limits import (
@@ -31,9 +32,9 @@ from moebius.app.bench.limits import (
     probe_bytes,
     row_type_of,
 )
-from moebius.app.bench.output import BenchTable, Column, write_json
+from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
 from moebius.errors import UserError
-from moebius.kernels import Isa, PlanRow
+from moebius.kernels import ExpertEngine, Isa, PlanRow
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class KernelsOptions:
     experts: int = 0  # Per layer; 0: those of the shape, or as many as fit.
     layers: int = 0  # 0: as many as the caches cannot hold.
     memory_bytes: int = 0  # For packed weights, bytes; 0: half of what is available.
-    shared: bool = False  # Whether weights lie in memory that others can map, as expert servers have it.
+    # Whether weights lie in memory that others can map, as expert servers have it. Then a second engine has
+    # them in private memory and both are compared, so that each has half of `memory_bytes`.
+    shared: bool = False
     seconds: float = 1.0  # Measuring time per row of the table.
     print_plan: bool = False  # Whether to print which kernel the engine takes for which number of rows.
 
@@ -75,7 +78,7 @@ def run(options: KernelsOptions, json_file: Path | None = None) -> list[KernelsR
     """
     check_formats(options.formats)
     cpus = choose_cpus(options.threads)
-    memory = options.memory_bytes or available_memory() // 2
+    memory = (options.memory_bytes or available_memory() // 2) // (2 if options.shared else 1)
     cache = cache_bytes(cpus)
     results: list[Measured] = []
     with on_cpu(cpus[0]):
@@ -131,6 +134,7 @@ def measure_format(
     engine = setting.build(shape, weight_format, held.num_experts, held.num_layers)
     if setting.kernel == "auto":
         engine.calibrate()
+    private = private_twin(engine, setting, shape, weight_format, held)
     if options.print_plan:
         print("\n".join(map(plan_line, engine.plan())))
     for count in options.rows_per_expert or options.rows:
@@ -138,6 +142,9 @@ def measure_format(
         machine.peak.refresh(row_type_of(weight_format))
         machine.bandwidth.refresh()
         times = measure(engine, held.num_layers, calls, options.seconds, machine.bandwidth.refresh_best)
+        ratio = None
+        if private is not None:
+            ratio = measure_pairs((private, engine), held.num_layers, calls, options.seconds)
         yield Measured(
             shape=shape,
             weight_format=weight_format,
@@ -147,7 +154,20 @@ def measure_format(
             rows=calls[0].rows,
             working_set=held,
             times=times,
+            shared_over_private=ratio,
         )
+
+
+def private_twin(
+    engine: ExpertEngine, setting: EngineSetting, shape: ExpertShape, weight_format: str, held: WorkingSet
+) -> ExpertEngine | None:
+    """The same experts in private memory, computed by the same kernels; None: `engine`'s are private."""
+    if not setting.shared:
+        return None
+    twin = replace(setting, shared=False).build(shape, weight_format, held.num_experts, held.num_layers)
+    if setting.kernel == "auto":
+        twin.restore_plan([(row.kernel, row.nanoseconds) for row in engine.plan()])
+    return twin
 
 
 def print_table(rows: Sequence[KernelsRow]) -> None:
@@ -179,6 +199,8 @@ class Measured:
     rows: int
     working_set: WorkingSet
     times: Times
+    # Time of a call with weights that others can map over that with private ones; None: not asked for.
+    shared_over_private: float | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +245,7 @@ class KernelsRow:
     # Against interleaved_gb_per_second, and of the fastest call.
     ratio_interleaved: float
     ratio_min_ms: float
+    shared_over_private: float | None
     note: str
 
 
@@ -269,6 +292,7 @@ def compare(measured: Measured, bandwidth: BandwidthLimit, peak: PeakLimit) -> K
         ratio_peak=operations / median / operations_per_second,
         ratio_interleaved=weight_bytes / median / interleaved,
         ratio_min_ms=limit / min(times.seconds),
+        shared_over_private=measured.shared_over_private,
         note=held.note,
     )
 
@@ -286,5 +310,6 @@ TABLE = BenchTable[KernelsRow](
     Column("of GB/s", lambda row: f"{row.ratio_bandwidth:.3f}"),
     Column("of peak", lambda row: f"{row.ratio_peak:.3f}"),
     Column("interleaved", lambda row: f"{row.ratio_interleaved:.3f}"),
+    Column("/private", lambda row: or_dash(row.shared_over_private, 3), 8),
     Column("kernel", lambda row: row.kernel, 32, left=True),
 )

@@ -183,6 +183,36 @@ def measure(
     )
 
 
+def measure_pairs(
+    engines: tuple[ExpertEngine, ExpertEngine], layers: int, calls: Sequence[Routing], seconds: float
+) -> float:
+    """The second engine's time for a call over the first's: the median of pairs, for about `seconds`.
+
+    Both do the same call one right after the other, and take turns to be first: what a machine gives to its
+    other tenants meets both alike.
+    """
+    hidden_size = engines[0].backend.hidden_size
+    hidden_states = random_hidden_states(calls[0].rows, hidden_size)
+    output = np.empty((calls[0].rows, hidden_size), dtype=np.float32)
+
+    def call(engine: ExpertEngine, number: int) -> float:
+        chosen = calls[number % len(calls)]
+        begin = time.perf_counter()
+        engine.forward(number % layers, hidden_states, chosen.topk_ids, chosen.topk_weights, output=output)
+        return time.perf_counter() - begin
+
+    ratios: list[float] = []
+    begin = time.perf_counter()
+    while len(ratios) < MIN_ITERATIONS or (
+        time.perf_counter() < begin + seconds and len(ratios) < MAX_ITERATIONS
+    ):
+        number = len(ratios)
+        first, second = engines if number % 2 == 0 else engines[::-1]
+        times = {id(engine): call(engine, number) for engine in (first, second)}
+        ratios.append(times[id(engines[1])] / times[id(engines[0])])
+    return statistics.median(ratios)
+
+
 def kernel_names(engine: ExpertEngine, rows_per_expert: float) -> str:
     """Kernels of gate and up / of down at that many rows of a bfloat16 request; one name when they agree."""
     wanted = max(1, round(rows_per_expert))

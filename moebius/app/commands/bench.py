@@ -119,7 +119,10 @@ def kernels(
     memory: Annotated[float, typer.Option(min=0, help="GiB for weights; 0: half of what is free")] = 0,
     shared: Annotated[
         bool,
-        typer.Option("--shared", help="Weights in memory that others can map, as expert servers have it"),
+        typer.Option(
+            "--shared",
+            help="Weights in memory that others can map, as expert servers have it; private memory in turn",
+        ),
     ] = False,
     seconds: Annotated[float, typer.Option(min=0.001, help="Measuring time per row")] = 1.0,
     plan: Annotated[
