@@ -42,6 +42,11 @@ class SpeculationSettings(Section):
             )
         return self
 
+    @property
+    def mtp_heads(self) -> int:
+        """Layers of multi-token prediction that are wanted at most: one for each token that is drafted."""
+        return self.num_draft_tokens if self.speculative_method == "mtp" else 0
+
 
 class SupervisorConfig(Section):
     """The launcher of `moebius serve`."""

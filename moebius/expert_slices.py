@@ -21,7 +21,6 @@ from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import left_out
-from moebius.served_model import mtp_heads
 
 ExpertDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]
 # Packed formats of `expert_dtype`; "keep" takes each layer's own. Widest first.
@@ -82,7 +81,7 @@ class SliceRequest:
             top_k=config.model.experts_per_token,
             placement=config.placement,
             expert_checkpoint=config.model.expert_checkpoint,
-            mtp_heads=mtp_heads(config),
+            mtp_heads=config.gpu.mtp_heads,
         )
 
 

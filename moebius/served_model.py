@@ -8,12 +8,6 @@ from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry, read_model_config
 
 
-def mtp_heads(config: MoebiusConfig) -> int:
-    """Layers of multi-token prediction that are wanted at most: one for each token that is drafted."""
-    speculation = config.gpu
-    return speculation.num_draft_tokens if speculation.speculative_method == "mtp" else 0
-
-
 def read_served_model(config: MoebiusConfig) -> ModelConfig:
     """As an engine of these settings reads it. Raises ModelConfigError or CheckpointError."""
     chosen = config.model
@@ -22,11 +16,11 @@ def read_served_model(config: MoebiusConfig) -> ModelConfig:
         chosen.max_model_len,
         chosen.dtype,
         chosen.language_model_only,
-        mtp_heads(config),
+        config.gpu.mtp_heads,
     )
     return read_model_config(chosen.model, overrides)
 
 
 def read_served_geometry(config: MoebiusConfig) -> MoeGeometry:
     """Of its routed experts: what expert servers hold, and engines ask for. Raises ModelConfigError."""
-    return read_geometry(config.model.model, config.model.experts_per_token, mtp_heads(config))
+    return read_geometry(config.model.model, config.model.experts_per_token, config.gpu.mtp_heads)
