@@ -26,7 +26,7 @@ from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.constraints import constrain_some
 from tests.helpers.device_experts import DenseExperts, DoomedDenseExperts
-from tests.helpers.drafters import OracleDrafter
+from tests.helpers.drafters import AnswerDrafter
 from tests.helpers.host_graphs import RecordedOperations
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
 from tests.helpers.tiny_models import make_tiny_model
@@ -117,7 +117,7 @@ def test_verified_drafts_are_rows_of_a_graph(
 ) -> None:
     """Steps with right and wrong drafts are replayed, and give what steps of one token each give."""
     eager = run(tiny, Setup(), requests(4, params))
-    oracle = OracleDrafter({f"r{i}": tokens for i, tokens in enumerate(eager)}, tiny[0].config.vocab_size, 4)
+    drafter = AnswerDrafter({f"r{i}": tokens for i, tokens in enumerate(eager)}, tiny[0].config.vocab_size, 4)
     with_drafts: list[int] = []
     original = DecodeGraphs.replay
 
@@ -127,7 +127,7 @@ def test_verified_drafts_are_rows_of_a_graph(
         return original(graphs, graph, plan)
 
     monkeypatch.setattr(DecodeGraphs, "replay", replay)
-    setup = Setup(largest_graph=16, num_drafts=3, drafter=oracle)
+    setup = Setup(largest_graph=16, num_drafts=3, drafter=drafter)
     assert run(tiny, setup, requests(4, params)) == eager
     assert max(with_drafts) > 4
 
@@ -213,8 +213,10 @@ def test_experts_lost_while_drafts_are_verified_do_not_show(tmp_path: Path) -> N
     model, experts = tiny_model(tmp_path, HOST), DoomedDenseExperts(tmp_path, 7)
     params = {"temperature": 0.8, "top_p": 0.9, "logprobs": 2}
     expected = run((model, experts), Setup(), requests(4, params))
-    oracle = OracleDrafter({f"r{i}": tokens for i, tokens in enumerate(expected)}, model.config.vocab_size, 4)
-    setup = Setup(largest_graph=4, num_drafts=2, drafter=oracle)
+    drafter = AnswerDrafter(
+        {f"r{i}": tokens for i, tokens in enumerate(expected)}, model.config.vocab_size, 4
+    )
+    setup = Setup(largest_graph=4, num_drafts=2, drafter=drafter)
     begun = experts.steps
     # As above.
     experts.lost_at = {begun + 9 + step for step in range(3, 12, 2)}

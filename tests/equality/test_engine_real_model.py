@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
-from gpu_service.build import WarmUpGate, build_engine, model_info
-from gpu_service.engine.interface import OutputDelta
+from gpu_service.build import model_info
 from gpu_service.request import Request, SamplingParams
-from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
+from tests.helpers.built_engine import running_engine
 from tests.helpers.tiny_models import make_tiny_model
 
 LENGTHS = (5, 33, 18, 12)
@@ -39,31 +36,10 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 def engine_tokens(config: MoebiusConfig, wanted: list[list[int]]) -> list[list[int]]:
     """Starts an engine as the process does, runs all prompts at once, stops it."""
-    ended = threading.Semaphore(0)
-
-    def on_output(deltas: list[OutputDelta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                ended.release()
-
-    gate = WarmUpGate()
-    built = build_engine(config, EngineTelemetry(EngineMetrics("tiny", CollectorRegistry())), gate.on_output)
-    built.engine.start()
-    try:
-        gate.run(built.engine, built.model_config.vocab_size, 30)
-        gate.open(on_output)
-        assert model_info(config, built).max_context_length == built.context_limit
-        params = SamplingParams(temperature=0.0, max_tokens=24, min_tokens=24)
-        requests = [Request(f"r{i}", prompt, params) for i, prompt in enumerate(wanted)]
-        for request in requests:
-            built.engine.submit([request])
-        for _ in requests:
-            assert ended.acquire(timeout=60)
-    finally:
-        built.engine.stop()
-    built.engine.scheduler.check_integrity()
-    assert [request.error_message for request in requests] == [""] * len(requests)
-    return [request.output_token_ids for request in requests]
+    params = SamplingParams(temperature=0.0, max_tokens=24, min_tokens=24)
+    with running_engine(config) as engine:
+        assert model_info(config, engine.built).max_context_length == engine.built.context_limit
+        return engine.run([Request(f"r{i}", prompt, params) for i, prompt in enumerate(wanted)])
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])

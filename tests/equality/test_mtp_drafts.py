@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,23 @@ from tests.equality.test_no_hidden_waits import NoQuestions
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.host_graphs import RecordedOperations
-from tests.helpers.mtp_models import MtpReference, make_foreseen, write_mtp_model
+from tests.helpers.mtp_models import (
+    MtpModels,
+    MtpReference,
+    cached_mtp_models,
+    make_foreseen,
+    write_mtp_model,
+)
 from tests.helpers.tiny_engine import PAGE_SIZE, Setup, TinyEngine, tiny_engine, tiny_model
 
 HOST = torch.device("cpu")
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9}
-Written = Callable[[str, int], tuple[Path, MtpReference]]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    root = tmp_path_factory.mktemp("mtp")
-
-    @cache
-    def make(name: str, heads: int) -> tuple[Path, MtpReference]:
-        directory = root / f"{name}-{heads}"
-        return directory, write_mtp_model(name, directory, heads)
-
-    return make
+def written(tmp_path_factory: pytest.TempPathFactory) -> MtpModels:
+    return cached_mtp_models(tmp_path_factory.mktemp("mtp"))
 
 
 class WatchedDrafter(MtpDrafter):
@@ -110,7 +107,7 @@ def check_guesses(
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "glm_moe_dsa"])
 def test_drafts_change_no_token_and_are_those_of_transformers(
-    name: str, params: dict[str, Any], written: Written
+    name: str, params: dict[str, Any], written: MtpModels
 ) -> None:
     """Of a prompt in chunks, of a shared one, and of decode steps in which most drafts were wrong."""
     directory, reference = written(name, 1)
@@ -128,7 +125,7 @@ def _within_page(known: list[int], count: int, reference: MtpReference, found: l
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
-def test_a_single_head_goes_on_with_what_it_made(name: str, written: Written) -> None:
+def test_a_single_head_goes_on_with_what_it_made(name: str, written: MtpModels) -> None:
     directory, reference = written(name, 1)
     plain, _, _ = run(directory, 0, 0, GREEDY)
     tokens, (watched,), _ = run(directory, 1, 3, GREEDY)
@@ -138,7 +135,7 @@ def test_a_single_head_goes_on_with_what_it_made(name: str, written: Written) ->
         assert found == _within_page(known, len(found), reference, found), f"after {len(known)} tokens"
 
 
-def test_each_of_several_heads_has_a_draft(written: Written) -> None:
+def test_each_of_several_heads_has_a_draft(written: MtpModels) -> None:
     """As many as there are heads, though more are asked for; the first one's are exact, as one head's are."""
     directory, reference = written("glm4_moe", 2)
     plain, _, _ = run(directory, 0, 0, GREEDY)
@@ -182,7 +179,7 @@ def test_replayed_decode_steps_leave_the_head_what_it_needs(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_no_draft_asks_the_device(heads: int, written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_draft_asks_the_device(heads: int, written: MtpModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rows are requests' last, only the device knows: the host waits for nothing of it."""
     directory, _ = written("glm4_moe", heads)
     model, asked = tiny_model(directory, HOST, mtp_heads=heads), []

@@ -15,7 +15,7 @@ from gpu_service.constraint import OutputConstraint, Words
 from gpu_service.engine import token_masks
 from gpu_service.request import Request
 from protos.engine_pb2 import Constraint
-from tests.helpers.drafters import Answers, OracleDrafter
+from tests.helpers.drafters import AnswerDrafter, Answers
 from tests.helpers.rank_graphs import use_recordings
 from tests.helpers.rank_group import WAIT_S, Outcome, Script, rank_config, run_group
 from tests.helpers.rank_models import MODELS
@@ -148,7 +148,7 @@ _LETTERS = {"chunked": "a", "prefix": "b", "scored": "d", "flushed": "e"}
 
 def guess_answers(answers: Answers) -> None:
     """Called in each rank's process: its drafter guesses these, every fourth token of them wrong."""
-    speculation.NGramDrafter = lambda *sizes: OracleDrafter(answers, 200, 4)  # type: ignore[assignment, misc]
+    speculation.NGramDrafter = lambda *sizes: AnswerDrafter(answers, 200, 4)  # type: ignore[assignment, misc]
 
 
 def cases_and_drafts(script: Script) -> dict[str, list[Outcome]]:

@@ -5,21 +5,18 @@ With linear layers dequantised and with fp8 ones kept, as `dense_weights` has it
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gpu_service.build import build_engine
-from gpu_service.engine.interface import NullObserver, OutputDelta
 from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig
+from tests.helpers.built_engine import running_engine
 from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.quantised_models import PROMPT, cached_plain_models, write_quantised
 
-WAIT_S = 60.0
 NEW_TOKENS = 12
 
 
@@ -49,20 +46,9 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(
     chosen = MODEL_FORMATS["fp8_block"]
     plain = cached_plain_models(tmp_path_factory.mktemp("plain"))("deepseek_v3")
     reference = write_quantised(plain, tmp_path, lambda _: chosen, chosen.config)
-    ended = threading.Event()
-
-    def on_output(deltas: list[OutputDelta]) -> None:
-        if any(delta.finish_reason is not None for delta in deltas):
-            ended.set()
-
     request = Request(
         "r", list(PROMPT), SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
     )
-    built = build_engine(config_for(tmp_path, dense_weights), NullObserver(), on_output)
-    built.engine.start()
-    try:
-        built.engine.submit([request])
-        assert ended.wait(WAIT_S)
-    finally:
-        built.close()
-    assert request.output_token_ids == greedy(reference)
+    with running_engine(config_for(tmp_path, dense_weights)) as engine:
+        (found,) = engine.run([request])
+    assert found == greedy(reference)

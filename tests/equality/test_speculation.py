@@ -9,7 +9,7 @@ from gpu_service.request import FinishReason, Request
 from gpu_service.speculation.ngram import NGramDrafter
 from tests.equality.test_engine_equalities import LENGTHS, workload
 from tests.equality.test_engine_faults import raise_at
-from tests.helpers.drafters import Answers, DeviceOracle, FixedDrafter, OracleDrafter
+from tests.helpers.drafters import AnswerDrafter, Answers, DeviceAnswerDrafter, FixedDrafter
 from tests.helpers.engine_harness import (
     LOOPS,
     Harness,
@@ -75,11 +75,11 @@ def test_drafts_do_not_show(
     """Right, wrong and mixed drafts give the tokens, the log-probabilities and the ends of decoding one by
     one, next to chunked prompts and preemptions; right ones all count, wrong ones never."""
     params, answers = truth
-    oracle = OracleDrafter(answers, VOCAB, wrong_every)
+    drafter = AnswerDrafter(answers, VOCAB, wrong_every)
     with running_engine(budget=256) as plain:
         alone = workload(**params)
         plain.run(alone)
-    with running_engine(knobs, drafter=oracle, num_drafts=3, **loop) as harness:
+    with running_engine(knobs, drafter=drafter, num_drafts=3, **loop) as harness:
         harness.model.gate.clear()
         requests = workload(**params)
         for request in requests:
@@ -113,8 +113,8 @@ def test_several_tokens_come_from_one_step_in_order(loop: dict[str, bool]) -> No
     with running_engine() as harness:
         (said,) = harness.run([make_request("r", prompt_of(3, 9), max_tokens=22)])
     stop = next(token for index, token in enumerate(said) if index > 4 and token not in said[:index])
-    oracle = OracleDrafter({"r": said, "short": said, "stopped": said}, VOCAB)
-    with running_engine(drafter=oracle, num_drafts=3, **loop) as harness:
+    drafter = AnswerDrafter({"r": said, "short": said, "stopped": said}, VOCAB)
+    with running_engine(drafter=drafter, num_drafts=3, **loop) as harness:
         whole = make_request("r", prompt_of(3, 9), max_tokens=22)
         short = make_request("short", prompt_of(3, 9), max_tokens=7)
         stopped = make_request("stopped", prompt_of(3, 9), max_tokens=22, stop_token_ids=frozenset({stop}))
@@ -136,8 +136,8 @@ def test_rejected_drafts_leave_nothing_in_the_prefix_tree(wrong_every: int, loop
     second = prompt_of(1, 21) + said + [7, 8]
     with running_engine(**loop) as harness:
         (expected,) = harness.run([make_request("again", second)])
-    oracle = OracleDrafter({"r": said, "again": expected}, VOCAB, wrong_every)
-    with running_engine(drafter=oracle, num_drafts=5, **loop) as harness:
+    drafter = AnswerDrafter({"r": said, "again": expected}, VOCAB, wrong_every)
+    with running_engine(drafter=drafter, num_drafts=5, **loop) as harness:
         assert harness.run([make_request("r", prompt_of(1, 21), max_tokens=30)]) == [said]
         again = make_request("again", second)
         assert harness.run([again]) == [expected]
@@ -155,7 +155,7 @@ def test_lost_experts_during_a_verifying_step_do_not_show(loop: dict[str, bool])
         requests = [make_request(f"r{i}", prompt_of(i, 20), seed=i, **params) for i in range(3)]
         said = harness.run(requests, together=True)
     answers = {f"r{i}": tokens for i, tokens in enumerate(said)}
-    with running_engine(drafter=OracleDrafter(answers, VOCAB, 3), num_drafts=3, **loop) as harness:
+    with running_engine(drafter=AnswerDrafter(answers, VOCAB, 3), num_drafts=3, **loop) as harness:
         harness.model.before_forward = raise_at({2, 3, 6, 7, 10}, ExpertUnavailable(0, "killed"))
         requests = [make_request(f"r{i}", prompt_of(i, 20), seed=i, **params) for i in range(3)]
         assert harness.run(requests, together=True) == said
@@ -169,8 +169,8 @@ def test_abort_while_drafts_are_verified(loop: dict[str, bool]) -> None:
     with running_engine() as harness:
         (said,) = harness.run([make_request("kept", prompt_of(1, 20), max_tokens=60)])
         (other,) = harness.run([make_request("gone", prompt_of(2, 20), max_tokens=60)])
-    oracle = OracleDrafter({"kept": said, "gone": other}, VOCAB, 4)
-    with running_engine(drafter=oracle, num_drafts=3, **loop) as harness:
+    drafter = AnswerDrafter({"kept": said, "gone": other}, VOCAB, 4)
+    with running_engine(drafter=drafter, num_drafts=3, **loop) as harness:
         kept = make_request("kept", prompt_of(1, 20), max_tokens=60)
         gone = make_request("gone", prompt_of(2, 20), max_tokens=60)
 
@@ -209,8 +209,8 @@ def test_requests_whose_rows_depend_on_one_another_do_not_speculate(loop: dict[s
         (said,) = harness.run([make_request("free", prompt_of(1, 9), max_tokens=20)])
         (held,) = harness.run([make_request("held", prompt_of(1, 9), max_tokens=20, **params)])
     assert said != held
-    oracle = OracleDrafter({"free": said, "held": said}, VOCAB)
-    with running_engine(drafter=oracle, num_drafts=3, **loop) as harness:
+    drafter = AnswerDrafter({"free": said, "held": said}, VOCAB)
+    with running_engine(drafter=drafter, num_drafts=3, **loop) as harness:
         free = make_request("free", prompt_of(1, 9), max_tokens=20)
         both = [free, make_request("held", prompt_of(1, 9), max_tokens=20, **params)]
         assert harness.run(both, together=True) == [said, held]
@@ -243,7 +243,7 @@ def test_drafts_of_the_device_come_back_with_the_tokens(fails: bool, loop: dict[
         requests = [make_request(f"r{i}", prompt_of(i, n), max_tokens=20) for i, n in enumerate(LENGTHS[:4])]
         said = harness.run(requests)
     texts = [r.prompt_token_ids + tokens for r, tokens in zip(requests, said, strict=True)]
-    drafter = DeviceOracle(texts, ExpertUnavailable(0, "killed") if fails else None)
+    drafter = DeviceAnswerDrafter(texts, ExpertUnavailable(0, "killed") if fails else None)
     with running_engine(device_drafter=drafter, num_drafts=3, **loop) as harness:
         again = [Request(r.request_id, r.prompt_token_ids, r.params) for r in requests]
         assert harness.run(again, together=True) == said

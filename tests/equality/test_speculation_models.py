@@ -4,8 +4,7 @@ from the configuration, says with drafts what it says without; and that what can
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gpu_service.assembly import speculation as assembly
-from gpu_service.build import build_engine
-from gpu_service.engine.interface import OutputDelta
 from gpu_service.request import Request, SamplingParams
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfigError
-from tests.helpers.drafters import OracleDrafter
+from tests.helpers.built_engine import running_engine
+from tests.helpers.drafters import AnswerDrafter
 from tests.helpers.tiny_models import make_tiny_model
 
 # Keys and values; windows and sinks; latents; latents that an indexer chooses.
@@ -57,27 +55,12 @@ def run(directory: Path, gpu: Mapping[str, Any]) -> tuple[list[Request], Collect
         gpu=GpuConfig(gpu_threads=1, **gpu),
         experts=ExpertConfig(expert_transport="local"),
     )
-    ended = threading.Semaphore(0)
-
-    def on_output(deltas: Sequence[OutputDelta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                ended.release()
-
     registry = CollectorRegistry()
     telemetry = EngineTelemetry(EngineMetrics("tiny", registry))
-    telemetry.enabled = True
-    built = build_engine(config, telemetry, on_output)
     requests = wanted()
-    built.engine.start()
-    try:
-        for request in requests:
-            built.engine.submit([request])
-        assert all(ended.acquire(timeout=60) for _ in requests)
-    finally:
-        built.engine.stop()
-    built.engine.scheduler.check_integrity()
-    assert [request.error_message for request in requests] == [""] * len(requests)
+    with running_engine(config, telemetry) as engine:
+        telemetry.enabled = True
+        engine.run(requests)
     return requests, registry
 
 
@@ -97,8 +80,8 @@ def test_drafts_do_not_show(
     directory, expected = truth
     answers = {request.request_id: request.output_token_ids for request in expected}
     vocab_size = 200
-    oracle = OracleDrafter(answers, vocab_size, wrong_every)
-    monkeypatch.setattr(assembly, "NGramDrafter", lambda *sizes: oracle)
+    drafter = AnswerDrafter(answers, vocab_size, wrong_every)
+    monkeypatch.setattr(assembly, "NGramDrafter", lambda *sizes: drafter)
     requests, registry = run(directory, gpu | DRAFTS)
     assert {request.request_id: request.output_token_ids for request in requests} == answers
     for request, before in zip(requests, expected, strict=True):

@@ -32,7 +32,7 @@ from moebius.models.config import ModelConfig
 from moebius.models.read import read_model_config
 from tests.helpers.constraints import constrain_some
 from tests.helpers.device_experts import DenseExperts
-from tests.helpers.drafters import OracleDrafter
+from tests.helpers.drafters import AnswerDrafter
 from tests.helpers.family_answers import assert_as_close, errors, logprobs_of, scored_by
 from tests.helpers.tiny_engine import Setup, TinyEngine, tiny_engine, tiny_model
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
@@ -195,10 +195,10 @@ def test_verified_drafts_do_not_show(directory: Path, attention: str, params: di
     if config.linear is not None:
         pytest.skip("states can not be taken back: refused at start")
     expected = on_cpu(directory, requests(5, params))
-    oracle = OracleDrafter({f"r{i}": tokens for i, tokens in enumerate(expected)}, config.vocab_size, 4)
+    drafter = AnswerDrafter({f"r{i}": tokens for i, tokens in enumerate(expected)}, config.vocab_size, 4)
     # The reference attention takes its sizes from the host: it is not captured.
     for largest_graph in (0,) if attention == "torch" else (0, 16):
-        setup = Setup(largest_graph=largest_graph, num_drafts=3, drafter=oracle)
+        setup = Setup(largest_graph=largest_graph, num_drafts=3, drafter=drafter)
         with gpu_engine(directory, setup, attention=attention) as engine:
             assert engine.run(requests(5, params)) == expected
             load = engine.engine.load

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gpu_service.build import Built, WarmUpGate, build_engine
-from gpu_service.engine.interface import NullObserver, OutputDelta
+from gpu_service.engine.interface import EngineObserver, NullObserver, OutputDelta
 from gpu_service.ops import backends
 from gpu_service.request import Request
 from moebius.config import MoebiusConfig
@@ -39,7 +39,7 @@ class RunningEngine:
 
 
 @contextmanager
-def running_engine(config: MoebiusConfig) -> Iterator[RunningEngine]:
+def running_engine(config: MoebiusConfig, observer: EngineObserver | None = None) -> Iterator[RunningEngine]:
     """Built, warm and sealed; at the end stops it and checks its books."""
     ended = threading.Semaphore(0)
 
@@ -51,7 +51,7 @@ def running_engine(config: MoebiusConfig) -> Iterator[RunningEngine]:
     # An earlier engine's mailbox is that engine's until nothing refers to it any more.
     gc.collect()
     gate = WarmUpGate()
-    built = build_engine(config, NullObserver(), gate.on_output)
+    built = build_engine(config, observer or NullObserver(), gate.on_output)
     built.engine.start()
     try:
         gate.run(built.engine, built.model_config.vocab_size, WAIT_S, built.warm_up_tokens)

@@ -13,7 +13,7 @@ from gpu_service.request import Request
 Answers = Mapping[str, Sequence[int]]  # tokens of each request, by its id
 
 
-class OracleDrafter:
+class AnswerDrafter:
     """Guesses what a request said before; `wrong_every` n: of each n tokens the last one is another."""
 
     def __init__(self, answers: Answers, vocab_size: int, wrong_every: int = 0) -> None:
@@ -42,7 +42,7 @@ class FixedDrafter:
         return list(self._token_ids[:count])
 
 
-class DeviceOracle:
+class DeviceAnswerDrafter:
     """A `DeviceDrafter` that knows texts, and finds its place in one by the newest tokens."""
 
     def __init__(self, texts: Sequence[Sequence[int]], error: Exception | None = None) -> None:

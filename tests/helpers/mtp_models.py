@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,18 @@ def _published(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]
         stem = name.removesuffix("down_proj")
         return [(f"{stem}{expert}.down_proj.weight", matrix) for expert, matrix in enumerate(tensor)]
     return [(name, tensor)]
+
+
+# A family's name and how many heads it has: its checkpoint, and transformers' of it.
+MtpModels = Callable[[str, int], tuple[Path, MtpReference]]
+
+
+def cached_mtp_models(root: Path) -> MtpModels:
+    """Writes each below `root` once."""
+
+    @cache
+    def make(name: str, heads: int) -> tuple[Path, MtpReference]:
+        directory = root / f"{name}-{heads}"
+        return directory, write_mtp_model(name, directory, heads)
+
+    return make

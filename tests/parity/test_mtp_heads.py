@@ -6,15 +6,11 @@ checkpoint that has them is served without them bit by bit as one that has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-
 import pytest
 import torch
 
 from moebius.models.config import ModelOverrides
-from tests.helpers.mtp_models import MtpReference, head_logits, write_mtp_model
+from tests.helpers.mtp_models import MtpModels, cached_mtp_models, head_logits
 from tests.helpers.paged_runner import load_runner
 from tests.tolerances import LOGITS_FLOAT32_SELF, LOGITS_FLOAT32_VS_TRANSFORMERS
 
@@ -37,22 +33,13 @@ def _family(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, MtpReference]]:
-    root = tmp_path_factory.mktemp("mtp")
-
-    @cache
-    def make(name: str, heads: int) -> tuple[Path, MtpReference]:
-        directory = root / f"{name}-{heads}"
-        return directory, write_mtp_model(name, directory, heads)
-
-    return make
+def written(tmp_path_factory: pytest.TempPathFactory) -> MtpModels:
+    return cached_mtp_models(tmp_path_factory.mktemp("mtp"))
 
 
 @pytest.mark.covering(1, name=_family)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_heads_logits_match_transformers(
-    name: str, written: Callable[[str, int], tuple[Path, MtpReference]]
-) -> None:
+def test_a_heads_logits_match_transformers(name: str, written: MtpModels) -> None:
     directory, reference = written(name, 1)
     runner = load_runner(directory, overrides=ModelOverrides(mtp_heads=1))
     (found,) = head_logits(runner, TOKENS)
@@ -61,7 +48,7 @@ def test_a_heads_logits_match_transformers(
     torch.testing.assert_close(found[:-1], expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
 
 
-def test_two_heads_follow_one_another(written: Callable[[str, int], tuple[Path, MtpReference]]) -> None:
+def test_two_heads_follow_one_another(written: MtpModels) -> None:
     """The second reads what the first made, and has a cache and experts of its own."""
     directory, reference = written("glm4_moe", 2)
     runner = load_runner(directory, overrides=ModelOverrides(mtp_heads=5))
@@ -73,7 +60,7 @@ def test_two_heads_follow_one_another(written: Callable[[str, int], tuple[Path, 
 
 
 def test_only_as_many_heads_as_are_asked_for_are_loaded(
-    written: Callable[[str, int], tuple[Path, MtpReference]],
+    written: MtpModels,
 ) -> None:
     runner = load_runner(written("glm4_moe", 2)[0], overrides=ModelOverrides(mtp_heads=1))
     assert (runner.model.config.num_mtp_heads, len(runner.model.model.layers)) == (1, 4)
@@ -81,9 +68,7 @@ def test_only_as_many_heads_as_are_asked_for_are_loaded(
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
-def test_steps_of_any_size_give_the_heads_logits(
-    name: str, written: Callable[[str, int], tuple[Path, MtpReference]]
-) -> None:
+def test_steps_of_any_size_give_the_heads_logits(name: str, written: MtpModels) -> None:
     """What a head keeps of earlier steps lies in its cache."""
     runner = load_runner(written(name, 1)[0], overrides=ModelOverrides(mtp_heads=1))
     (whole,) = head_logits(runner, TOKENS)
@@ -92,7 +77,7 @@ def test_steps_of_any_size_give_the_heads_logits(
 
 
 def test_a_model_served_without_its_heads_is_the_same_and_loads_none(
-    written: Callable[[str, int], tuple[Path, MtpReference]],
+    written: MtpModels,
 ) -> None:
     directory, reference = written("glm4_moe", 1)
     plain, with_head = (load_runner(directory, overrides=ModelOverrides(mtp_heads=heads)) for heads in (0, 1))

@@ -5,18 +5,14 @@ Four requests at once, through chunked prefill, mixed batches, prefix hits, pree
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from gpu_service.build import build_engine
-from gpu_service.engine.interface import OutputDelta
 from gpu_service.request import Request, SamplingParams
-from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
+from tests.helpers.built_engine import running_engine
 from tests.helpers.tiny_dsa_models import DSA_MODELS
 from tests.helpers.tiny_linear_models import LINEAR_MODELS
 from tests.helpers.tiny_mla_models import MLA_MODELS
@@ -74,24 +70,10 @@ def _run(directory: Path, gpu: GpuConfig, num_tokens: int) -> list[Request]:
         gpu=gpu,
         experts=ExpertConfig(expert_transport="local"),
     )
-    ended = threading.Semaphore(0)
-
-    def on_output(deltas: list[OutputDelta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                ended.release()
-
-    telemetry = EngineTelemetry(EngineMetrics("tiny", CollectorRegistry()))
-    built = build_engine(config, telemetry, on_output)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     requests = [Request(f"r{i}", list(prompt), params) for i, prompt in enumerate(PROMPTS)]
-    built.engine.start()
-    try:
-        for request in requests:
-            built.engine.submit([request])
-        assert all(ended.acquire(timeout=60) for _ in requests)
-    finally:
-        built.engine.stop()
+    with running_engine(config) as engine:
+        engine.run(requests)
     return requests
 
 

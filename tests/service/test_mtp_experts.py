@@ -22,7 +22,7 @@ from moebius.config_loader import load_config
 from moebius.expert_slices import SliceRequest
 from moebius.mailbox_plan import mailbox_geometry
 from moebius.models.read import read_geometry
-from moebius.served_model import mtp_heads, read_served_geometry, read_served_model
+from moebius.served_model import read_served_geometry, read_served_model
 from moebius.weight_segment import WeightSegment, segment_path
 from tests.helpers.mtp_models import write_mtp_model
 from tests.tolerances import EXPERTS_FLOAT32
@@ -91,7 +91,7 @@ def test_all_processes_read_the_same_of_the_settings(model: Path, memory: Path) 
     """Engine, mailbox, expert servers and the plan of their memory; more drafts need no second head."""
     off = load_config(None, {"model": str(model)})
     on = load_config(None, {"model": str(model), "speculative_method": "mtp", "num_draft_tokens": "4"})
-    assert (mtp_heads(off), mtp_heads(on)) == (0, 4)
+    assert (off.gpu.mtp_heads, on.gpu.mtp_heads) == (0, 4)
     assert (read_served_model(off).num_layers, read_served_model(on).num_layers) == (LAYERS, LAYERS + 1)
     assert mailbox_geometry(on, read_served_geometry(on)).num_layers == LAYERS + 1
     request = replace(SliceRequest.from_config(on), split_count=1)
