@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,3 +38,27 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     for chunk in (None, 4):
         _, logits = runner.prefill(PROMPT, chunk=chunk)
         torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
+
+
+@pytest.mark.parametrize("model_type", ["minimax_text_01", "minimax_m1"])
+@pytest.mark.parametrize("saved_by_transformers", [False, True])
+def test_minimaxs_published_keys(model_type: str, saved_by_transformers: bool, tmp_path: Path) -> None:
+    """They mean what transformers' do, and count where transformers has written its defaults next to them."""
+    reference = write_tiny_model(TINY_MODELS["minimax"], tmp_path, seed=3)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    kinds = config.pop("layer_types")
+    published: dict[str, Any] = {"model_type": model_type}
+    published["attn_type_list"] = [int(kind == "full_attention") for kind in kinds]
+    names = {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}
+    for theirs, ours in names.items():
+        for value in ("alpha", "beta"):
+            published[f"layernorm_{ours}_{value}"] = config.pop(f"{theirs}_{value}_factor")
+    if saved_by_transformers:
+        class_defaults = type(reference.config)(num_hidden_layers=len(kinds)).to_dict()
+        written = ("layer_types", *(key for key in class_defaults if key.endswith("_factor")))
+        config |= {key: class_defaults[key] for key in written}
+    path.write_text(json.dumps(config | published))
+    expected = reference_logits(reference, PROMPT)
+    _, logits = load_runner(tmp_path).prefill(PROMPT)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)

@@ -162,7 +162,12 @@ def test_all_experts_are_found(name: str, tmp_path: Path) -> None:
 
 
 # Spellings that transformers has no configuration class for, and where it knows them as others.
-_KNOWN_AS = {"AXK1": "axk1", "ernie4_5_moe_vl": "ernie4_5_vl_moe", "kimi_k2": "deepseek_v3"}
+_KNOWN_AS = {
+    "AXK1": "axk1",
+    "ernie4_5_moe_vl": "ernie4_5_vl_moe",
+    "kimi_k2": "deepseek_v3",
+    "minimax_m1": "minimax",
+}
 # Read of generation_config.json or the tokenizer as well; classes have defaults where a model has none.
 _OF_ENDS = ("bos_token_id", "eos_token_ids", "unread_keys")
 
@@ -221,11 +226,13 @@ def test_new_and_old_spellings_are_read_alike(name: str, tmp_path: Path) -> None
 def test_every_family_has_a_published_model() -> None:
     """But for the text models of Gemma 4, Llama 4, Mistral Small 4, Qwen3.5 and Qwen3.8 by themselves, two
     relatives of Granite 3 whose sizes no source in reach quotes: names are what transformers writes, and
-    another spelling of A.X K1.
+    other spellings of A.X K1 and MiniMax-M1.
     """
     covered = {str(Published.load(name).config["model_type"]) for name in NAMES}
     texts = {"gemma4_text", "llama4_text", "mistral4", "qwen3_5_moe_text", "qwen4_exp_text"}
-    assert set(FAMILIES) - covered <= texts | {"axk1", "granitemoe_swa", "granitemoeshared"}
+    assert set(FAMILIES) - covered <= texts | {
+        *("axk1", "granitemoe_swa", "granitemoeshared", "minimax_text_01"),
+    }
 
 
 def test_nvidias_copy_of_step_3_7_has_its_names_inside_of_model(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """MiniMax-Text-01 and MiniMax-M1 (456B-A46B): lightning attention in most layers, Mixtral's experts, and a
 residual stream of what was normed.
 
-Sources: MiniMax-01 (arXiv:2501.08313), configuration class and model of transformers 5.23. That model rotates
-whole heads; the published one rotates `rotary_dim` elements of each, which is read here.
+Sources: MiniMax-01 (arXiv:2501.08313), configuration class and model of transformers 5.23, and MiniMax-M1's
+published config.json, whose `model_type` and keys are others. Transformers' model rotates whole heads; the
+published one rotates `rotary_dim` elements of each, which is read here.
 """
 
 from __future__ import annotations
@@ -22,8 +23,27 @@ _LINEAR = "linear_attention"
 _HARMLESS = ("block_size", "router_jitter_noise", "shared_moe_mode")
 
 
+# By transformers' names, those of the published configuration. They count where a file has both: transformers
+# writes its own defaults next to what it does not know.
+_PUBLISHED = {
+    "full_attn": "layernorm_full_attention",
+    "linear_attn": "layernorm_linear_attention",
+    "mlp": "layernorm_mlp",
+}
+
+
 def _linear_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """Without a list every second layer. Raises ModelConfigError unless there are layers of both kinds."""
+    """Of names or of the published numbers; without a list every second layer.
+
+    Raises ModelConfigError unless there are layers of both kinds.
+    """
+    numbers = hf.integers("attn_type_list")
+    if numbers:
+        hf.skip("layer_types")
+        if len(numbers) != num_layers or set(numbers) != {0, 1}:
+            allowed = f"{num_layers} of 0 (linear attention) and 1 (full attention), both of them"
+            raise hf.error("attn_type_list", list(numbers), allowed)
+        return frozenset(layer for layer, number in enumerate(numbers) if number == 0)
     default = tuple(_LINEAR if layer % 2 else FULL for layer in range(num_layers))
     kinds = hf.strings("layer_types") or default
     if len(kinds) != num_layers or set(kinds) != {FULL, _LINEAR}:
@@ -36,7 +56,11 @@ def _residuals(hf: HfKeys) -> NormedResidualConfig:
         raise hf.error("postnorm", False, "true")
 
     def weights(half: str) -> tuple[float, float]:
-        return hf.number(f"{half}_alpha_factor", default=1), hf.number(f"{half}_beta_factor", default=1)
+        alpha, beta = (
+            hf.number(f"{_PUBLISHED[half]}_{name}", f"{half}_{name}_factor", default=1)
+            for name in ("alpha", "beta")
+        )
+        return alpha, beta
 
     return NormedResidualConfig(weights("full_attn"), weights("linear_attn"), weights("mlp"))
 
@@ -57,7 +81,7 @@ def read_minimax(hf: HfKeys) -> ModelConfig:
     rotated = hf.integer("rotary_dim", default=head_dim) / head_dim
     return ModelConfig(
         **common,
-        model_type="minimax",
+        model_type=hf.string("model_type"),
         rope=read_rope(hf, head_dim, default_theta=1e6, default_partial_factor=rotated),
         moe=MoeConfig(router, common["intermediate_size"], 0, frozenset(range(num_layers))),
         attention_windows=read_one_window(hf, num_layers),
@@ -79,6 +103,7 @@ _COMPUTED = tuple(
     drop(f"model.layers.*.self_attn.{name}")
     for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 )
-FAMILIES = (
-    Family("minimax", read_minimax, TensorNames((ROTARY, MINIMAX_GATE, *_COMPUTED), ("per_expert_w123",))),
+_NAMES = TensorNames((ROTARY, MINIMAX_GATE, *_COMPUTED), ("per_expert_w123",))
+FAMILIES = tuple(
+    Family(model_type, read_minimax, _NAMES) for model_type in ("minimax", "minimax_text_01", "minimax_m1")
 )
