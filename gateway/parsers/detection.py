@@ -56,7 +56,12 @@ _REASONING_SIGNS = (
     ("<longcat_think>", "longcat"),
 )
 # Families whose lists of calls are called as another one's, or whose answers stand in tags.
-_LISTS_OF_FAMILIES = {"hunyuan_v1_moe": "hunyuan_a13b", "jamba": "jamba"}
+_LISTS_OF_FAMILIES = {
+    "hunyuan_v1_moe": "hunyuan_a13b",
+    "jamba": "jamba",
+    "minimax": "minimax_m1",
+    "minimax_m1": "minimax_m1",
+}
 _ANSWERS = (("<response>", "ernie45"), ("<answer>", "hunyuan_a13b"))
 
 
@@ -93,6 +98,8 @@ def detected_reasoning_parser(model_type: str, template: str) -> str | None:
         return found
     if "<|think|>" in template and "<|content|>" in template:
         return "solar_open"
+    if model_type == "minimax_m1":
+        return "qwen3"  # its template does not show a thought
     if "<think>" not in template and "</think>" not in template:
         return None
     if model_type in _REASONING_OF_FAMILIES:

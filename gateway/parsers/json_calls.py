@@ -109,6 +109,16 @@ class Hermes(NamedObject):
         return True
 
 
+class MinimaxM1(Hermes):
+    """MiniMax-M1: an object a line, all in one pair of tags."""
+
+    framing = ToolFraming(
+        '{"name": "{name}", "arguments": ', "}", begin="<tool_calls>\n", separator="\n", end="\n</tool_calls>"
+    )
+    openers = ("<tool_calls>",)
+    closers = ("</tool_calls>",)
+
+
 class LlamaJson(NamedObject):
     """Llama 3.1 and later: bare objects with `parameters`, several apart by semicolons."""
 

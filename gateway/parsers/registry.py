@@ -19,6 +19,7 @@ from gateway.parsers.json_calls import (
     KimiK2,
     LlamaJson,
     Longcat,
+    MinimaxM1,
     Mistral,
     SolarOpen,
 )
@@ -80,6 +81,7 @@ TOOLS: dict[str, type[ToolFormat]] = {
     "glm45": Glm45,
     "glm47": Glm47,
     "kimi_k2": KimiK2,
+    "minimax_m1": MinimaxM1,
     "minimax_m2": MinimaxM2,
     "minimax_m3": MinimaxM3,
     "gemma4": Gemma4,

@@ -239,6 +239,8 @@ RECORDED: dict[str, str] = {
     '{"name": "get_time", "arguments": {}}]</tool_calls>',
     "jamba": f'Let me see.\n<tool_calls>[\n{{"name": "get_weather", "arguments": {_JSON}}},\n'
     '{"name": "get_time", "arguments": {}}\n]</tool_calls>',
+    "minimax_m1": f'Let me see.\n<tool_calls>\n{{"name": "get_weather", "arguments": {_JSON}}}\n'
+    '{"name": "get_time", "arguments": {}}\n</tool_calls>',
     "longcat": "Let me see.\n<longcat_tool_call>\n" + f'{{"name": "get_weather", "arguments": {_JSON}}}'
     "\n</longcat_tool_call>\n<longcat_tool_call>\n"
     '{"name": "get_time", "arguments": {}}\n</longcat_tool_call>',

@@ -141,6 +141,7 @@ MALFORMED = {
     "qwen3_coder": ["<tool_call>fox</tool_call>", "<function=other>", "<tool_call>\n<function=a\nb>"],
     "glm45": ["<tool_call>the fox runs</tool_call>", "<tool_call>"],
     "kimi_k2": ["<|tool_call_begin|>functions.f:0<|tool_call_end|>", "<|tool_calls_section_begin|>fox"],
+    "minimax_m1": ["<tool_calls>fox", "<tool_calls>\n[1]", '<tool_calls>\n{"a": 1}\n</tool_calls>'],
     "minimax_m2": ["<minimax:tool_call>fox", "<invoke>"],
     "minimax_m3": ["]<]minimax[>[<tool_call>fox", "]<]minimax[>[<invoke>", "]<]minimax[>[<city>"],
     "deepseek_v3": [
@@ -347,6 +348,7 @@ def test_every_name_has_a_parser_and_users_spellings_find_it() -> None:
         ("step3p5", "<think> <tool_call> <function=x> <parameter=y>", "step3p5", "step3p5"),
         ("glm4_moe", "<think> <tool_call> <arg_key>a</arg_key>\n<arg_value>", "glm45", "glm45"),
         ("glm4_moe_lite", "<think> <tool_call> <arg_key>a</arg_key><arg_value>", "glm47", "glm45"),
+        ("minimax_m1", "tools in <tool_calls></tool_calls>", "minimax_m1", "qwen3"),
         ("minimax_m2", "<think> <minimax:tool_call> <invoke>", "minimax_m2", "minimax_m2"),
         ("minimax_m3_vl", "]<]minimax[>[ <tool_call> <mm:think>", "minimax_m3", "minimax_m3"),
         ("kimi_k2", "<|tool_calls_section_begin|> <think>", "kimi_k2", "kimi_k2"),
