@@ -181,6 +181,10 @@ def drawn(draw: random.Random, tiny: TinyModel) -> Values:
     changes: Values = {}
     for change in [*draw.sample(CHANGES, draw.randint(0, 2)), *[_choice] * draw.randint(1, 6)]:
         changes |= change(draw, values | changes)
+    rope = (values | changes).get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        # Which factors count follows from the length that is served, not from a prompt's (docs/checkpoints.md).
+        changes.pop("max_position_embeddings", None)
     return {key: value for key, value in changes.items() if values.get(key) != value}
 
 
