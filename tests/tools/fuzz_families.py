@@ -183,7 +183,7 @@ def drawn(draw: random.Random, tiny: TinyModel) -> Values:
         changes |= change(draw, values | changes)
     rope = (values | changes).get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope":
-        # Which factors count follows from the length that is served, not from a prompt's (docs/checkpoints.md).
+        # Which factors count follows from the length that is served (docs/checkpoints.md), not a prompt's.
         changes.pop("max_position_embeddings", None)
     return {key: value for key, value in changes.items() if values.get(key) != value}
 
