@@ -27,6 +27,26 @@ def test_answer_is_streamed_and_counted(capsys: pytest.CaptureFixture[str]) -> N
     assert sent["stream_options"] == {"include_usage": True}
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [({}, "where the model's context ends"), ({"max_tokens": 9}, "at max_tokens (--max-tokens N)")],
+    ids=["context", "limit"],
+)
+def test_an_answer_that_was_cut_off_says_so(
+    limit: dict[str, int], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On stderr, by what: stdout of a thought that has not ended is empty where it is no terminal."""
+    thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "Hm"}, "finish_reason": None}]}
+    end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+    with scripted_server([thought, end, usage_event(9)]) as server:
+        client = ApiClient(server.base_url)
+        answer = stream_answer(client, {"model": "m", **limit}, [{"role": "user", "content": "?"}])
+        client.close()
+    printed = capsys.readouterr()
+    assert (answer.finish_reason, printed.out) == ("length", "\n")
+    assert printed.err == f"9 tokens, cut off {said}\n"
+
+
 def test_servers_error_is_repeated() -> None:
     """An HTTP error ends as the server's own message with its status."""
     with scripted_server([], status=404) as server:

@@ -136,9 +136,23 @@ def collect(pieces: Iterable[StreamPiece], answer: Answer, printer: Printer) -> 
         printer.end()
 
 
+def cut_off(answer: Answer, body: dict[str, Any], setting: str) -> str:
+    """Where an answer was cut off, and by what; empty: it was not. `setting`: how `max_tokens` is set."""
+    if answer.finish_reason != "length":
+        return ""
+    if body.get("max_tokens") is None:
+        return "cut off where the model's context ends"
+    return f"cut off at max_tokens ({setting})"
+
+
 def stream_answer(client: ApiClient, body: dict[str, Any], messages: list[Message]) -> Answer:
-    """Asks, writes the answer to stdout as it arrives, and returns it with its times."""
+    """Asks, writes the answer to stdout as it arrives, and returns it with its times.
+
+    That it was cut off is said on stderr: of a thought that has not ended, stdout may show nothing.
+    """
     answer = Answer()
     pieces = client.stream("/v1/chat/completions", {**body, "messages": messages})
     collect(pieces, answer, Printer())
+    if note := cut_off(answer, body, "--max-tokens N"):
+        print(f"{answer.completion_tokens} tokens, {note}", file=sys.stderr, flush=True)
     return answer

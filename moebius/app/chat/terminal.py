@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moebius.app.chat.answer import Answer, Printer, collect
+from moebius.app.chat.answer import Answer, Printer, collect, cut_off
 from moebius.app.chat.conversation import COMMANDS, Conversation
 from moebius.app.client import ApiClient
 from moebius.errors import UserError
@@ -56,8 +56,8 @@ def _answer(client: ApiClient, conversation: Conversation) -> None:
             f"{answer.completion_tokens} tokens, {answer.tokens_per_second:.1f} tokens/s, "
             f"first after {answer.time_to_first_token:.2f} s"
         )
-        if answer.finish_reason == "length":
-            note += "; cut off at max_tokens (/set max_tokens N)"
+        if cut := cut_off(answer, conversation.body, "/set max_tokens N"):
+            note += f"; {cut}"
     except KeyboardInterrupt:
         answer.finish_reason, note = "interrupted", "interrupted; what came is kept"
     except UserError as error:

@@ -21,7 +21,10 @@ from moebius.app.cli_options import (
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 
-MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Longest answer, tokens; unset: as long as the model's context allows"),
+]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy")]
 System = Annotated[str, typer.Option(help="System message")]
 Images = Annotated[
@@ -52,7 +55,7 @@ def _add_chat(app: typer.Typer) -> None:
         ca_file: CaFile = "",
         client_cert_file: ClientCertFile = "",
         client_key_file: ClientKeyFile = "",
-        max_tokens: MaxTokens = 1024,
+        max_tokens: MaxTokens = None,
         temperature: Temperature = 0.7,
     ) -> None:
         """Chat with a running server; answers stream. /help lists what can be typed besides messages."""
@@ -86,7 +89,7 @@ def _add_run(app: typer.Typer) -> None:
         ] = "",
         system: System = "",
         image: Images = None,
-        max_tokens: MaxTokens = 1024,
+        max_tokens: MaxTokens = None,
         temperature: Temperature = 0.0,
     ) -> None:
         """Start MODEL, answer one PROMPT on stdout, stop everything."""
@@ -133,5 +136,6 @@ def _address(given: str) -> str:
     return given
 
 
-def _body(model: str, max_tokens: int, temperature: float) -> dict[str, Any]:
-    return {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+def _body(model: str, max_tokens: int | None, temperature: float) -> dict[str, Any]:
+    body = {"model": model, "temperature": temperature}
+    return body if max_tokens is None else body | {"max_tokens": max_tokens}
