@@ -82,6 +82,37 @@ def test_restarts_what_was_killed_and_only_that(trio: Plan, tmp_path: Path) -> N
         assert Path("/dev/shm", SEGMENT).stat().st_ino == inode
 
 
+def test_what_was_ready_is_restarted_while_others_load(tmp_path: Path) -> None:
+    """An engine may load for minutes; an expert server that is killed meanwhile does not end the start, but
+    once: one that dies again and again shows an error."""
+    slow = replace(spec("gpu", OBEDIENT, tmp_path), probe=FileProbe(tmp_path / "loaded"))
+    with Supervisor(plan(tmp_path, spec("expert", OBEDIENT, tmp_path), slow), QUICK) as supervisor:
+        expert = supervisor.processes[0]
+
+        def kill_when_ready(restarts: int) -> None:
+            wait_until(lambda: expert.ready and expert.restarts == restarts)
+            os.kill(expert.pid or 0, signal.SIGKILL)
+
+        def kill_once() -> None:
+            kill_when_ready(0)
+            wait_until(lambda: expert.ready and expert.restarts == 1)
+            (tmp_path / "loaded").write_text("1")
+
+        helper = threading.Thread(target=kill_once)
+        helper.start()
+        assert supervisor.wait_ready()
+        helper.join()
+        assert expert.restarts == 1
+    (tmp_path / "loaded").unlink()
+    with Supervisor(plan(tmp_path, spec("expert", OBEDIENT, tmp_path), slow), QUICK) as supervisor:
+        expert = supervisor.processes[0]
+        helper = threading.Thread(target=lambda: [kill_when_ready(restarts) for restarts in (0, 1)])
+        helper.start()
+        with pytest.raises(ProcessFailed, match="expert could not start: killed by SIGKILL"):
+            supervisor.wait_ready()
+        helper.join()
+
+
 def test_a_full_directory_does_not_end_what_serves(trio: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run file that cannot be written is logged; the dead process is restarted all the same."""
     with Supervisor(trio, QUICK) as supervisor:

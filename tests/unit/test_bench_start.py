@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from moebius.app.bench.start import ServeLog, Serving, StartRow, drop_from_page_cache, run
+from moebius.app.bench.start import ServeLog, Serving, StartRow, _kill_one, drop_from_page_cache, run
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 
@@ -35,6 +38,8 @@ def test_summaries_and_returns_are_found_between_other_lines() -> None:
     assert log.phases == {"gpu": {"starting Python": 1.5}, "expert-0": {"starting Python": 0.5}}
     assert log.returned == ["expert-0"]
     assert len(log.last_lines) == 6
+    assert not log.is_supervised
+    assert log_of({"event": "ready", "process": "supervisor", "model": "m"}).is_supervised
 
 
 def test_expert_servers_are_read_from_the_run_file(tmp_path: Path) -> None:
@@ -42,8 +47,25 @@ def test_expert_servers_are_read_from_the_run_file(tmp_path: Path) -> None:
     running = [{"name": name, "pid": pid} for name, pid in (("gpu", 5), ("expert-1", 7), ("expert-0", 6))]
     run_file = tmp_path / "run.json"
     run_file.write_text(json.dumps({"processes": running}))
-    serving = Serving(None, "model", 1.0, log_of(), run_file)  # type: ignore[arg-type]
+    serving = Serving(None, "model", 1.0, log_of(), run_file, None)  # type: ignore[arg-type]
     assert min(serving.expert_servers().items()) == ("expert-0", 6)
+
+
+def test_a_system_that_ends_instead_of_returning_is_reported(tmp_path: Path) -> None:
+    """At once, and with its last words."""
+    run_file = tmp_path / "run.json"
+    with (
+        subprocess.Popen(["sleep", "60"]) as server,
+        subprocess.Popen(["sleep", "0"], text=True) as ended,
+    ):
+        ended.wait()
+        run_file.write_text(json.dumps({"processes": [{"name": "expert-0", "pid": server.pid}]}))
+        log = log_of({"event": "ready", "process": "supervisor"}, "gave up")
+        client = SimpleNamespace(stream=lambda *_: [])
+        system = Serving(client, "model", 1.0, log, run_file, ended)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=r"expert-0 did not come back:(.|\n)*gave up"):
+            _kill_one(system)
+        assert server.wait() == -signal.SIGKILL
 
 
 def test_rows_are_json() -> None:

@@ -60,6 +60,8 @@ class ServeLog:
         # Lines that say that a process is ready again, after it had ended.
         self.returned: list[str] = []
         self.last_lines: list[str] = []
+        # Whether the supervisor has seen that all are ready, and restarts what ends from now on.
+        self.is_supervised = False
         self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
         self._thread.start()
 
@@ -84,6 +86,8 @@ class ServeLog:
             self.phases[str(entry["process"])] = entry["phases"]
         if entry.get("event") == "process ready":
             self.returned.append(str(entry["name"]))
+        if entry.get("event") == "ready" and entry.get("process") == "supervisor":
+            self.is_supervised = True
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class Serving:
     ready_s: float
     log: ServeLog
     run_file: Path
+    process: subprocess.Popen[str]
 
     def ask(self) -> float:
         """Seconds that a short request takes."""
@@ -130,7 +135,7 @@ def serving(config: MoebiusConfig, jit_cache: str) -> Iterator[Serving]:
             ready_s = time.monotonic() - begin
             run_file = state / f"serve-{own.gateway.port}" / "run.json"
             client = ApiClient(base_url)
-            yield Serving(client, client.first_model().name, ready_s, log, run_file)
+            yield Serving(client, client.first_model().name, ready_s, log, run_file, process)
             client.close()
         finally:
             process.send_signal(signal.SIGTERM)
@@ -201,12 +206,14 @@ def _kill_one(system: Serving) -> StartRow:
     system.log.phases.pop(name, None)
     answered: list[float] = []
     asking = threading.Thread(target=lambda: answered.append(system.ask()))
+    while not system.log.is_supervised and system.process.poll() is None:
+        time.sleep(_POLL_S / 10)
     begin = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     asking.start()
     while name not in system.log.returned:
         time.sleep(_POLL_S / 10)
-        if time.monotonic() - begin > _STOP_S * 10:
+        if system.process.poll() is not None or time.monotonic() - begin > _STOP_S * 10:
             raise UserError(f"{name} did not come back:\n" + "\n".join(system.log.last_lines))
     ready_s = time.monotonic() - begin
     asking.join()

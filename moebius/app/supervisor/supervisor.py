@@ -149,11 +149,12 @@ class Supervisor:
     def wait_ready(self) -> bool:
         """Blocks until every process is ready; False when a signal came first.
 
-        Raises StartupError when a process ends or hangs before that, or the time is over: a restart would
-        only repeat, more slowly, an error that the user has to fix.
+        Raises StartupError when a process ends or hangs before it is ready, or the time is over: a restart
+        would only repeat, more slowly, an error that the user has to fix.
         """
         end = time.monotonic() + self._timing.ready_timeout_s
         while not self.stopping:
+            self._restart_lost()
             self._refuse_exits()
             self._refuse_hangs()
             for process in self.processes:
@@ -198,6 +199,20 @@ class Supervisor:
             process.start()
             self._record()
             self._on_event(process.spec.name, "starting")
+
+    def _restart_lost(self) -> None:
+        """Starts a process again that had been ready and ended, while others still load: that may take many
+        minutes, and it is back in one second. Once each; those of a group start together or not at all.
+        """
+        now = time.monotonic()
+        for process in self.processes:
+            if process.spec.group:
+                continue
+            if process.ready and process.exit_code is not None and process.restarts == 0:
+                self._note_exit(process, now)
+            elif process.noted_exit and process.restart_if_due(now):
+                self._update_record()
+                self._on_event(process.spec.name, "starting")
 
     def _refuse_exits(self) -> None:
         """Raises StartupError for a process that has ended; those that only follow another one come last."""
