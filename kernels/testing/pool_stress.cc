@@ -97,7 +97,8 @@ bool due(uint64_t index, uint64_t every) { return every != 0 && index % every ==
 }  // namespace
 
 StressResult stress(const StressOptions& options) {
-  // Not on the stack, where the address sanitizer of GCC 12 and 13 puts what is aligned to 64 bytes wrongly.
+  // Not on the stack, where the address sanitizer of some builds of GCC 12 and 13 (Ubuntu 24.04's) misplaces what is
+  // aligned to 64 bytes.
   const auto owned = std::make_unique<ThreadPool>(options.threads, std::vector<int>{}, options.spin);
   ThreadPool& pool = *owned;
   StressResult result;

@@ -145,7 +145,8 @@ void check_stats(const FuzzCase& fuzz, const FuzzRequest& request, const ExpertE
 
 void run_case(const FuzzCase& fuzz) {
   Random random(fuzz.seed ^ 0x5eed);
-  // Not on the stack, where the address sanitizer of GCC 12 and 13 puts what is aligned to 64 bytes wrongly.
+  // Not on the stack, where the address sanitizer of some builds of GCC 12 and 13 (Ubuntu 24.04's) misplaces what is
+  // aligned to 64 bytes.
   const auto owned = std::make_unique<ExpertEngine>(fuzz.options);
   ExpertEngine& engine = *owned;
   const std::vector<UnpackedExpert> experts = fill_engine(fuzz, engine, random);
