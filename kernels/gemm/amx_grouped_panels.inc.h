@@ -1,10 +1,10 @@
 // GEMMs of some dozen rows whose groups of k are scaled in float32. Included INSIDE an anonymous namespace, after
 // amx_grouped.inc.h.
 //
-// Some panels at a time, a chunk of k at a time, up to 16 rows at a time with their totals in registers: a sum that leaves its
-// tile is read once and written once. A chunk of a panel meets all rows, and between these products the tiles that come
-// next are made, of codes without a scale: 32 cycles a tile, where scaled weights in two parts take 140 (llvm-mca's model
-// of Ice Lake), more than the products of 64 rows.
+// Some panels at a time, a chunk of k at a time, up to 16 rows at a time with their totals in registers: a sum that
+// leaves its tile is read once and written once. A chunk of a panel meets all rows, and between these products the
+// tiles that come next are made, of codes without a scale: 32 cycles a tile, where scaled weights in two parts take 140
+// (llvm-mca's model of Ice Lake), more than the products of 64 rows.
 
 constexpr uint32_t kPanelsChunk = 8;       // steps; a group has at most 4
 constexpr uint32_t kPanelsTogether = 2;    // that a chunk of rows meets while it is in L1

@@ -184,8 +184,7 @@ void MoeForward::cut_down(const LayerCall& call) {
                       1u};
   TaskCutter cutter(panels, pool_.size());
   down_tasks_.clear();
-  const auto take = [&](uint32_t panel, uint32_t count) { down_tasks_.push_back({panel, count}); };
-  cutter.is_coarse(panels, unit) ? cutter.cut_evenly(panels, unit, take) : cutter.cut(panels, unit, take);
+  cutter.cut_whole(panels, unit, [&](uint32_t panel, uint32_t count) { down_tasks_.push_back({panel, count}); });
 }
 
 void MoeForward::multiply(const GemmKernel& kernel, GemmWork& work, uint32_t worker) {

@@ -31,16 +31,12 @@ TaskCutter::Sizes TaskCutter::sizes_of(const TaskUnit& unit) const {
   return {in_steps(least), in_steps(most), enough};
 }
 
-bool TaskCutter::is_coarse(uint32_t units, const TaskUnit& unit) const {
-  const uint32_t least = sizes_of(unit).least;
-  return least > 1 && kFineTasks * least * num_threads_ > units;
-}
-
 uint32_t TaskCutter::even_tasks(uint32_t units, const TaskUnit& unit) const {
-  const uint32_t rounds = std::max(units / (sizes_of(unit).least * num_threads_), 1u);
+  const Sizes sizes = sizes_of(unit);
+  if (sizes.least == 1 || kFineTasks * sizes.least * num_threads_ <= units) return 0;
+  const uint32_t rounds = std::max(units / (sizes.least * num_threads_), 1u);
   // More where results of the largest would be too many.
-  const uint32_t most = sizes_of(unit).most;
-  return std::min(units, std::max(rounds * num_threads_, (units + most - 1) / most));
+  return std::min(units, std::max(rounds * num_threads_, (units + sizes.most - 1) / sizes.most));
 }
 
 uint32_t TaskCutter::next(uint32_t left, const TaskUnit& unit, const Sizes& sizes) {

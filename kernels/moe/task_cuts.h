@@ -17,8 +17,8 @@ struct TaskUnit {
   uint32_t step;        // tasks have a multiple of it where possible
 };
 
-// Weights of the largest task. With many rows each task also reads, and may copy, those, from the caches of whoever wrote
-// them: it had better have several times as many weights.
+// Weights of the largest task. With many rows each task also reads, and may copy, those, from the caches of whoever
+// wrote them: it had better have several times as many weights.
 size_t most_task_bytes(size_t all_row_bytes);
 
 class TaskCutter {
@@ -38,19 +38,18 @@ class TaskCutter {
     }
   }
 
-  // For units that is_coarse() says so of: equal tasks, as many for one thread as for another.
+  // The same of a sequence that is all there is to do. Where even the smallest tasks are a good part of a thread's
+  // share, whoever took the last one would keep all others waiting: there tasks are equal, and as many for each thread.
   template <class Take>
-  void cut_evenly(uint32_t units, const TaskUnit& unit, Take&& take) const {
+  void cut_whole(uint32_t units, const TaskUnit& unit, Take&& take) {
     const uint32_t tasks = even_tasks(units, unit);
+    if (tasks == 0) return cut(units, unit, take);
     for (uint32_t task = 0, first = 0; task < tasks; ++task) {
       const uint32_t count = units / tasks + (task < units % tasks ? 1 : 0);
       take(first, count);
       first += count;
     }
   }
-
-  // Whether the smallest task is so much of a thread's part that whoever takes the last one keeps all others waiting.
-  bool is_coarse(uint32_t units, const TaskUnit& unit) const;
 
  private:
   // Units of the smallest and the largest task, and the remaining cost from which on tasks are that large.
@@ -61,7 +60,7 @@ class TaskCutter {
   };
 
   Sizes sizes_of(const TaskUnit& unit) const;
-  uint32_t even_tasks(uint32_t units, const TaskUnit& unit) const;
+  uint32_t even_tasks(uint32_t units, const TaskUnit& unit) const;  // 0: small ones even out
   uint32_t next(uint32_t left, const TaskUnit& unit, const Sizes& sizes);
 
   double remaining_;

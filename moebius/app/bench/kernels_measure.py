@@ -141,6 +141,21 @@ def random_hidden_states(rows: int, hidden_size: int) -> NDArray[np.uint16]:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def timed_calls(engine: ExpertEngine, layers: int, calls: Sequence[Routing]) -> Callable[[int], float]:
+    """A function that makes the call of a number, on changing layers, and returns its seconds."""
+    rows, hidden_size = calls[0].rows, engine.backend.hidden_size
+    hidden_states = random_hidden_states(rows, hidden_size)
+    output = np.empty((rows, hidden_size), dtype=np.float32)
+
+    def call(number: int) -> float:
+        chosen = calls[number % len(calls)]
+        begin = time.perf_counter()
+        engine.forward(number % layers, hidden_states, chosen.topk_ids, chosen.topk_weights, output=output)
+        return time.perf_counter() - begin
+
+    return call
+
+
 def measure(
     engine: ExpertEngine,
     layers: int,
@@ -152,16 +167,7 @@ def measure(
 
     `between` is called every now and then in the same time, e.g. to measure what the machine gives just then.
     """
-    rows, hidden_size = calls[0].rows, engine.backend.hidden_size
-    hidden_states = random_hidden_states(rows, hidden_size)
-    output = np.empty((rows, hidden_size), dtype=np.float32)
-
-    def call(number: int) -> float:
-        chosen = calls[number % len(calls)]
-        begin = time.perf_counter()
-        engine.forward(number % layers, hidden_states, chosen.topk_ids, chosen.topk_weights, output=output)
-        return time.perf_counter() - begin
-
+    call = timed_calls(engine, layers, calls)
     for number in range(WARMUP):
         call(number)
     times: list[float] = []
@@ -191,25 +197,15 @@ def measure_pairs(
     Both do the same call one right after the other, and take turns to be first: what a machine gives to its
     other tenants meets both alike.
     """
-    hidden_size = engines[0].backend.hidden_size
-    hidden_states = random_hidden_states(calls[0].rows, hidden_size)
-    output = np.empty((calls[0].rows, hidden_size), dtype=np.float32)
-
-    def call(engine: ExpertEngine, number: int) -> float:
-        chosen = calls[number % len(calls)]
-        begin = time.perf_counter()
-        engine.forward(number % layers, hidden_states, chosen.topk_ids, chosen.topk_weights, output=output)
-        return time.perf_counter() - begin
-
+    timed = tuple(timed_calls(engine, layers, calls) for engine in engines)
     ratios: list[float] = []
     begin = time.perf_counter()
     while len(ratios) < MIN_ITERATIONS or (
         time.perf_counter() < begin + seconds and len(ratios) < MAX_ITERATIONS
     ):
         number = len(ratios)
-        first, second = engines if number % 2 == 0 else engines[::-1]
-        times = {id(engine): call(engine, number) for engine in (first, second)}
-        ratios.append(times[id(engines[1])] / times[id(engines[0])])
+        seconds_of = {i: timed[i](number) for i in ((0, 1) if number % 2 == 0 else (1, 0))}
+        ratios.append(seconds_of[1] / seconds_of[0])
     return statistics.median(ratios)
 
 

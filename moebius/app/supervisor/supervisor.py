@@ -210,9 +210,8 @@ class Supervisor:
                 continue
             if process.ready and process.exit_code is not None and process.restarts == 0:
                 self._note_exit(process, now)
-            elif process.noted_exit and process.restart_if_due(now):
-                self._update_record()
-                self._on_event(process.spec.name, "starting")
+            else:
+                self._restart_if_due(process, now)
 
     def _refuse_exits(self) -> None:
         """Raises StartupError for a process that has ended; those that only follow another one come last."""
@@ -248,14 +247,20 @@ class Supervisor:
             self._note_exit(process, now)
         elif hang is not None:
             process.kill_for(hang)
-        elif (group is None or group.may_restart(name)) and process.restart_if_due(now):
+        elif (group is None or group.may_restart(name)) and self._restart_if_due(process, now):
             if group is not None:
                 group.note_start(name)
-            self._update_record()
-            self._on_event(name, "starting")
         elif process.check_ready():
             log.info("process ready", name=name, restarts=process.restarts)
             self._on_event(name, "ready")
+
+    def _restart_if_due(self, process: ManagedProcess, now: float) -> bool:
+        """Starts a process again whose pause is over; True when it did."""
+        if not process.restart_if_due(now):
+            return False
+        self._update_record()
+        self._on_event(process.spec.name, "starting")
+        return True
 
     def _note_exit(self, process: ManagedProcess, now: float) -> None:
         """Plans a restart and says so in one line, or gives up."""
