@@ -122,6 +122,7 @@ def test_a_lost_server_ends_the_bench(tmp_path: Path) -> None:
     assert "expert-0 ended: " in ended.stderr
 
 
+# Short sleeps: see tests/unit/test_exits.py.
 SIGNALLED = """
 import sys, time
 from moebius.app.bench.engine import servers
@@ -130,13 +131,15 @@ from moebius.config_loader import load_config
 
 def wait(supervisor):
     print(*(segment.name for segment in supervisor._plan.segments), flush=True)
-    time.sleep(60)
+    while True:
+        time.sleep(0.01)
 
 def run():
     flags = {"model": sys.argv[1], "expert_servers": 1, "calibrate_kernels": False}
     with servers.running_servers(load_config(None, flags)) as running:
         print(running.config.experts.mailbox, flush=True)
-        time.sleep(60)
+        while True:
+            time.sleep(0.01)
 
 if sys.argv[2] == "loading":
     servers.Supervisor.wait_ready = wait
