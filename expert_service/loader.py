@@ -19,9 +19,16 @@ from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.checkpoint.matrix_finder import is_ignored
 from moebius.expert_slices import REQUANTISED, ExpertDtype, ExpertSlice
 from moebius.kernels import ExpertEngine, LoadError
+from moebius.limits import available_memory
 from moebius.models.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.models.geometry import MoeGeometry
 from moebius.progress import Progress, phase
+
+# Of available memory: an engine's weights and KV cache, and the files of programs that run.
+MEMORY_FOR_OTHERS = 0.2
+# What the system shall keep of files that do not fit, bytes: servers that pack parts of the same experts are
+# so far apart at most.
+CACHED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -223,12 +230,14 @@ def load_experts(
     num_threads: int = 1,
     held: Mapping[int, Sequence[int]] | None = None,
     on_packed: Callable[[], None] = lambda: None,
+    num_servers: int = 1,
 ) -> Iterator[LoadedLayer]:
     """Pack the experts of the slice, yielding each layer, in order, once it is done.
 
     `held`: by layer, ids of the experts that are wanted here, ascending (`ExpertSlice.held`), None: all; no
     other one is read or given memory. Those that the engine found packed in its segment are not read again.
     `on_packed` is called by the threads that load, after each expert: a layer may take minutes.
+    `num_servers` load at the same time, about as much each.
     Raises CheckpointError naming a tensor, ValueError, or LoadCancelled. Closing it ends the threads.
     """
     layers = plan.model.moe_layers
@@ -246,10 +255,13 @@ def load_experts(
     # More threads than a layer has experts would hold sources of several layers.
     count = max(1, min(num_threads, part.num_experts))
     source_bytes = sum(_source_bytes(plan.experts[item], part, plan) for item in missing)
+    cached_bytes = None if _fits_beside(source_bytes * num_servers) else CACHED_BYTES // count
     with phase("packing experts", source_bytes, "GB") as read:
         progress = _Progress(cancelled, iter(missing), totals, count, on_packed, read)
         threads = [
-            threading.Thread(target=_load, args=(engine, plan, part, progress), name=f"load-{number}")
+            threading.Thread(
+                target=_load, args=(engine, plan, part, progress, cached_bytes), name=f"load-{number}"
+            )
             for number in range(count)
         ]
         for thread in threads:
@@ -263,10 +275,17 @@ def load_experts(
                 thread.join()
 
 
-def _load(engine: ExpertEngine, plan: LoadPlan, part: ExpertSlice, progress: _Progress) -> None:
+def _fits_beside(source_bytes: int) -> bool:
+    """Whether the files of experts may stay in memory beside what is packed from them, which is as large."""
+    return 2 * source_bytes < available_memory() * (1 - MEMORY_FOR_OTHERS)
+
+
+def _load(
+    engine: ExpertEngine, plan: LoadPlan, part: ExpertSlice, progress: _Progress, cached_bytes: int | None
+) -> None:
     """One thread's share: whatever is next."""
     try:
-        with MappedReader() as reader:
+        with MappedReader(cached_bytes) as reader:
             while (item := progress.take()) is not None:
                 layer, expert = item
                 reader.reset()

@@ -14,8 +14,9 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from expert_service.errors import LoadCancelled
-from expert_service.host import ExpertHost, LoadSettings, place_process
+from expert_service.host import ExpertHost, LoadSettings
 from expert_service.mailbox_service import FirstCall, MailboxService, Standstill
+from expert_service.placement import place_process
 from expert_service.segment import find_load_record
 from expert_service.servicer import ExpertServicer
 from expert_service.spans import SpanRecorder

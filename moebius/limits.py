@@ -97,6 +97,32 @@ def _pid_groups(root: Path) -> list[Path]:
     return found
 
 
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated without swapping: the kernel's estimate, at most what the cgroup leaves.
+
+    Pages of files that the kernel can drop are available in both.
+    """
+    available = _table(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
+    available = available or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = root / "sys/fs/cgroup"
+    limit = _number(group / "memory.max")
+    if limit is None:
+        return available
+    parts = _table(group / "memory.stat")
+    # Not "file", which counts shared memory, too.
+    cached = parts.get("active_file", 0) + parts.get("inactive_file", 0)
+    return min(available, max(0, limit - (_number(group / "memory.current") or 0) + cached))
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The first number of each line, by its first word; empty where there is no such file."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
+
+
 def out_of_memory_kills(root: Path = Path("/")) -> int:
     """Processes that the kernel has killed because memory, or a group's, ran out; 0: it does not say."""
     try:

@@ -34,9 +34,10 @@ from moebius.app.bench.kernels_measure import (
     measure,
     on_cpu,
 )
-from moebius.app.bench.limits import available_memory, cache_bytes
+from moebius.app.bench.limits import cache_bytes
 from moebius.errors import UserError
 from moebius.kernels import supported_isas
+from moebius.limits import available_memory
 
 WORKER = Path(__file__).with_name("kt_kernel_worker.py")
 # Its INT4, the worst, is off by 29 % for normally distributed weights.

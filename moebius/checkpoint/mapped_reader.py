@@ -3,10 +3,15 @@
 A loader that packs what it reads needs no copy in between, and copying costs as much as packing. Pages are
 brought in with MADV_POPULATE_READ, which reports a truncated file or a failing disk as an error where plain
 access would end the process, and are given back with MADV_DONTNEED, so that resident memory stays bounded.
+
+The system keeps what was read, for whoever reads it again. Where memory is about to be full of what is packed
+from it, that drives out files that are in use (a killed server then starts from the disk) and leaves no 2 MiB
+in one piece for packed weights; then it is better dropped.
 """
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import errno
 import math
@@ -37,11 +42,19 @@ class MappedReader(SliceReader):
     thread safe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cached_bytes: int | None = None) -> None:
+        """`cached_bytes`: how much the system shall keep of what was given back, the newest; None: all.
+
+        Processes that want parts of the same rows read the disk twice if they are farther apart.
+        """
         super().__init__()
         self._maps: dict[Path, npt.NDArray[np.uint8]] = {}
         # Files of which something is populated.
         self._populated: set[Path] = set()
+        self._cached_bytes = cached_bytes
+        # What may still be in the page cache, oldest first: file, offset, bytes.
+        self._read: collections.deque[tuple[Path, int, int]] = collections.deque()
+        self._read_bytes = 0
         self._can_populate = True
 
     def reset(self) -> None:
@@ -51,6 +64,10 @@ class MappedReader(SliceReader):
             area = self._maps[file]
             _madvise(area.ctypes.data, area.size, mmap.MADV_DONTNEED)
         self._populated.clear()
+        while self._cached_bytes is not None and self._read_bytes > self._cached_bytes:
+            file, begin, length = self._read.popleft()
+            os.posix_fadvise(self._descriptor(file), begin, length, os.POSIX_FADV_DONTNEED)
+            self._read_bytes -= length
 
     def close(self) -> None:
         """Close all files; what still refers to results keeps their mapping."""
@@ -89,6 +106,9 @@ class MappedReader(SliceReader):
         address = area.ctypes.data + first
         if _madvise(address, length, MADV_POPULATE_READ) == 0:
             self._populated.add(info.file)
+            if self._cached_bytes is not None:
+                self._read.append((info.file, first, length))
+                self._read_bytes += length
             return True
         number = ctypes.get_errno()
         if number == errno.EINVAL:

@@ -35,7 +35,7 @@ CHECK = "CPUs of this container"
 
 def serve_here() -> int | str:
     """The node that an expert server of this process binds itself to, once its memory was seen there."""
-    from expert_service.host import place_process
+    from expert_service.placement import place_process
     from moebius.config import ExpertConfig
     from moebius.topology import Topology, page_nodes
 

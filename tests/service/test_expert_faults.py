@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from expert_service.errors import LoadCancelled
-from expert_service.host import ExpertHost, ThreadPlacement
+from expert_service.host import ExpertHost
+from expert_service.placement import ThreadPlacement
 from gpu_service.experts.client import ExpertUnavailable
 from moebius.expert_slices import SliceRequest
 from moebius.mailbox import Mailbox

@@ -19,7 +19,7 @@ from tests.helpers.checkpoints import Array, TinyMoe
 MEASURE = """
 import re, sys
 from expert_service.host import ExpertHost
-from expert_service.host import ThreadPlacement
+from expert_service.placement import ThreadPlacement
 from moebius.expert_slices import SliceRequest
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from expert_service.errors import RequantiseError
-from expert_service.host import ExpertHost, LoadedSlice, LoadSettings, ThreadPlacement
+from expert_service.host import ExpertHost, LoadedSlice, LoadSettings
 from expert_service.metrics import make_registry
+from expert_service.placement import ThreadPlacement
 from gpu_service.experts.local_client import LocalExpertClient
 from moebius.checkpoint.errors import CheckpointError
 from moebius.expert_slices import SliceRequest

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from expert_service.errors import AlreadyLoaded, LoadCancelled
-from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
+from expert_service.host import ExpertHost, LoadSettings
 from expert_service.loader import LoadPlan, load_experts, plan_load
+from expert_service.placement import ThreadPlacement
 from moebius.checkpoint.errors import CheckpointError
 from moebius.expert_slices import ExpertSlice, SliceRequest
 from moebius.kernels import ExpertEngine

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
+from expert_service.host import ExpertHost, LoadSettings
+from expert_service.placement import ThreadPlacement
 from moebius.checkpoint.errors import CheckpointError
 from moebius.expert_slices import SliceRequest
 from moebius.models.read import read_geometry

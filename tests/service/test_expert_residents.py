@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
+from expert_service.host import ExpertHost, LoadSettings
+from expert_service.placement import ThreadPlacement
 from moebius.app.planning.memory import (
     expert_servers,
     packed_expert,

@@ -23,7 +23,8 @@ import expert_service.host as host_module
 import expert_service.loader as loader_module
 import moebius.models.read as read_module
 from expert_service.errors import LoadCancelled, RequantiseError
-from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
+from expert_service.host import ExpertHost, LoadSettings
+from expert_service.placement import ThreadPlacement
 from expert_service.segment import LoadRecord, checkpoint_signature, find_load_record
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError

@@ -155,7 +155,8 @@ def test_a_link_that_can_not_be_made_is_named_and_nothing_stays_open(tmp_path: P
 @pytest.mark.parametrize("dtype", ["keep", "int8"])
 def test_what_a_server_will_need_is_what_it_makes(tmp_path: Path, dtype: str) -> None:
     """The size by which reserved pages are chosen is that of the server's file."""
-    from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
+    from expert_service.host import ExpertHost, LoadSettings
+    from expert_service.placement import ThreadPlacement
     from moebius.expert_slices import SliceRequest
 
     model = TinyMoe(num_experts=5, num_layers=3).write(tmp_path)

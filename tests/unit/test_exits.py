@@ -25,8 +25,8 @@ from moebius.errors import USER_ERROR_EXIT
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60
 
-# Cleans up for longer than two signals are apart. Waits in short sleeps: a signal that comes after Python has looked
-# for one, and before the system's call has begun, is seen when that call returns.
+# Cleans up for longer than two signals are apart. Waits in short sleeps: a signal that comes after Python has
+# looked for one, and before the system's call has begun, is seen when that call returns.
 SLOW_TO_CLEAN_UP = """
 import pathlib, sys, time
 from moebius.app import exits

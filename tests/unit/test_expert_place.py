@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 
-from expert_service import host as host_module
-from expert_service.host import place_process
+from expert_service import placement
+from expert_service.placement import place_process
 from moebius.config import ExpertConfig
 from moebius.topology import Topology, node_of_cpus
 
@@ -38,7 +38,7 @@ def test_threads_have_a_cpu_each_where_the_server_has_them_to_itself(
     topology = SimpleNamespace(
         usable_cpus=lambda: tuple(cpus), recommended_threads=lambda node: recommended, nodes=()
     )
-    monkeypatch.setattr(host_module, "Topology", SimpleNamespace(detect=lambda: topology))
+    monkeypatch.setattr(placement, "Topology", SimpleNamespace(detect=lambda: topology))
     found = place_process(ExpertConfig.model_validate(settings))
     assert (found.numa_node, found.num_threads, found.cpus) == (-1, threads, pinned)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
+from expert_service.host import ExpertHost, LoadSettings
+from expert_service.placement import ThreadPlacement
 from moebius.app.planning.hardware import HardwareOptions
 from moebius.expert_slices import SliceRequest
 from moebius.kernel_times import (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import re
 from pathlib import Path
@@ -79,6 +81,40 @@ def test_reset_gives_pages_back(tmp_path: Path) -> None:
         assert resident_file_kib() - before >= 60 * 1024
         reader.reset()
         assert resident_file_kib() - before <= 8 * 1024
+
+
+def cached_bytes(path: Path, size: int) -> int:
+    """How much of the file the system keeps in memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    with path.open("rb") as file:
+        area = np.frombuffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ), np.uint8)
+    assert libc.mincore(area.ctypes.data, size, pages.ctypes.data) == 0
+    return int((pages & 1).sum()) * mmap.PAGESIZE
+
+
+def test_what_does_not_fit_is_dropped_from_the_page_cache(tmp_path: Path) -> None:
+    """The newest stays, for a server that reads the same rows a little later; without a limit all does."""
+    tensors = {f"t{number}": np.ones((1024, 1024), np.float32) for number in range(8)}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    index, path = open_index(tmp_path), tmp_path / "model.safetensors"
+    size, each = path.stat().st_size, tensors["t0"].nbytes
+
+    def read_all(limit: int | None) -> int:
+        with MappedReader(limit) as reader:
+            for name in tensors:
+                reader.reset()
+                np.testing.assert_array_equal(reader.read_slice(index[name]), tensors[name])
+        return cached_bytes(path, size)
+
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(path, size) > each:
+        pytest.skip("this file system keeps all files in memory")
+    assert read_all(None) > 7 * each
+    assert each < read_all(2 * each) < 4 * each
 
 
 def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
+from expert_service.host import ExpertHost, LoadSettings
+from expert_service.placement import ThreadPlacement
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.assembly.kv_memory import SharedKvMemory, cache_shape
 from gpu_service.assembly.rank_plan import make_kv_memory

@@ -167,6 +167,9 @@ def test_a_host_is_detected_from_its_files(tmp_path: Path) -> None:
     (cgroup / "memory.max").write_text(f"{3 * GIB}\n")
     (cgroup / "memory.current").write_text(f"{GIB}\n")
     assert detect(HardwareOptions(), tmp_path).ram_bytes == 2 * GIB
+    # Pages of files can be dropped; shared memory, which is among "file", can not.
+    (cgroup / "memory.stat").write_text(f"file {GIB}\nactive_file {GIB // 2}\ninactive_file {GIB // 4}\n")
+    assert detect(HardwareOptions(), tmp_path).ram_bytes == 2 * GIB + 3 * GIB // 4
     (cgroup / "memory.max").write_text("max\n")
     assert detect(HardwareOptions(), tmp_path).ram_bytes == 8 * GIB
     given = detect(

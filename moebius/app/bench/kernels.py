@@ -27,7 +27,6 @@ from moebius.app.bench.kernels_measure import (
 from moebius.app.bench.limits import (
     BandwidthLimit,
     PeakLimit,
-    available_memory,
     cache_bytes,
     probe_bytes,
     row_type_of,
@@ -35,6 +34,7 @@ from moebius.app.bench.limits import (
 from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
 from moebius.errors import UserError
 from moebius.kernels import ExpertEngine, Isa, PlanRow
+from moebius.limits import available_memory
 
 
 @dataclass(frozen=True)

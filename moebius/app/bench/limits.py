@@ -171,14 +171,6 @@ def cache_bytes(cpus: Sequence[int], root: Path = Path("/sys/devices/system/cpu"
     return sum(caches.values())
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that can be allocated without swapping, by the kernel's estimate."""
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def probe_bytes(cache: int, memory: int) -> int:
     """Size of the buffer that bandwidth is measured with: several caches, an eighth of the memory at most."""
     return max(SMALLEST_PROBE, min(CACHES * cache, memory // 8))

@@ -191,7 +191,8 @@ def read_worker(arguments: list[str]) -> None:
 
 def worker(arguments: list[str]) -> None:
     """Loads once and prints `LoadTimes` as JSON. `arguments`: directory, expert_dtype, threads."""
-    from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
+    from expert_service.host import ExpertHost, LoadSettings
+    from expert_service.placement import ThreadPlacement
     from moebius.config import TelemetryConfig
     from moebius.expert_slices import SliceRequest, parse_expert_dtype
     from moebius.telemetry import configure_logging

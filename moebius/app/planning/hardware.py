@@ -16,6 +16,7 @@ from pathlib import Path
 
 from moebius.errors import UserError
 from moebius.kernel_times import PanelTimes, read_times, times_file
+from moebius.limits import available_memory
 
 # Read bandwidth per usable core, and of a socket at most, where nobody measured: host C of docs/benchmarks.md
 # gives 13 GB/s to each of 16 cores, host A 18 to each of two.
@@ -217,22 +218,12 @@ def _processors(options: HardwareOptions, origin: dict[str, str]) -> tuple[int, 
 
 
 def _ram(options: HardwareOptions, root: Path, origin: dict[str, str]) -> int:
-    """Given, or what can be had now: the kernel's estimate, at most what the cgroup leaves."""
-    from moebius.app.bench.limits import available_memory
-
+    """Given, or what can be had now."""
     if options.ram_gib is not None:
         origin["ram"] = "given"
         return int(options.ram_gib * GIB)
     origin["ram"] = "detected"
-    available = available_memory(root / "proc/meminfo")
-    limit, used = (_number(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory.current"))
-    return available if limit is None else min(available, max(0, limit - (used or 0)))
-
-
-def _number(path: Path) -> int | None:
-    """None: no such file, or no limit ("max")."""
-    text = path.read_text().strip() if path.is_file() else ""
-    return int(text) if text.isdecimal() else None
+    return available_memory(root)
 
 
 def _bandwidth(options: HardwareOptions, sockets: int, cores: int, origin: dict[str, str]) -> float:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from expert_service.host import make_engine, place_process
+from expert_service.host import make_engine
 from expert_service.loader import load_experts, plan_load
+from expert_service.placement import place_process
 from gpu_service.experts.client import (
     ExpertClient,
     ExpertClientStats,

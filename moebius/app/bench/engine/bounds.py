@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moebius.app.bench.limits import BandwidthLimit, available_memory, cache_bytes, probe_bytes
+from moebius.app.bench.limits import BandwidthLimit, cache_bytes, probe_bytes
 from moebius.kernel_times import cpu_name
+from moebius.limits import available_memory
 from moebius.models.checkpoint import open_index
 from moebius.models.read import read_geometry
 from moebius.topology import Topology
