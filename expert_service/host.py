@@ -299,7 +299,7 @@ class ExpertHost:
             self.placement.num_threads,
             held,
             self._on_progress,
-            request.split_count,
+            num_servers=request.split_count,
         )
         errors = {done.layer: done.relative_error for done in layers if self._accept(done, engine, plan)}
         if self.placement.numa_node >= 0 and not engine.numa_bound:

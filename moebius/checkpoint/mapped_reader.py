@@ -52,9 +52,9 @@ class MappedReader(SliceReader):
         # Files of which something is populated.
         self._populated: set[Path] = set()
         self._cached_bytes = cached_bytes
-        # What may still be in the page cache, oldest first: file, offset, bytes.
-        self._read: collections.deque[tuple[Path, int, int]] = collections.deque()
-        self._read_bytes = 0
+        # What the system may still keep, if that is limited, oldest first: file, offset, bytes.
+        self._kept: collections.deque[tuple[Path, int, int]] = collections.deque()
+        self._kept_bytes = 0
         self._can_populate = True
 
     def reset(self) -> None:
@@ -64,10 +64,10 @@ class MappedReader(SliceReader):
             area = self._maps[file]
             _madvise(area.ctypes.data, area.size, mmap.MADV_DONTNEED)
         self._populated.clear()
-        while self._cached_bytes is not None and self._read_bytes > self._cached_bytes:
-            file, begin, length = self._read.popleft()
+        while self._cached_bytes is not None and self._kept_bytes > self._cached_bytes:
+            file, begin, length = self._kept.popleft()
             os.posix_fadvise(self._descriptor(file), begin, length, os.POSIX_FADV_DONTNEED)
-            self._read_bytes -= length
+            self._kept_bytes -= length
 
     def close(self) -> None:
         """Close all files; what still refers to results keeps their mapping."""
@@ -107,8 +107,8 @@ class MappedReader(SliceReader):
         if _madvise(address, length, MADV_POPULATE_READ) == 0:
             self._populated.add(info.file)
             if self._cached_bytes is not None:
-                self._read.append((info.file, first, length))
-                self._read_bytes += length
+                self._kept.append((info.file, first, length))
+                self._kept_bytes += length
             return True
         number = ctypes.get_errno()
         if number == errno.EINVAL:

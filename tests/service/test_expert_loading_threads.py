@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from expert_service import loader
 from expert_service.errors import AlreadyLoaded, LoadCancelled
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.loader import LoadPlan, load_experts, plan_load
 from expert_service.placement import ThreadPlacement
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.expert_slices import ExpertSlice, SliceRequest
 from moebius.kernels import ExpertEngine
 from moebius.models.read import read_geometry
@@ -60,6 +62,27 @@ def test_the_number_of_threads_changes_no_byte(tmp_path: Path, dtype: str) -> No
     assert found[1] == found[3] == found[16]
     assert found[1][1][0][0] == 9 * 3 * 48 * 56 * 4
     assert loading_threads() == []
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_files_are_dropped_where_memory_cannot_hold_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: int
+) -> None:
+    """Beside what all servers pack from them, and a fifth for others; the threads share what is kept."""
+    model = MODEL.write(tmp_path)
+    files = MODEL.num_layers * 9 * 3 * 48 * 56 * 4 * servers
+    limits: list[int | None] = []
+
+    def reader(cached_bytes: int | None = None) -> MappedReader:
+        limits.append(cached_bytes)
+        return MappedReader(cached_bytes)
+
+    monkeypatch.setattr(loader, "MappedReader", reader)
+    for memory in (int(2.6 * files), int(2.4 * files)):
+        engine, plan, part = prepared(model)
+        monkeypatch.setattr(loader, "available_memory", lambda memory=memory: memory)
+        assert len(list(load_experts(engine, plan, part, never, 3, num_servers=servers))) > 0
+    assert limits == [None] * 3 + [loader.CACHED_BYTES // 3] * 3
 
 
 def test_an_error_ends_all_threads(tmp_path: Path) -> None:
