@@ -1,4 +1,4 @@
-"""Guards `moebius bench engine` and `placement`: whole runs on a small random model with real servers."""
+"""Guards `moebius bench engine` and those like it: whole runs on a small random model with real servers."""
 
 from __future__ import annotations
 
@@ -88,6 +88,36 @@ def test_placement_bench_end_to_end(tmp_path: Path) -> None:
         points["frequency", 50]["cpu_experts_per_layer"] < points["uniform", 0]["cpu_experts_per_layer"] / 2
     )
     assert "| 50 % |" in ended.stdout
+
+
+@pytest.mark.full
+def test_speculation_bench_end_to_end(tmp_path: Path) -> None:
+    """A chain is guessed where its prompt holds it, in part where tokens are others; outputs are the same."""
+    model, target = tmp_path / "model", tmp_path / "out.json"
+    write_random_model(model, RandomModelOptions("small", "int4_g32", head="chain"))
+    command = [sys.executable, "-m", "moebius", "bench", "speculation", str(model), "--streams", "2"]
+    command += ["--changed", "0,50", "--text-len", "128", "--probe-mib", "16", "--no-adaptive-drafts"]
+    command += ["--expert-servers", "1", "--no-calibrate-kernels", "--device", "cpu", "--json", str(target)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rows = json.loads(target.read_text())["rows"]
+    assert [(row["method"], row["changed_percent"]) for row in rows] == [
+        ("off", 0),
+        ("off", 50),
+        ("ngram", 0),
+        ("ngram", 50),
+    ]
+    plain, _, whole, half = rows
+    assert plain["tokens_per_step"] == 1.0
+    assert plain["draft_tokens_per_step"] == 0.0
+    assert plain["accepted_share"] is None
+    assert whole["tokens_per_step"] > 3
+    assert whole["accepted_share"] == pytest.approx(1.0, abs=0.02)
+    assert 1 < half["tokens_per_step"] < 2.5
+    assert half["accepted_share"] < whole["accepted_share"]
+    assert whole["same_outputs"]
+    assert half["same_outputs"]
+    assert whole["speedup"] == pytest.approx(whole["tokens_per_second"] / plain["tokens_per_second"])
 
 
 def test_steps_bench_needs_a_gpu(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from gpu_service.layers.moe import Router
 from moebius.app.random_model import RandomModelOptions, write_random_model
 from moebius.app.random_model.build import CHAT_TEMPLATE, shards, write_tokenizer
 from moebius.app.random_model.gguf import GGUF_FORMATS
-from moebius.app.random_model.shapes import parse_shape
-from moebius.app.random_model.tensors import ModelDraw, successor
+from moebius.app.random_model.shapes import SHAPES, parse_shape
+from moebius.app.random_model.tensors import FIRST_WORD, ModelDraw, successor
 from moebius.app.random_model.values import (
     FLOAT8_STD,
     FORMATS,
@@ -296,7 +296,18 @@ def test_a_chained_head_names_every_successor(tmp_path: Path) -> None:
     best, second = logits.float().topk(2, dim=-1).values.unbind(-1)
     assert logits.argmax(-1).tolist() == successor(tokens.numpy(), 512).tolist()
     assert float((best - second).min()) > 2.0
-    assert len(set(successor(np.arange(512), 512).tolist())) == 512
+
+
+@pytest.mark.parametrize("shape", ["tiny", "small", "qwen3-30b-a3b", "glm-5.3-flash"])
+def test_a_chain_goes_through_all_words(shape: str) -> None:
+    """No word comes twice before all others have, so that an output's experts are as many as a text's."""
+    vocab_size = SHAPES[shape].vocab_size
+    following = successor(np.arange(vocab_size), vocab_size).tolist()
+    token, seen = vocab_size - 1, 0
+    while seen == 0 or token != vocab_size - 1:
+        token, seen = following[token], seen + 1
+    assert seen == vocab_size - FIRST_WORD
+    assert sorted(following) == list(range(vocab_size))
 
 
 @pytest.mark.parametrize(

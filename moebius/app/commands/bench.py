@@ -20,6 +20,7 @@ from moebius.app.cli_options import (
     log_warnings_only,
     with_settings,
 )
+from moebius.app.commands.bench_serve import serve
 from moebius.app.commands.models import with_checkpoint
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -309,6 +310,29 @@ def placement(
 
 @app.command()
 @with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
+def speculation(
+    config: MoebiusConfig,
+    streams: Streams = "1,4",
+    changed: Annotated[
+        str, typer.Option(help="Percent of the prompt's text that outputs do not repeat, comma separated")
+    ] = "0,10",
+    text_len: Annotated[int, typer.Option(min=128, help="Tokens of the text that outputs repeat")] = 256,
+    probe_mib: ProbeMib = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Decode speed with guessed tokens and without. Of outputs that repeat what their prompts hold."""
+    from moebius.app.bench.kernels_inputs import parse_counts
+    from moebius.app.bench.speculation import SpeculationOptions, parse_percents, run
+
+    log_warnings_only("bench")
+    options = SpeculationOptions(
+        parse_counts(streams, "--streams"), parse_percents(changed, "--changed"), text_len, probe_mib * 2**20
+    )
+    run(with_checkpoint(config), options, json_file)
+
+
+@app.command()
+@with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
 def steps(
     config: MoebiusConfig,
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams")] = 1,
@@ -367,80 +391,4 @@ def gateway(
     run(options, json_file)
 
 
-Lengths = Annotated[str, typer.Option(help="Prompts and lengths: sharegpt or random")]
-DatasetPath = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Conversations in ShareGPT's JSON [default: lengths drawn like its]"),
-]
-Rates = Annotated[
-    str, typer.Option(help="Requests per second, Poisson arrivals; inf: all at once; comma separated")
-]
-Concurrencies = Annotated[str, typer.Option(help="Most requests at once, or none; comma separated")]
-Endpoint = Annotated[str, typer.Option(help="/v1/chat/completions or /v1/completions")]
-Goodput = Annotated[
-    str,
-    typer.Option(metavar="LIMITS", help="Count requests within these, as in 'ttft:500 tpot:50 e2el:9000'"),
-]
-Burstiness = Annotated[float, typer.Option(min=0.01, help="1: Poisson; smaller: in bursts; larger: even")]
-RangeRatio = Annotated[float, typer.Option(min=0, max=1, help="Spread of random lengths around their means")]
-SharegptOutput = Annotated[
-    int | None, typer.Option(min=1, help="Output tokens [default: as long as the answers]")
-]
-IgnoreEos = Annotated[bool, typer.Option(help="Ask for outputs of exactly the length drawn")]
-
-
-@app.command()
-def serve(
-    url: Annotated[
-        str, typer.Argument(metavar="URL", help="OpenAI-compatible server")
-    ] = "http://127.0.0.1:8000",
-    base_url: Annotated[str, typer.Option(help="The same as URL")] = "",
-    endpoint: Endpoint = "/v1/chat/completions",
-    model: ModelName = "",
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = "",
-    ca_file: CaFile = "",
-    client_cert_file: ClientCertFile = "",
-    client_key_file: ClientKeyFile = "",
-    dataset_name: Lengths = "sharegpt",
-    dataset_path: DatasetPath = None,
-    sharegpt_output_len: SharegptOutput = None,
-    random_input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens")] = 1024,
-    random_output_len: Annotated[int, typer.Option(min=1, help="Output tokens")] = 128,
-    random_range_ratio: RangeRatio = 0.0,
-    request_rate: Rates = "inf",
-    max_concurrency: Concurrencies = "none",
-    burstiness: Burstiness = 1.0,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests per row")] = 100,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before the first row")] = 1,
-    goodput: Goodput = "",
-    metric_percentiles: Annotated[str, typer.Option(help="In the JSON rows")] = "50,90,99",
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
-    ignore_eos: IgnoreEos = True,
-    extra_body: Annotated[str, typer.Option(metavar="JSON", help="Further keys of every request")] = "",
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds of silence that fail a request")] = 600.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals")] = 0,
-    checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Served from here: memory bandwidth is the limit")
-    ] = None,
-    json_file: JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write TTFT and ITL as an SVG")] = None,
-) -> None:
-    """Load on any OpenAI-compatible server. Sweeps of request rate and concurrency, latencies, goodput."""
-    from moebius.app.bench.kernels_inputs import parse_counts
-    from moebius.app.bench.serve import sweep
-    from moebius.app.bench.serve.client import EndpointOptions
-    from moebius.app.bench.serve.dataset import LengthOptions
-    from moebius.app.client import ClientTls
-
-    key, tls = client_key(api_key, api_key_file), ClientTls(ca_file, client_cert_file, client_key_file)
-    sweep.run(
-        EndpointOptions(base_url or url, endpoint, model, key, tls, temperature, ignore_eos,
-                        sweep.parse_extra_body(extra_body), timeout),
-        LengthOptions(dataset_name, dataset_path, random_input_len, random_output_len, random_range_ratio,
-                      sharegpt_output_len),
-        sweep.SweepOptions(sweep.parse_rates(request_rate), sweep.parse_concurrencies(max_concurrency),
-                           num_prompts, num_warmups, burstiness, seed, sweep.parse_goodput(goodput),
-                           tuple(parse_counts(metric_percentiles, "--metric-percentiles", 100)), checkpoint,
-                           json_file, plot),
-    )  # fmt: skip
+app.command()(serve)

@@ -208,14 +208,15 @@ def _embedding_rows(draw: ModelDraw, std: float) -> NDArray[np.uint16]:
 def successor(tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
     """The token that a chained head prefers after each.
 
-    Words follow words, bytes follow bytes; special tokens neither follow nor are followed.
+    Words follow words, bytes follow bytes, and all of them before one comes again; special tokens neither
+    follow nor are followed.
     """
     following = tokens.copy()
     for begin, end in ((NUM_SPECIAL, FIRST_WORD), (FIRST_WORD, vocab_size)):
         count = end - begin
         step = next((step for step in range(count // 3 * 2, count) if math.gcd(step, count) == 1), 1)
         inside = (tokens >= begin) & (tokens < end)
-        following[inside] = begin + (tokens[inside] - begin) * step % count
+        following[inside] = begin + (tokens[inside] - begin + step) % count
     return following
 
 

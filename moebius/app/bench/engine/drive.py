@@ -29,6 +29,7 @@ class TokenEvent:
     stream: int
     tokens: int
     ended: bool
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass
@@ -54,6 +55,13 @@ class Streams:
             if self.error:
                 raise UserError(f"a request failed: {self.error}")
             return self.events[-1].at
+
+    def outputs(self) -> list[list[int]]:
+        """Token ids of every stream so far."""
+        return [
+            [token for event in self.events if event.stream == stream for token in event.token_ids]
+            for stream in range(self.count)
+        ]
 
     def _reached(self, minimum: int) -> int:
         tokens = dict.fromkeys(range(self.count), 0)
@@ -112,7 +120,7 @@ class EngineUnderTest:
                 continue
             with streams.changed:
                 streams.error = streams.error or delta.error_message
-                streams.events.append(TokenEvent(now, number, len(delta.token_ids), ended))
+                streams.events.append(TokenEvent(now, number, len(delta.token_ids), ended, delta.token_ids))
                 streams.changed.notify_all()
 
 
@@ -158,6 +166,11 @@ class DecodeWindow:
     def tokens_per_second(self) -> float:
         """Of all streams together, tokens/s."""
         return self.tokens / self.seconds
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Seconds from one step's tokens to the next one's."""
+        return self.seconds / max(1, self.steps)
 
 
 def decode_window(events: Sequence[TokenEvent], streams: int) -> DecodeWindow:

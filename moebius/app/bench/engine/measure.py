@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from moebius.app.bench.engine.bounds import Bandwidths, StepTraffic, WeightBytes, bound_of, expected_distinct
-from moebius.app.bench.engine.drive import EngineUnderTest, TokenEvent, decode_window
+from moebius.app.bench.engine.drive import DecodeWindow, EngineUnderTest, TokenEvent, decode_window
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
@@ -94,6 +94,41 @@ def random_prompts(streams: int, length: int, vocab_size: int, seed: int) -> lis
     return [rng.integers(3, vocab_size, length).tolist() for _ in range(streams)]
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """Streams that ran together and have ended; filled by `decode_together`."""
+
+    window: DecodeWindow
+    # Token ids of each.
+    outputs: list[list[int]]
+    # The servers' counters at two moments between which every stream decoded.
+    before: Sequence[ServerCounters]
+    after: Sequence[ServerCounters]
+
+
+def decode_together(
+    engine: EngineUnderTest,
+    setting: Setting,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    temperature: float,
+) -> Decoded:
+    """One stream per prompt, all at once. Raises UserError when they cannot run together."""
+    running = engine.submit(prompts, max_tokens, temperature)
+    running.wait(2)
+    before = setting.servers.counters()
+    running.wait(max_tokens - max(2, max_tokens // 8))
+    after = setting.servers.counters()
+    running.wait(max_tokens)
+    try:
+        window = decode_window(running.events, len(prompts))
+    except ValueError as error:
+        raise UserError(
+            f"{len(prompts)} streams: {error}; max_num_seqs and the KV pool must hold all"
+        ) from None
+    return Decoded(window, running.outputs(), before, after)
+
+
 def measure_decode(
     engine: EngineUnderTest,
     setting: Setting,
@@ -104,18 +139,8 @@ def measure_decode(
 ) -> DecodeResult:
     """All streams at once. Raises UserError when they cannot run together."""
     prompts = random_prompts(streams, prompt_len, setting.vocab_size, 1)
-    running = engine.submit(prompts, max_tokens, temperature)
-    # Between these two looks at the counters every stream decodes.
-    running.wait(2)
-    before = setting.servers.counters()
-    running.wait(max_tokens - max(2, max_tokens // 8))
-    after = setting.servers.counters()
-    running.wait(max_tokens)
-    try:
-        window = decode_window(running.events, streams)
-    except ValueError as error:
-        raise UserError(f"{streams} streams: {error}; max_num_seqs and the KV pool must hold all") from None
-    step = window.seconds / max(1, window.steps)
+    decoded = decode_together(engine, setting, prompts, max_tokens, temperature)
+    window, before, after = decoded.window, decoded.before, decoded.after
     cpu_experts, cpu_bytes = touched(before, after, setting)
     gpu_experts = 0.0
     if setting.has_resident_experts:
@@ -126,6 +151,7 @@ def measure_decode(
         gpu_experts * len(setting.geometry.moe_layers) * setting.expert_bytes,
         setting.weights.dense + streams * (prompt_len + max_tokens / 2) * setting.kv_bytes_per_token,
     )
+    step = window.seconds_per_step
     return _result(
         streams, window.tokens_per_second, step, (cpu_experts, gpu_experts), traffic, setting, before, after
     )
