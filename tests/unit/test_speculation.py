@@ -244,7 +244,7 @@ def test_costs_between_known_rows_are_linear_and_those_beyond_are_as_the_last() 
     costs.tell({1: 1.0, 8: 3.0}, {4: 2.5})
     assert [costs.verifying(rows) for rows in (1, 2, 4, 6, 8, 30)] == [1.0, 1.5, 2.5, 2.75, 3.0, 3.0]
     assert costs.most_rows(1) == 16
-    assert [bucket(rows) for rows in (1, 8, 9, 16, 17)] == [1, 8, 16, 16, 24]
+    assert [bucket(rows) for rows in (1, 9, 64, 65, 73)] == [1, 9, 64, 72, 80]
 
 
 def test_a_message_that_is_none_is_an_error() -> None:

@@ -1,0 +1,173 @@
+"""Guards what adaptive drafts are for: on a simulated device, outputs are hardly ever slower with them.
+
+The scheduler, the drafter, the policy and the clock's books are the engine's own; time is virtual. A token's
+successor is fixed, and prompts hold their outputs with a share of other tokens, as in `moebius bench
+speculation`.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from gpu_service.cache.radix_cache import RadixCache
+from gpu_service.cache.request_cache import PagePool, RequestCache
+from gpu_service.engine.results import RowResult
+from gpu_service.engine.step import Batch
+from gpu_service.request import Request
+from gpu_service.scheduler.limits import SchedulerLimits
+from gpu_service.scheduler.scheduler import Scheduler
+from gpu_service.speculation.ngram import NGramDrafter
+from gpu_service.speculation.pace import DraftPace
+from gpu_service.speculation.policy import Speculation
+from tests.helpers.engine_harness import make_request
+
+_VOCAB = 100_000
+# Seconds of the host's work for a step, which a step that overlaps with another one hides.
+_HOST_SECONDS = 2.2e-3
+_MOST_ROWS = 64
+
+
+def _successor(token: int) -> int:
+    return (token + 61803) % _VOCAB
+
+
+# One H200 with all of Qwen3-30B-A3B's experts: milliseconds of a step up to so many rows.
+_RESIDENT = {1: 3.31, 2: 3.8, 4: 4.82, 8: 6.75, 16: 13.8, 24: 15.0, 32: 16.6, 64: 19.0}
+
+
+def resident(rows: int) -> float:
+    """Seconds of the GPU, of which captured graphs make stairs."""
+    sizes = sorted(_RESIDENT)
+    return _RESIDENT[sizes[min(bisect_left(sizes, rows), len(sizes) - 1)]] * 1e-3
+
+
+def in_memory(rows: int) -> float:
+    """Seconds with all experts on the CPUs: each different one of 128 has to be read."""
+    return 2.7e-3 + 1e-3 * 128 * (1 - (1 - 8 / 128) ** rows)
+
+
+class SimulatedEngine:
+    """Schedules as `Engine.turn` does: the next step while one is in flight, unless it waits."""
+
+    def __init__(self, seconds_of: Callable[[int], float], speculates: bool) -> None:
+        limits = SchedulerLimits(
+            max_num_seqs=_MOST_ROWS,
+            max_num_batched_tokens=1 << 16,
+            context_limit=1 << 16,
+            watermark_pages=1,
+            eos_token_ids=frozenset(),
+            prefill_chunk_max=0,
+            max_rows=_MOST_ROWS,
+        )
+        drafter = NGramDrafter(3, 8)
+        self.policy = Speculation(limits, 3, drafter, adaptive=True) if speculates else None
+        cache = RequestCache(PagePool(20_000), RadixCache(16), prefix_caching=False)
+        self._scheduler = Scheduler(limits, cache, self.policy)
+        self._pace = DraftPace(lambda: self._now)
+        self._seconds_of = seconds_of
+        self._now = self._device_free = 0.0
+        self._rng = random.Random(1)
+        self._count = 0
+
+    def decode(self, streams: int, changed: float, length: int = 256) -> float:
+        """Tokens per second of so many streams that repeat their prompts but for a share of the tokens."""
+        requests = [self._request(changed, length) for _ in range(streams)]
+        for request in requests:
+            self._scheduler.add(request)
+        in_flight: deque[tuple[Batch, float, bool]] = deque()
+        begin, at_begin = 0.0, 0
+        while not any(request.finished for request in requests):
+            launched = len(in_flight) < 2 and self._launch(in_flight)
+            if in_flight and (not launched or len(in_flight) == 2):
+                self._commit(*in_flight.popleft())
+            if not begin and all(request.output_token_ids for request in requests):
+                begin, at_begin = self._now, _tokens(requests)
+        seconds, tokens = self._now - begin, _tokens(requests) - at_begin
+        while in_flight or self._scheduler.has_work:
+            launched = len(in_flight) < 2 and self._launch(in_flight)
+            if in_flight and not launched:
+                self._commit(*in_flight.popleft())
+        self._pace.idled()
+        for request in requests:
+            text = request.prompt_token_ids[-1:] + request.output_token_ids
+            assert all(_successor(one) == other for one, other in pairwise(text))
+        return tokens / seconds
+
+    def _request(self, changed: float, length: int) -> Request:
+        text = [self._rng.randrange(_VOCAB)]
+        while len(text) < length:
+            text.append(_successor(text[-1]))
+        others = [self._rng.randrange(_VOCAB) if self._rng.random() < changed else token for token in text]
+        self._count += 1
+        return make_request(f"r{self._count}", others + text[:3], max_tokens=length - 3)
+
+    def _launch(self, in_flight: deque[tuple[Batch, float, bool]]) -> bool:
+        batch = self._scheduler.schedule()
+        if batch is None:
+            return False
+        self._now += _HOST_SECONDS / 2
+        rows = min(batch.num_tokens, _MOST_ROWS)
+        noise = 1 + self._rng.gauss(0, 0.01)
+        self._device_free = max(self._device_free, self._now) + self._seconds_of(rows) * noise
+        in_flight.append((batch, self._device_free, bool(in_flight)))
+        return True
+
+    def _commit(self, batch: Batch, ready: float, overlaps: bool) -> None:
+        self._now = max(self._now, ready) + _HOST_SECONDS / 2
+        drafts = batch.drafts or [[]] * len(batch.requests)
+        results = []
+        for request, samples, own in zip(batch.requests, batch.samples, drafts, strict=True):
+            if not samples:
+                results.append(RowResult(None))
+                continue
+            [last] = request.known_tokens(request.total_len - 1, request.total_len)
+            result = RowResult(_successor(last))
+            results.append(replace(result, verified=[RowResult(_successor(token)) for token in own]))
+        self._scheduler.commit(batch, results)
+        if self.policy is not None:
+            self._pace.committed(batch, overlaps)
+            message = self._pace.message()
+            if message is not None:
+                self.policy.read(message)
+
+
+def _tokens(requests: list[Request]) -> int:
+    return sum(len(request.output_token_ids) for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("seconds_of", "streams", "changed", "least"),
+    [
+        (resident, 1, 0.0, 1.8),
+        (resident, 1, 0.1, 1.15),
+        (resident, 4, 0.0, 1.15),
+        (resident, 4, 0.1, 0.975),
+        (resident, 16, 0.1, 1.3),
+        (resident, 4, 0.3, 0.98),
+        (resident, 4, 0.9, 0.98),
+        (in_memory, 1, 0.0, 1.2),
+        (in_memory, 1, 0.3, 0.97),
+        (in_memory, 4, 0.1, 1.04),
+        (in_memory, 16, 0.3, 0.99),
+    ],
+)
+def test_drafts_are_worth_it_or_left_out(
+    seconds_of: Callable[[int], float], streams: int, changed: float, least: float
+) -> None:
+    """Times the speed without drafts, after texts that were guessed whole, which is the worst that the policy
+    can have learned from: what drafts cost is known, and what they give is found out soon enough."""
+    plain = SimulatedEngine(seconds_of, speculates=False).decode(streams, changed)
+    engine = SimulatedEngine(seconds_of, speculates=True)
+    for _ in range(2):
+        engine.decode(streams, 0.0)
+    speeds = [engine.decode(streams, changed, 512) for _ in range(3)]
+    assert sum(speeds) / len(speeds) > least * plain
+    assert engine.policy is not None
+    assert engine.policy.num_accepted > 0
