@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from moebius.app.bench.engine.bounds import Bandwidths, StepTraffic, WeightBytes, bound_of, expected_distinct
-from moebius.app.bench.engine.drive import Streams, TokenEvent, decode_window
+from moebius.app.bench.engine.drive import EngineUnderTest, Streams, TokenEvent, decode_window
 from moebius.app.bench.engine.measure import Setting, random_prompts, span, touched
 from moebius.app.bench.engine.run import EngineBenchOptions, with_room
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
@@ -17,6 +18,10 @@ from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
+
+if TYPE_CHECKING:
+    from gpu_service.build import Built
+    from gpu_service.request import Request
 
 GEOMETRY = MoeGeometry("qwen3_moe", 8, 3, (1, 2), 10, 2, 4, "silu", "bfloat16")
 
@@ -36,6 +41,21 @@ def test_percentages_that_are_refused(percents: str) -> None:
     """Named with the option; an output of which nothing is repeated is what other benches measure."""
     with pytest.raises(UserError, match="--changed"):
         parse_percents(percents, "--changed")
+
+
+def test_a_stream_that_the_context_cannot_hold_is_an_error_of_the_user() -> None:
+    """What the engine refuses ends the benchmark with one line that has the engine's reason in it."""
+    from gpu_service.scheduler.limits import SchedulerLimits, refuse_impossible
+
+    class Engine:
+        def submit(self, requests: list[Request]) -> None:
+            for request in requests:
+                refuse_impossible(request.prompt_len, request.params.max_tokens, SchedulerLimits(8, 512, 128))
+
+    engine = EngineUnderTest(cast("Built", SimpleNamespace(engine=Engine())))
+    assert len(engine.submit([[5] * 100], 28, 0.0).request_ids) == 1
+    with pytest.raises(UserError, match=r"stream of this benchmark.* 100 prompt tokens \+ 29 .*at most 28"):
+        engine.submit([[5] * 100], 29, 0.0)
 
 
 def setting(split: str, infos: list[ServerInfo]) -> Setting:

@@ -8,9 +8,11 @@ last token whatever came before, so its prompt can hold the output in advance.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,6 +37,10 @@ from moebius.app.bench.engine.servers import running_servers
 from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.served_model import read_served_model
+
+if TYPE_CHECKING:
+    from gpu_service.engine.interface import EngineLoad
 
 _PROMPT_LEN = 16
 # Runs of the same prompts; the last one counts. The engine learns from the others what steps take.
@@ -107,16 +113,19 @@ def run(
     Raises UserError, and what `moebius serve` would refuse.
     """
     from gpu_service.assembly.process import resolve_device
+    from gpu_service.assembly.speculation import check_speculation
 
     config = with_room(config, EngineBenchOptions(options.streams))
     device = resolve_device(config.gpu)
     method = "ngram" if config.gpu.speculative_method == "off" else config.gpu.speculative_method
-    ranks = config.parallel.tensor_parallel_size
-    bandwidths = measure_bandwidths(device, options.probe_bytes, ranks)
+    guessing, parallel = _with_method(config, method), config.parallel
+    # What could not guess is refused before half of the run is over.
+    check_speculation(guessing.gpu, parallel, read_served_model(guessing))
+    bandwidths = measure_bandwidths(device, options.probe_bytes, parallel.tensor_parallel_size)
     _TABLE.print_header()
     texts: _Texts = {}
     plain = _measure(_with_method(config, "off"), options, bandwidths, texts, ())
-    rows = plain + _measure(_with_method(config, method), options, bandwidths, texts, plain)
+    rows = plain + _measure(guessing, options, bandwidths, texts, plain)
     results = [row for row, _ in rows]
     write_json({"host": facts(device), "rows": [asdict(row) for row in results]}, json_file)
     return results
@@ -147,6 +156,12 @@ def _measure(
     found: list[_Measured] = []
     kept = config.gpu.ngram_match_min
     with running_servers(config) as servers, running_engine(servers.config) as engine:
+        longest = engine.built.context_limit // 2
+        if options.text_len > longest:
+            raise UserError(
+                f"--text-len: {options.text_len} is not allowed; allowed: 128 to {longest}, since a prompt "
+                f"and its output share a context of {engine.built.context_limit} tokens"
+            )
         setting = make_setting(engine, servers, bandwidths)
         for streams in options.streams:
             if streams not in texts:
@@ -176,13 +191,20 @@ def repeated(text: Sequence[int], changed: int, kept: int, vocab_size: int) -> l
     return [*np.where(is_changed, others, text).tolist(), *text[:kept]]
 
 
+def _load_when_idle(engine: EngineUnderTest) -> EngineLoad:
+    """The engine counts a step after it has given out its tokens."""
+    while engine.built.engine.load.num_running:
+        time.sleep(0.001)
+    return engine.built.engine.load
+
+
 def _row(
     engine: EngineUnderTest, setting: Setting, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> _Measured:
     for _ in range(_RUNS):
-        early = engine.built.engine.load
+        early = _load_when_idle(engine)
         decoded = decode_together(engine, setting, prompts, max_tokens, 0.0)
-        late = engine.built.engine.load
+        late = _load_when_idle(engine)
     verified = late.draft_tokens - early.draft_tokens
     streams, window = len(prompts), decoded.window
     steps = max(1, window.steps)

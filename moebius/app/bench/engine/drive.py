@@ -86,8 +86,12 @@ class EngineUnderTest:
         temperature: float,
         constraints: Sequence[OutputConstraint] = (),
     ) -> Streams:
-        """Starts one stream per prompt; they never end early. `constraints`: of the first ones."""
+        """Starts one stream per prompt; they never end early. `constraints`: of the first ones.
+
+        Raises UserError for streams that the model's context cannot hold.
+        """
         from gpu_service.request import Request, SamplingParams
+        from gpu_service.scheduler.limits import RequestRefused
 
         self._runs += 1
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
@@ -100,7 +104,10 @@ class EngineUnderTest:
         streams = Streams(time.perf_counter(), len(requests), [request.request_id for request in requests])
         self._numbers |= {request.key: (streams, number) for number, request in enumerate(requests)}
         for request in requests:
-            self.built.engine.submit([request])
+            try:
+                self.built.engine.submit([request])
+            except RequestRefused as error:
+                raise UserError(f"a stream of this benchmark is refused: {error}") from None
         return streams
 
     def abort(self, streams: Streams) -> None:
