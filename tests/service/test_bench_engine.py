@@ -120,6 +120,26 @@ def test_speculation_bench_end_to_end(tmp_path: Path) -> None:
     assert whole["speedup"] == pytest.approx(whole["tokens_per_second"] / plain["tokens_per_second"])
 
 
+@pytest.mark.full
+def test_speculation_bench_of_a_models_own_guesses(tmp_path: Path) -> None:
+    """MTP layers are right as often as they were written to be; outputs are the same."""
+    model, target = tmp_path / "model", tmp_path / "out.json"
+    write_random_model(model, RandomModelOptions("glm-4.5-air-tiny", "int4_g32", head="chain", mtp_right=80))
+    command = [sys.executable, "-m", "moebius", "bench", "speculation", str(model), "--streams", "2"]
+    command += ["--speculative-method", "mtp", "--num-draft-tokens", "1", "--no-adaptive-drafts"]
+    command += ["--text-len", "256", "--probe-mib", "16", "--expert-servers", "1", "--no-calibrate-kernels"]
+    command += ["--device", "cpu", "--json", str(target)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rows = json.loads(target.read_text())["rows"]
+    # What prompts repeat is nothing to this method: a row for each number of streams.
+    assert [(row["method"], row["changed_percent"]) for row in rows] == [("off", 0), ("mtp", 0)]
+    guessed = rows[1]
+    assert guessed["accepted_share"] == pytest.approx(0.8, abs=0.1)
+    assert guessed["tokens_per_step"] == pytest.approx(1 + guessed["accepted_share"], abs=0.05)
+    assert guessed["same_outputs"]
+
+
 def test_steps_bench_needs_a_gpu(tmp_path: Path) -> None:
     """On a CPU the command says so, in one line, before anything starts."""
     model = tmp_path / "model"

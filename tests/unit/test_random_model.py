@@ -36,8 +36,9 @@ from moebius.app.random_model.values import (
 )
 from moebius.checkpoint.gguf.tokenizer import read_tokenizer
 from moebius.errors import UserError
-from moebius.models.config import ModelConfig
+from moebius.models.config import ModelConfig, ModelOverrides
 from moebius.models.read import read_geometry, read_model_config
+from tests.helpers.mtp_models import head_logits
 from tests.helpers.paged_runner import PagedRunner, load_runner
 from tests.helpers.published_checkpoints import Published, expand
 from tests.tolerances import ROUTER_SHARES_FITTED
@@ -67,7 +68,7 @@ def runner_on(directory: Path) -> PagedRunner:
     return load_runner(directory, experts=client)
 
 
-@pytest.mark.parametrize("shape", ["tiny", "glm-5.3-flash-tiny"])
+@pytest.mark.parametrize("shape", ["tiny", "glm-4.5-air-tiny", "glm-5.3-flash-tiny"])
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_every_format_loads_and_predicts(tmp_path: Path, weight_format: str, shape: str) -> None:
     """All tensors are accounted for, logits are finite, neither flat nor certain, nothing explodes."""
@@ -80,11 +81,20 @@ def test_every_format_loads_and_predicts(tmp_path: Path, weight_format: str, sha
     assert 5 / 512 < largest < 0.9
 
 
-def test_glm_has_the_tensors_that_were_published(tmp_path: Path) -> None:
-    """Names, types and shapes of GLM-5.3-Flash's language model, of its release in 16 bits and without the
-    layer of multi-token prediction, and its configuration as it is read.
-    """
-    shape = parse_shape("glm-5.3-flash", 0)
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        # The layer of multi-token prediction reads the model's own embedding and head.
+        ("glm-4.5-air", (".layers.46.embed_tokens", ".layers.46.shared_head.head")),
+        # Its language model, of its release in 16 bits and without that layer.
+        ("glm-5.3-flash", ("visual", "scale_inv", ".layers.45.")),
+    ],
+)
+def test_glm_has_the_tensors_that_were_published(
+    tmp_path: Path, name: str, left_out: tuple[str, ...]
+) -> None:
+    """Names, types and shapes, and the configuration as it is read."""
+    shape = parse_shape(name, 0)
     draw = ModelDraw(shape, FORMATS["bfloat16"], 0.0, 0)
     found = {
         spec.name: (spec.dtype, spec.shape)
@@ -92,11 +102,11 @@ def test_glm_has_the_tensors_that_were_published(tmp_path: Path) -> None:
         for group in shard
         for spec in group.tensors
     }
-    published = Published.load("glm-5.3-flash")
+    published = Published.load(name)
     wanted = {
         name: ("BF16" if dtype == "F8_E4M3" else dtype, size)
         for pattern, dtype, size in published.tensors
-        if not any(part in pattern for part in ("visual", "scale_inv", ".layers.45."))
+        if not any(part in pattern for part in left_out)
         for name in expand(pattern)
     }
     assert found == wanted
@@ -106,8 +116,24 @@ def test_glm_has_the_tensors_that_were_published(tmp_path: Path) -> None:
         return read_model_config(tmp_path)
 
     ours, theirs = read(shape.hf_config(None)), read(published.config)
-    ours = replace(ours, bos_token_id=None, eos_token_ids=theirs.eos_token_ids)
+    ours = replace(ours, bos_token_id=theirs.bos_token_id, eos_token_ids=theirs.eos_token_ids)
     assert replace(ours, num_mtp_layers=1, vision=theirs.vision) == theirs
+
+
+@pytest.mark.parametrize("percent", [0, 80, 100])
+def test_a_layer_of_prediction_is_right_as_often_as_asked(tmp_path: Path, percent: int) -> None:
+    """With a chained head: after so many percent of all tokens its guess is what the model says next."""
+    directory = tmp_path / "model"
+    options = RandomModelOptions("glm-4.5-air-tiny", head="chain", mtp_right=percent)
+    write_random_model(directory, options)
+    client = LocalExpertClient(str(directory), read_geometry(directory, mtp_heads=1), torch.bfloat16)
+    runner = load_runner(directory, experts=client, overrides=ModelOverrides(mtp_heads=1))
+    tokens = torch.randint(3, 512, (201,), generator=torch.Generator().manual_seed(1))
+    (logits,) = head_logits(runner, tokens.tolist())
+    # Row p guesses what follows the token after p.
+    is_right = logits[:-1].argmax(-1).numpy() == successor(tokens[1:].numpy(), 512)
+    # A wrong guess may be right by chance; of 200 tokens the share differs by a few percent.
+    assert float(is_right.mean()) == pytest.approx(percent / 100, abs={0: 0.02, 80: 0.08, 100: 0.0}[percent])
 
 
 def test_threads_do_not_change_the_bytes(tmp_path: Path) -> None:
@@ -223,6 +249,7 @@ def test_only_its_own_directory_is_overwritten(tmp_path: Path) -> None:
             RandomModelOptions("glm-5.3-flash", "q4_0"),
             "--format: 'q4_0' is not allowed with --shape glm-5.3-flash; allowed: bfloat16, int4_g32",
         ),
+        (RandomModelOptions(mtp_right=101), "--mtp-right: 101 is not allowed; allowed: 0 to 100"),
         (RandomModelOptions(head="next"), "--head: 'next' is not allowed; allowed: random, chain"),
         (RandomModelOptions("tiny", "q4_k"), "--format q4_k: blk.0.attn_q.weight has rows of 64"),
     ],
@@ -298,7 +325,7 @@ def test_a_chained_head_names_every_successor(tmp_path: Path) -> None:
     assert float((best - second).min()) > 2.0
 
 
-@pytest.mark.parametrize("shape", ["tiny", "small", "qwen3-30b-a3b", "glm-5.3-flash"])
+@pytest.mark.parametrize("shape", ["tiny", "small", "qwen3-30b-a3b", "glm-4.5-air", "glm-5.3-flash"])
 def test_a_chain_goes_through_all_words(shape: str) -> None:
     """No word comes twice before all others have, so that an output's experts are as many as a text's."""
     vocab_size = SHAPES[shape].vocab_size

@@ -119,6 +119,8 @@ def run(
     device = resolve_device(config.gpu)
     method = "ngram" if config.gpu.speculative_method == "off" else config.gpu.speculative_method
     guessing, parallel = _with_method(config, method), config.parallel
+    if method == "mtp":  # its guesses do not follow from what prompts repeat
+        options = replace(options, changed=options.changed[:1])
     # What could not guess is refused before half of the run is over.
     check_speculation(guessing.gpu, parallel, read_served_model(guessing))
     bandwidths = measure_bandwidths(device, options.probe_bytes, parallel.tensor_parallel_size)

@@ -191,7 +191,9 @@ def random(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the checkpoint is written")],
     shape: Annotated[
         str,
-        typer.Option(help="qwen3-30b-a3b, qwen3-next-80b, qwen3-235b-a22b, glm-5.3-flash, small or tiny"),
+        typer.Option(
+            help="qwen3-30b-a3b, qwen3-next-80b, qwen3-235b-a22b, glm-4.5-air, glm-5.3-flash, small or tiny"
+        ),
     ] = "qwen3-30b-a3b",
     weight_format: Annotated[
         str,
@@ -207,6 +209,12 @@ def random(
     head: Annotated[
         str, typer.Option(help="What follows a token: random, or chain (one token, so that systems agree)")
     ] = "random",
+    mtp_right: Annotated[
+        int,
+        typer.Option(
+            min=0, max=100, help="Percent of tokens after which an MTP layer guesses right, with --head chain"
+        ),
+    ] = 80,
     seed: Annotated[int, typer.Option(min=0, help="Of all random numbers")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="0: one per allowed CPU")] = 0,
 ) -> None:
@@ -214,7 +222,7 @@ def random(
     from moebius.app.demo_model import rich_progress
     from moebius.app.random_model import RandomModelOptions, write_random_model
 
-    options = RandomModelOptions(shape, weight_format, layers, max_gb, skew, head, seed, threads)
+    options = RandomModelOptions(shape, weight_format, layers, max_gb, skew, head, mtp_right, seed, threads)
     with rich_progress() as progress:
         written = write_random_model(
             directory, options, lambda done, total: progress("writing random weights", done, total)

@@ -13,14 +13,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from moebius.app.random_model.gguf import GGUF_FORMATS, gguf_tensors, lay_out_gguf
+from moebius.app.random_model.glm4 import glm4_layer
 from moebius.app.random_model.glm5 import glm5_layer
-from moebius.app.random_model.shapes import Glm5Shape, RandomShape, parse_shape
+from moebius.app.random_model.shapes import Glm4Shape, Glm5Shape, RandomShape, parse_shape
 from moebius.app.random_model.tensors import (
     ModelDraw,
     TensorGroup,
@@ -90,6 +91,8 @@ class RandomModelOptions:
     skew: str = "none"
     # "random", or "chain": each token has one successor, whatever came before it.
     head: str = "random"
+    # After how many percent of the tokens layers of multi-token prediction guess right, with a chained head.
+    mtp_right: int = 80
     seed: int = 0
     threads: int = 0  # 0: one per allowed CPU.
 
@@ -117,7 +120,7 @@ def write_random_model(
     begin = time.perf_counter()
     is_gguf = options.weight_format in GGUF_FORMATS
     shape = parse_shape(options.shape, options.layers)
-    if is_gguf and isinstance(shape, Glm5Shape):
+    if is_gguf and not shape.has_gguf:
         allowed = ", ".join(FORMATS)
         raise UserError(
             f"--format: {options.weight_format!r} is not allowed with --shape {shape.name}; "
@@ -125,18 +128,32 @@ def write_random_model(
         )
     shape = _fitting(shape, options)
     experts = expert_format("bfloat16" if is_gguf else options.weight_format, others=tuple(GGUF_FORMATS))
-    draw = ModelDraw(shape, experts, parse_skew(options.skew), options.seed, _parse_head(options.head))
+    chained = _parse_head(options.head)
+    if not 0 <= options.mtp_right <= 100:
+        raise UserError(f"--mtp-right: {options.mtp_right} is not allowed; allowed: 0 to 100")
+    draw = ModelDraw(shape, experts, parse_skew(options.skew), options.seed, chained, options.mtp_right)
     write = _write_gguf if is_gguf else _write_safetensors
     path, written = write(directory, draw, options, on_progress)
     return Written(path, written, time.perf_counter() - begin)
 
 
 def shards(draw: ModelDraw) -> list[list[TensorGroup]]:
-    """One shard per layer, and one for embedding, final norm and head."""
-    shape = draw.shape
-    layer = partial(glm5_layer, draw, shape) if isinstance(shape, Glm5Shape) else partial(qwen3_layer, draw)
-    layers = [list(layer(number)) for number in range(shape.num_layers)]
-    return [*layers, list(outside_layers(draw))]
+    """One shard per layer, and one for embedding, final norm, head and layers of multi-token prediction."""
+    layer, decoders = _layer_of(draw), draw.shape.num_layers
+    layers = [list(layer(number)) for number in range(decoders)]
+    outside = list(outside_layers(draw))
+    for number in range(draw.shape.num_mtp_layers):
+        outside += layer(decoders + number)
+    return [*layers, outside]
+
+
+def _layer_of(draw: ModelDraw) -> Callable[[int], Iterator[TensorGroup]]:
+    match draw.shape:
+        case Glm4Shape() as shape:
+            return partial(glm4_layer, draw, shape)
+        case Glm5Shape() as shape:
+            return partial(glm5_layer, draw, shape)
+    return partial(qwen3_layer, draw)
 
 
 def _fitting(shape: RandomShape, options: RandomModelOptions) -> RandomShape:

@@ -8,31 +8,25 @@ transformers 5.23's initialisation: A_log 0, time steps between 0.001 and 0.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
+from moebius.app.random_model.glm import VECTORS, bfloat16, float32, glm_mlp, normal, zeros
 from moebius.app.random_model.shapes import Glm5Shape
 from moebius.app.random_model.tensors import (
+    ATTENTION,
     MatrixDraw,
     ModelDraw,
     TensorGroup,
-    TensorSpec,
     added_std,
     draw_dense,
-    expert_groups,
-    expert_matrices,
-    mlp_matrices,
     one,
     ones,
-    router,
 )
-from moebius.app.random_model.values import Array, bfloat16_bits, generator
+from moebius.app.random_model.values import Array, generator
 
-# Of random numbers: attention matrices, MLP matrices, vectors and tables.
-_ATTENTION, _MLP, _VECTORS = 1, 4, 5
 _TIME_STEPS = (1e-3, 1e-1)
 
 
@@ -44,29 +38,17 @@ def glm5_layer(draw: ModelDraw, shape: Glm5Shape, layer: int) -> Iterator[Tensor
     yield from _hyper_connections(draw, shape, layer, stem)
     attention = _latent_attention if shape.attends(layer) else _linear_attention
     yield from attention(draw, shape, layer, f"{stem}self_attn.")
-    if layer < shape.dense_layers:
-        yield from _mlp(draw, shape, layer, f"{stem}mlp.", shape.dense_size)
-        return
-    yield from _mlp(draw, shape, layer, f"{stem}mlp.shared_experts.", shape.moe_intermediate_size)
-    size = (shape.num_experts, shape.hidden_size)
-    yield one(f"{stem}mlp.gate.weight", size, partial(router, draw, layer))
-    yield _float32(f"{stem}mlp.gate.e_score_correction_bias", (shape.num_experts,), _zeros)
-    for expert in range(shape.num_experts):
-        matrices = (
-            replace(matrix, std=matrix.std / shape.routed_scaling) if matrix.name == "down_proj" else matrix
-            for matrix in expert_matrices(shape, layer, expert)
-        )
-        yield from expert_groups(draw, f"{stem}mlp.experts.{expert}.", matrices)
+    yield from glm_mlp(draw, shape, layer, f"{stem}mlp.")
 
 
 def _hyper_connections(draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str) -> Iterator[TensorGroup]:
     """Weights between streams that depend on the token, around those of equal streams."""
     rows, cols = (2 + shape.streams) * shape.streams, shape.streams * shape.hidden_size
     for number, half in enumerate(("attn", "ffn")):
-        values = partial(_normal, draw, (_VECTORS, layer, number), 0.5 / math.sqrt(cols))
-        yield _bfloat16(f"{stem}hc_{half}_fn", (rows, cols), values)
-        yield _float32(f"{stem}hc_{half}_base", (rows,), _zeros)
-        yield _float32(f"{stem}hc_{half}_scale", (3,), _unit)
+        values = partial(normal, draw, (VECTORS, layer, number), 0.5 / math.sqrt(cols))
+        yield bfloat16(f"{stem}hc_{half}_fn", (rows, cols), values)
+        yield float32(f"{stem}hc_{half}_base", (rows,), zeros)
+        yield float32(f"{stem}hc_{half}_scale", (3,), _unit)
 
 
 def _linear_attention(draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str) -> Iterator[TensorGroup]:
@@ -86,10 +68,10 @@ def _linear_attention(draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str) 
     yield from _matrices(draw, shape, layer, stem, sizes)
     for number, name in enumerate("qkv"):
         # Four taps of half a deviation each keep it.
-        values = partial(_normal, draw, (_VECTORS, layer, 2 + number), 0.5)
-        yield _bfloat16(f"{stem}{name}_conv1d.weight", (inner, 1, 4), values)
-    yield _float32(f"{stem}A_log", (heads,), _zeros)
-    yield _float32(f"{stem}dt_bias", (inner,), partial(_time_steps, draw, (_VECTORS, layer, 5)))
+        values = partial(normal, draw, (VECTORS, layer, 2 + number), 0.5)
+        yield bfloat16(f"{stem}{name}_conv1d.weight", (inner, 1, 4), values)
+    yield float32(f"{stem}A_log", (heads,), zeros)
+    yield float32(f"{stem}dt_bias", (inner,), partial(_time_steps, draw, (VECTORS, layer, 5)))
     yield ones(f"{stem}o_norm.weight", narrow)
 
 
@@ -109,10 +91,10 @@ def _latent_attention(draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str) 
     yield ones(f"{stem}q_a_layernorm.weight", shape.query_rank)
     yield ones(f"{stem}kv_a_layernorm.weight", shape.key_value_rank)
     yield ones(f"{stem}indexer.k_norm.weight", shape.index_dim)
-    yield one(f"{stem}indexer.k_norm.bias", (shape.index_dim,), partial(_zero_bits, shape.index_dim))
+    yield bfloat16(f"{stem}indexer.k_norm.bias", (shape.index_dim,), zeros)
     tables = (("ape", shape.index_pool, shape.index_dim), ("gate", shape.index_dim, hidden))
     for number, (name, rows, cols) in enumerate(tables):
-        key = (_ATTENTION, layer, len(sizes) + number)
+        key = (ATTENTION, layer, len(sizes) + number)
         table = MatrixDraw(name, rows, cols, 1 / math.sqrt(cols), False, key)
         yield one(
             f"{stem}indexer.index_kpool_compress_{name}", (rows, cols), partial(draw_dense, draw, table)
@@ -126,42 +108,12 @@ def _matrices(
     for number, (name, (rows, cols)) in enumerate(sizes.items()):
         is_added = name == "o_proj"
         std = (added_std(shape) if is_added else 1.0) / math.sqrt(cols)
-        matrix = MatrixDraw(name, rows, cols, std, is_added, (_ATTENTION, layer, number))
+        matrix = MatrixDraw(name, rows, cols, std, is_added, (ATTENTION, layer, number))
         yield one(f"{stem}{name}.weight", (rows, cols), partial(draw_dense, draw, matrix))
-
-
-def _mlp(draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str, inner: int) -> Iterator[TensorGroup]:
-    """A dense layer's, or that of all tokens."""
-    # As routed experts, of which the mean of several is taken.
-    for matrix in mlp_matrices(shape.hidden_size, inner, added_std(shape) / 0.6, (_MLP, layer)):
-        size = (matrix.rows, matrix.cols)
-        yield one(f"{stem}{matrix.name}.weight", size, partial(draw_dense, draw, matrix))
-
-
-def _bfloat16(name: str, size: tuple[int, ...], values: Callable[[tuple[int, ...]], Array]) -> TensorGroup:
-    return TensorGroup((TensorSpec(name, "BF16", size),), lambda: [bfloat16_bits(values(size))])
-
-
-def _float32(name: str, size: tuple[int, ...], values: Callable[[tuple[int, ...]], Array]) -> TensorGroup:
-    return TensorGroup((TensorSpec(name, "F32", size),), lambda: [values(size)])
-
-
-def _zeros(size: tuple[int, ...]) -> Array:
-    return np.zeros(size, np.float32)
 
 
 def _unit(size: tuple[int, ...]) -> Array:
     return np.ones(size, np.float32)
-
-
-def _zero_bits(size: int) -> list[Array]:
-    return [bfloat16_bits(np.zeros(size, np.float32))]
-
-
-def _normal(draw: ModelDraw, key: tuple[int, ...], std: float, size: tuple[int, ...]) -> Array:
-    values = generator(draw.seed, *key).standard_normal(size, np.float32)
-    values *= np.float32(std)
-    return values
 
 
 def _time_steps(draw: ModelDraw, key: tuple[int, ...], size: tuple[int, ...]) -> Array:

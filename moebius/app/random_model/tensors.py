@@ -160,6 +160,10 @@ NUM_SPECIAL = 3
 FIRST_WORD = NUM_SPECIAL + 256
 # Element 0 of the residual stream, over sqrt(hidden): 1/36 of the energy, many deviations of the others.
 CONSTANT = 1 / 6
+# Element of an embedding that says whether layers of multi-token prediction guess wrong after that token.
+FLAG = 1
+# Of random numbers: attention matrices, which tokens are flagged.
+ATTENTION, _FLAGS = 1, 6
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,8 @@ class ModelDraw:
     seed: int
     # Whether the head answers each token with `successor` of it.
     chained: bool = False
+    # After how many percent of all tokens layers of multi-token prediction guess the same as a chained head.
+    mtp_right: int = 100
 
     @property
     def constant(self) -> float:
@@ -201,7 +207,12 @@ def embedding(draw: ModelDraw) -> list[Array]:
 def _embedding_rows(draw: ModelDraw, std: float) -> NDArray[np.uint16]:
     shape = draw.shape
     values = bfloat16_normal(generator(draw.seed, 0, 0), (shape.vocab_size, shape.hidden_size), std)
-    values[:, 0] = bfloat16_bits(np.array([draw.constant * std], np.float32))[0]
+    constant = bfloat16_bits(np.array([draw.constant * std], np.float32))[0]
+    values[:, 0] = constant
+    if shape.num_mtp_layers and draw.chained:
+        order = generator(draw.seed, _FLAGS).permutation(shape.vocab_size)
+        flagged = order >= draw.mtp_right / 100 * shape.vocab_size
+        values[:, FLAG] = np.where(flagged, constant, np.uint16(0))
     return values
 
 
@@ -263,7 +274,7 @@ def attention_matrices(shape: RandomShape, layer: int) -> list[MatrixDraw]:
             cols,
             (added_std(shape) if name == "o" else 1.0) / math.sqrt(cols),
             name == "o",
-            (1, layer, number),
+            (ATTENTION, layer, number),
         )
         for number, (name, rows, cols) in enumerate(sizes)
     ]
