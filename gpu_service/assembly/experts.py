@@ -47,14 +47,8 @@ def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> Ran
 
 
 def rank_streaming(config: MoebiusConfig, moe: RankMoe | None, device: torch.device) -> StreamingPlan | None:
-    """What this rank streams of its layers; None: nothing.
-
-    Experts of multi-token prediction are not streamed: they are asked for when the step has ended.
-    """
-    if moe is None:
-        return None
-    layers = [layer for layer in moe.layers if layer in moe.geometry.passed_layers]
-    return plan_streaming(config, moe.geometry, layers, device)
+    """What this rank streams of its layers; None: nothing."""
+    return None if moe is None else plan_streaming(config, moe.geometry, moe.layers, device)
 
 
 def expert_memory(

@@ -41,12 +41,6 @@ def check_speculation(gpu: GpuConfig, parallel: ParallelConfig, model: ModelConf
             f"{parallel.pipeline_parallel_size}: an MTP layer needs the embedding, which the first stage has,"
             " and the last stage's hidden states; allowed: 1, or speculative_method off or ngram"
         )
-    if (gpu.prefill_chunk_max or 0) > gpu.max_num_batched_tokens:
-        raise UserError(
-            f"speculative_method: 'mtp' is not supported with prefill_chunk_max {gpu.prefill_chunk_max}: in "
-            "steps of long prompts that stream all experts those of MTP layers are not there; allowed: at "
-            f"most max_num_batched_tokens ({gpu.max_num_batched_tokens}), or speculative_method off or ngram"
-        )
 
 
 def make_drafter(model: CausalLM, token_pool: TokenPool, parallel: ParallelContext) -> DeviceDrafter | None:

@@ -244,7 +244,7 @@ class ModelRunner:
         assert computed.hidden_states is not None
         pool = self.token_pool
         staged = replace(plan, input_ids=pool.gather(plan.token_slots, plan.positions))
-        context = self.context(staged)
+        context = self.context(staged, computed.streamed)
         self.attention.plan(staged)
         next_ids = pool.gather(plan.token_slots, plan.positions + 1)
         rows = plan.logits_indices[:0] if sampled is None else last_rows(plan, sampled.token_ids)

@@ -109,7 +109,8 @@ class MtpDrafter:
             inputs = _ahead(plan, context.kv_cache.page_size, ahead, rows, is_last)
             ids = torch.zeros_like(rows).scatter(0, entries, drafts[-1])
             context.attention.plan(inputs)
-            step = replace(context, inputs=inputs)
+            # What a step streams of a layer is there once.
+            step = replace(context, inputs=inputs, streamed=None)
             hidden_states = self._model.predict_further(0, hidden_states, ids, step)
             drafts.append(self._best(hidden_states, entries))
         return drafts

@@ -18,7 +18,7 @@ import torch
 
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
-from moebius.config import MoebiusConfig, PlacementConfig
+from moebius.config import GpuConfig, MoebiusConfig, PlacementConfig
 from moebius.grpc_channels import open_channel
 from moebius.mailbox import Mailbox
 from moebius.mailbox_plan import mailbox_geometry
@@ -107,19 +107,24 @@ def running_cluster(
     dtype: str = "auto",
     expert_checkpoint: Path | None = None,
     placement: PlacementConfig | None = None,
+    gpu: dict[str, Any] | None = None,
     **experts: Any,
 ) -> Iterator[Cluster]:
     """Servers and their mailbox; at the end they must leave on SIGTERM with status 0.
 
-    Servers leave out what `placement` makes resident on a device.
+    Servers leave out what `placement` makes resident on a device; `gpu`: the engine's settings that matter to
+    servers.
     """
     directory.mkdir(parents=True, exist_ok=True)
     name = f"moebius-test-{secrets.token_hex(6)}"
     config = make_config(model, directory, mailbox=name, **experts)
     apart = str(expert_checkpoint or "")
-    sections = {"model": config.model.model_copy(update={"dtype": dtype, "expert_checkpoint": apart})}
-    config = config.model_copy(update=sections | {"placement": placement or PlacementConfig()})
-    geometry = read_geometry(model)
+    sections: dict[str, Any] = {
+        "model": config.model.model_copy(update={"dtype": dtype, "expert_checkpoint": apart})
+    }
+    sections |= {"placement": placement or PlacementConfig(), "gpu": GpuConfig.model_validate(gpu or {})}
+    config = config.model_copy(update=sections)
+    geometry = read_geometry(model, mtp_heads=config.gpu.mtp_heads)
     mailbox = Mailbox.create(name, mailbox_geometry(config, geometry))
     cluster = Cluster(config, geometry, directory / "experts.log")
     try:

@@ -13,10 +13,13 @@ import pytest
 
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.streaming.plan import SHARES
+from gpu_service.experts.streaming.streamer import StreamedStep
 from gpu_service.request import Request, SamplingParams
+from gpu_service.speculation.mtp import MtpDrafter
 from moebius.config import MoebiusConfig, PlacementConfig
 from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.expert_cluster import Cluster, running_cluster
+from tests.helpers.mtp_models import write_mtp_model
 from tests.helpers.tiny_models import make_tiny_model
 
 READY_S = 60.0
@@ -142,6 +145,55 @@ def test_long_prompts_stream_in_a_lane_of_their_own(
                 time.sleep(0.01)
             cluster.start(0)
             assert engine.wait([prompt]) == [wanted[2]]
+
+
+@pytest.mark.parametrize("in_lane", [False, True], ids=["main", "lane"])
+def test_layers_of_prediction_are_streamed_with_the_others(
+    in_lane: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's own layers first, MTP's once its tokens are sampled: tokens and guesses are the same."""
+    model, memory = tmp_path / "model", tmp_path / "memory"
+    write_mtp_model("glm4_moe", model)
+    memory.mkdir()
+    drafts = {"speculative_method": "mtp", "num_draft_tokens": 3, "adaptive_drafts": False}
+    streamed, guesses = set[int](), dict[tuple[int, ...], int]()
+    forward, propose = StreamedStep.forward, MtpDrafter.propose
+
+    def watched_forward(step: StreamedStep, layer: int, *given: Any) -> Any:
+        streamed.add(layer)
+        return forward(step, layer, *given)
+
+    def watched_propose(drafter: MtpDrafter, context: Any, plan: Any, *given: Any) -> Any:
+        """Notes the first guess after the tokens known then; later ones share memory with other requests'."""
+        found = propose(drafter, context, plan, *given)
+        for row, ids in zip(given[-1].tolist(), [] if found is None else found.tolist(), strict=False):
+            known = drafter._pool.tokens[plan.token_slots[row], : plan.positions[row] + 2]
+            guesses[tuple(known.tolist())] = ids[0]
+        return found
+
+    monkeypatch.setattr(StreamedStep, "forward", watched_forward)
+    monkeypatch.setattr(MtpDrafter, "propose", watched_propose)
+    servers = running_cluster(
+        model, tmp_path / "servers", dtype="float32", gpu=drafts, expert_weights_dir=str(memory)
+    )
+    changes: dict[str, Any] = {"prefill_experts": "stream"}
+    if in_lane:
+        monkeypatch.setattr("gpu_service.build.make_lane_stream", lambda *_: HostDeviceStream())
+        changes |= {"prefill_chunk_max": 48, "prefill_lane_min_tokens": 20, "overlap_scheduling": False}
+        changes |= {"stream_min_rows": 1000}
+    with servers as cluster:
+        with running_engine(settings(cluster, prefill_experts="cpu")) as engine:
+            wanted, expected = engine.run(requests()), dict(guesses)
+        assert not streamed
+        guesses.clear()
+        with running_engine(settings(cluster, **changes)) as engine:
+            wait_until_streaming(engine)
+            time.sleep(0.05)  # so long the engine believes an earlier answer
+            assert engine.run(requests()) == wanted
+    assert streamed == set(cluster.geometry.moe_layers)
+    both = guesses.keys() & expected.keys()
+    assert len(both) > 10
+    assert {known: guesses[known] for known in both} == {known: expected[known] for known in both}
 
 
 def test_servers_that_load_again_are_streamed_from_again(

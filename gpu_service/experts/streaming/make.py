@@ -196,7 +196,11 @@ def make_streamer(
         BufferRing(transfers, layout.num_buffers, layout.buffer_bytes),
         transfers,
         make_kernels(geometry, device),
-        ShareChooser(mode, config.gpu.stream_min_rows, len(plan.layers)),
+        ShareChooser(
+            mode,
+            config.gpu.stream_min_rows,
+            sum(layer in geometry.passed_layers for layer in plan.layers),
+        ),
         resident=resident,
         parallel=parallel,
         counts=_counts(config, geometry),

@@ -118,6 +118,10 @@ class StreamPlan:
         """Of all layers, in order."""
         return tuple(piece for layer in self.layers for piece in layer.pieces)
 
+    def pieces_of(self, layers: Collection[int]) -> int:
+        """How many pieces these layers have."""
+        return sum(len(layer.pieces) for layer in self.layers if layer.layer in layers)
+
     @cached_property
     def by_layer(self) -> Mapping[int, LayerStream]:
         """By decoder layer."""

@@ -40,7 +40,10 @@ class StreamedExperts(ABC):
         """
 
     def launched(self) -> None:
-        """All layers were launched. Raises ExpertUnavailable where the host is the device, as `check`."""
+        """All of the model's layers were launched; those of multi-token prediction may follow.
+
+        Raises ExpertUnavailable where the host is the device, as `check`.
+        """
         return
 
     def check(self) -> None:

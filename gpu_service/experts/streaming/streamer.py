@@ -97,7 +97,9 @@ class ExpertStreamer:
         counts: Mapping[int, Sequence[int]] | None = None,
         largest: Callable[[int], int] = int,
     ) -> None:
-        """`layers`: this rank's, in the order of computing. `counts`: how often each was chosen.
+        """`layers`: this rank's, in the order of computing, multi-token prediction's last.
+
+        `counts`: how often each expert was chosen, by layer.
 
         `largest` gives all ranks the largest of their numbers; they call it at the same places.
         """
@@ -112,7 +114,9 @@ class ExpertStreamer:
         self._resident = resident
         # Of those that share every layer.
         self.rank, self.num_ranks = parallel.tp_rank, parallel.tp_size
-        self._routing = RecentRouting(self.layers, geometry.num_experts, counts or {})
+        # Those of every step, which are measured and counted; the others come once its tokens are sampled.
+        self.passed_layers = tuple(layer for layer in self.layers if layer in geometry.passed_layers)
+        self._routing = RecentRouting(self.passed_layers, geometry.num_experts, counts or {})
         self._largest = largest
         self._source: ExpertSource | None = None
         self._plans: dict[object, StreamPlan] = {}
@@ -214,7 +218,7 @@ class ExpertStreamer:
                         self.ring.buffer_bytes,
                         self.rank,
                         self.num_ranks,
-                        self._routing.counts(layer),
+                        self._routing.counts(layer) if layer in self.passed_layers else (),
                     )
                     for layer, held in zip(self.layers, resident, strict=True)
                 ),
@@ -283,7 +287,7 @@ class ExpertStreamer:
     def routed(self, counts: Counts) -> None:
         """What a step chose, of all layers: later ones stream those with the most rows."""
         available = np.ones(counts.shape, np.bool_)
-        for place, layer in enumerate(self.layers):
+        for place, layer in enumerate(self.passed_layers):
             available[place, list(self.resident_of(layer))] = False
         if self._routing.add(counts, available):
             self._plans = {}
@@ -358,7 +362,7 @@ class StreamedStep(StreamedExperts):
                 partial = streamer.kernels.forward(slots, hidden_states, topk_ids, topk_weights, partial)
             finally:
                 ring.give_back()
-        if self._rows and streamer.follows_routing:
+        if self._rows and streamer.follows_routing and layer in streamer.passed_layers:
             self._chosen.append(topk_ids)
         if partial is None:
             partial = torch.zeros_like(hidden_states, dtype=torch.float32)
@@ -371,7 +375,7 @@ class StreamedStep(StreamedExperts):
     def launched(self) -> None:
         streamer = self._streamer
         self._end = streamer.device.record_read()
-        if len(self._chosen) == len(streamer.layers):
+        if len(self._chosen) == len(streamer.passed_layers):
             counts = count_chosen(self._chosen, streamer.geometry.num_experts)
             self._counts = streamer.device.download(counts)
         self._chosen = []
@@ -388,7 +392,8 @@ class StreamedStep(StreamedExperts):
             self._counts = None
         if self._rows and self._end is not None:
             between = self._streamer.device.seconds_between
-            copying = sum(between(begin, end) for begin, end in self.copies)
+            measured = self.plan.pieces_of(self._streamer.passed_layers)
+            copying = sum(between(begin, end) for begin, end in self.copies[:measured])
             seconds = between(self._begin, self._end)
             self._streamer.chooser.observe(self._rows, self.plan.share, seconds, copying)
 
