@@ -18,15 +18,20 @@ from gpu_service.speculation.policy import bucket
 _NEWEST, _MOST = 0.25, 2.0
 # Changes of a time that are not worth a message to all ranks.
 _UNTOLD = 0.05
-# Decode steps after which a time that was not measured again is forgotten, so that it is.
-_FORGOTTEN = 512
+# Of a first few times the shortest counts: any of them may have compiled or loaded something.
+_FIRST = 4
+# How often a step without drafts has to be measured before others are compared with it.
+_TRUSTED = 3
+# Decode steps after which a time that was not measured again is forgotten, so that it is. That of steps
+# without drafts at first sooner, each time later: drafts that always are worth it leave none to measure.
+_FORGOTTEN, _FORGOTTEN_AT_FIRST = 512, 64
 
 
 @dataclass(slots=True)
 class _Time:
     seconds: float
     step: int  # of all decode steps: when it was last measured
-    is_first: bool = True
+    count: int = 0
 
 
 _Times = dict[int, _Time]
@@ -40,6 +45,8 @@ class DraftPace:
         # Of steps without drafts and with, by rows.
         self._plain: _Times = {}
         self._verifying: _Times = {}
+        # After how many steps those without drafts are forgotten next, by rows.
+        self._lasts: dict[int, int] = {}
         self._told: list[dict[int, float]] = [{}, {}]
         self._steps = 0
         self._last: float | None = None
@@ -57,23 +64,32 @@ class DraftPace:
             return
         self._steps += 1
         self._measured(self._verifying if batch.drafts else self._plain, batch.num_tokens, self._last - last)
-        for times in (self._plain, self._verifying):
-            for rows in [rows for rows in times if self._steps - times[rows].step > _FORGOTTEN]:
-                del times[rows]
+        self._forget()
+
+    def _forget(self) -> None:
+        for rows, known in list(self._verifying.items()):
+            if self._steps - known.step > _FORGOTTEN:
+                del self._verifying[rows]
+        for rows, known in list(self._plain.items()):
+            lasts = self._lasts.setdefault(rows, _FORGOTTEN_AT_FIRST)
+            if self._steps - known.step > lasts:
+                self._lasts[rows] = min(2 * lasts, _FORGOTTEN)
+                del self._plain[rows]
 
     def _measured(self, times: _Times, rows: int, seconds: float) -> None:
         known = times.setdefault(bucket(rows), _Time(seconds, self._steps))
-        if known.step < self._steps and known.is_first:
-            # The first one may have compiled or loaded something.
-            known.seconds, known.is_first = min(known.seconds, seconds), False
-        elif known.step < self._steps:
+        known.count += 1
+        if known.count <= _FIRST:
+            known.seconds = min(known.seconds, seconds)
+        else:
             known.seconds += _NEWEST * (min(seconds, _MOST * known.seconds) - known.seconds)
         known.step = self._steps
 
     def message(self) -> str | None:
         """For `Speculation.read` of every rank; None: nothing has changed by much."""
         times = [
-            {rows: known.seconds for rows, known in table.items()} for table in (self._plain, self._verifying)
+            {rows: known.seconds for rows, known in table.items() if known.count >= least}
+            for table, least in ((self._plain, _TRUSTED), (self._verifying, 1))
         ]
         if all(map(_are_close, times, self._told)):
             return None

@@ -214,6 +214,8 @@ def test_steps_are_measured_from_commit_to_commit_and_forgotten() -> None:
     commit(decode(1), 9.0)
     commit(decode(1), 1.0)
     commit(decode(1, 3), 2.0, overlaps=False)
+    assert json.loads(pace.message() or "") == [{}, {"4": 2.0}], "two steps say too little"
+    commit(decode(1), 3.0)
     commit(decode(1, num_drafts=3), 7.0)
     commit(decode(2), 7.0, overlaps=False)
     prompt = decode(1)
@@ -226,6 +228,7 @@ def test_steps_are_measured_from_commit_to_commit_and_forgotten() -> None:
     assert (policy.costs.plain(1), policy.costs.plain(2)) == (1.0, None)
     assert policy.costs.verifying(4) == 2.0
     assert pace.message() is None, "nothing is new"
+    commit(decode(1), 1.0)
     commit(decode(1), 100.0)  # a pause
     clock.now += 50
     pace.idled()
@@ -236,6 +239,25 @@ def test_steps_are_measured_from_commit_to_commit_and_forgotten() -> None:
         commit(decode(3), 1.0)
     policy.read(pace.message() or "")
     assert (policy.costs.plain(1), policy.costs.plain(3)) == (None, 1.0)
+    assert policy.costs.verifying(4) == 1.0
+
+
+def test_steps_without_drafts_are_measured_again_soon_and_then_later() -> None:
+    """While every step has drafts: what the first ones took is forgotten after 64 steps, then after 128."""
+    clock = Clock()
+    pace = DraftPace(clock)
+
+    def commit(batch: Batch, overlaps: bool) -> bool:
+        clock.now += 1.0
+        pace.committed(batch, overlaps)
+        message = pace.message()
+        return message is not None and json.loads(message)[0] == {}
+
+    for lasts in (64, 128):
+        for _ in range(5):
+            commit(decode(1), overlaps=True)
+        forgotten = [commit(decode(1, 1), overlaps=False) for _ in range(lasts + 1)]
+        assert forgotten.index(True) == lasts
 
 
 def test_costs_between_known_rows_are_linear_and_those_beyond_are_as_the_last() -> None:
