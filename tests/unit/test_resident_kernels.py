@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels, TorchResidentKernels
 from gpu_service.experts.resident.make import warmed_up
-from gpu_service.experts.resident.panels import pair_bytes
+from gpu_service.experts.resident.panels import layer_format, pair_bytes
 from gpu_service.experts.resident.triton_kernels import launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels, align
 from gpu_service.experts.resident.unpack import unpack_expert
@@ -241,10 +241,19 @@ def test_kernels_that_do_not_run_here_leave_experts_to_torch() -> None:
 @pytest.mark.parametrize("max_rows", [1, 8, 9, 100, 4096])
 def test_warm_up_meets_every_tile(max_rows: int) -> None:
     """No batch within the limit launches a kernel that was not compiled before readiness."""
+    kind = layer_format("int4_g32", "int4_g32", 64, 32, False)
     for experts, top_k in ((8, 2), (128, 8), (256, 1)):
-        sizes = launch.sizes_to_warm_up(experts, top_k, launch.FEW_ROWS, max_rows)
+        few = launch.few_rows(kind, experts, top_k)
+        sizes = launch.sizes_to_warm_up(experts, top_k, few, max_rows)
         assert all(1 <= rows <= max_rows for rows in sizes)
-        met = {launch.tile(rows * top_k, experts) for rows in sizes if rows > launch.FEW_ROWS}
-        many = range(launch.FEW_ROWS + 1, max_rows + 1)
+        met = {launch.tile(rows * top_k, experts) for rows in sizes if rows > few}
+        many = range(few + 1, max_rows + 1)
         assert {launch.tile(rows * top_k, experts) for rows in many} == met
-        assert any(rows <= launch.FEW_ROWS for rows in sizes)
+        assert any(rows <= few for rows in sizes)
+
+
+def test_few_rows_are_those_that_share_hardly_any_expert() -> None:
+    """As many pairs as experts, twice as many of 16 bits, which cost nothing to decode; 8 rows always."""
+    formats = [layer_format(name, name, 64, 32, False) for name in ("int4_g32", "fp8_block", "bfloat16")]
+    assert [launch.few_rows(kind, 128, 8) for kind in formats] == [16, 16, 32]
+    assert [launch.few_rows(kind, 8, 2) for kind in formats] == [8, 8, 8]

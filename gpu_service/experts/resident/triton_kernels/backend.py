@@ -12,7 +12,7 @@ import functools
 import torch
 
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
-from gpu_service.experts.resident.panels import pair_bytes
+from gpu_service.experts.resident.panels import LayerFormat, pair_bytes
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2
 from moebius.models.geometry import MoeGeometry
@@ -31,9 +31,15 @@ class TritonResidentKernels(ResidentKernels):
 
     captures = True
 
-    def __init__(self, geometry: MoeGeometry, few_rows: int = launch.FEW_ROWS) -> None:
+    def __init__(self, geometry: MoeGeometry, few_rows: int | None = None) -> None:
+        """`few_rows`: as `launch.few_rows`; None: what that says of a layer's format."""
         self._geometry = geometry
-        self._few_rows = few_rows
+        self._most_few_rows = few_rows
+
+    def _few_rows(self, kind: LayerFormat) -> int:
+        if self._most_few_rows is not None:
+            return self._most_few_rows
+        return launch.few_rows(kind, self._geometry.num_experts, self._geometry.top_k)
 
     def cpu_ids(self, slots: LayerSlots, topk_ids: torch.Tensor) -> torch.Tensor:
         output, count = torch.empty_like(topk_ids), topk_ids.numel()
@@ -60,7 +66,8 @@ class TritonResidentKernels(ResidentKernels):
             return result
         inputs = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         pairs, experts = topk_ids.numel(), self._geometry.num_experts
-        if num_rows <= self._few_rows or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
+        is_few = num_rows <= self._few_rows(slots.kind)
+        if is_few or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
             for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
                 before = None if partial is None else partial[rows]
                 x, ids, weights = (tensor[rows] for tensor in inputs)
@@ -84,7 +91,7 @@ class TritonResidentKernels(ResidentKernels):
         """Products with weights as they are stored."""
         pairs = topk_ids.numel()
         intermediate, outputs = _pair_memory(slots, hidden_states, pairs)
-        if hidden_states.shape[0] <= self._few_rows:
+        if hidden_states.shape[0] <= self._few_rows(slots.kind):
             self._by_rows(slots, hidden_states, topk_ids, intermediate, outputs)
         else:
             tile = launch.tile(pairs, self._geometry.num_experts)
@@ -129,7 +136,8 @@ class TritonResidentKernels(ResidentKernels):
     def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
         """A call for each kind of tile, and one for few rows. No id is chosen."""
         geometry, device = self._geometry, slots.weights.device
-        sizes = launch.sizes_to_warm_up(geometry.num_experts, geometry.top_k, self._few_rows, max_rows)
+        few = self._few_rows(slots.kind)
+        sizes = launch.sizes_to_warm_up(geometry.num_experts, geometry.top_k, few, max_rows)
         for rows_ in counted(sizes, "compiling expert kernels", len(sizes)):
             ids = torch.full((rows_, geometry.top_k), -1, dtype=torch.int32, device=device)
             hidden_states = torch.zeros((rows_, geometry.hidden_size), dtype=dtype, device=device)
