@@ -23,7 +23,7 @@ from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKe
 from tests.helpers.resident_layers import Shape, resident_layer, routed
 
 SHAPE = Shape(hidden=2048, intermediate=768, experts=128, top_k=8)
-FORMATS = ("int4_g32", "bfloat16", "fp8_block")
+FORMATS = ("int4_g32", "int4_g128_zeros", "mxfp4", "bfloat16", "fp8_block")
 FEW, MANY = (1, 2, 4, 8, 16, 32), (4, 8, 16, 32, 64, 256, 1024, 4096)
 CALLS, ROUNDS = 16, 9
 ALWAYS, NEVER = 1 << 30, 0
