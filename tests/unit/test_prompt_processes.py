@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +30,10 @@ def children() -> set[int]:
     found = set()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended, a moment ago or unnoticed yet
-            found |= {child.pid} if "gateway.prompts.worker" in child.cmdline() else set()
+            # Popen returns a moment before the kernel shows the new program's arguments.
+            while not (command := child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.001)
+            found |= {child.pid} if "gateway.prompts.worker" in command else set()
     return found
 
 
