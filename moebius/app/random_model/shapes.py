@@ -35,8 +35,13 @@ class RandomShape:
     num_mtp_layers: ClassVar[int] = 0
 
     def hf_config(self, quantization: dict[str, Any] | None) -> dict[str, Any]:
-        """config.json of family qwen3_moe, every layer MoE, no tied embeddings."""
-        config: dict[str, Any] = {
+        """config.json of the shape's family; `quantization`: of its experts, None: they have 16 bits."""
+        config = self._hf_keys()
+        return config if quantization is None else config | {"quantization_config": quantization}
+
+    def _hf_keys(self) -> dict[str, Any]:
+        """Of family qwen3_moe, every layer MoE, no tied embeddings."""
+        return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
             "attention_bias": False,
@@ -65,9 +70,6 @@ class RandomShape:
             "use_sliding_window": False,
             "vocab_size": self.vocab_size,
         }
-        if quantization is not None:
-            config["quantization_config"] = quantization
-        return config
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class GlmShape(RandomShape):
 
     has_gguf: ClassVar[bool] = False
 
-    def hf_moe(self) -> dict[str, Any]:
+    def _hf_moe(self) -> dict[str, Any]:
         """Keys of config.json for the router and the expert of all tokens."""
         return {
             "moe_intermediate_size": self.moe_intermediate_size,
@@ -103,9 +105,9 @@ class Glm4Shape(GlmShape):
     fewest_layers: ClassVar[int] = 2
     num_mtp_layers: ClassVar[int] = 1
 
-    def hf_config(self, quantization: dict[str, Any] | None) -> dict[str, Any]:
-        """config.json of family glm4_moe."""
-        config = self.hf_moe() | {
+    def _hf_keys(self) -> dict[str, Any]:
+        """Of family glm4_moe."""
+        return self._hf_moe() | {
             "architectures": ["Glm4MoeForCausalLM"],
             "model_type": "glm4_moe",
             "attention_bias": True,
@@ -131,7 +133,6 @@ class Glm4Shape(GlmShape):
             "use_qk_norm": False,
             "vocab_size": self.vocab_size,
         }
-        return config if quantization is None else config | {"quantization_config": quantization}
 
 
 _LINEAR, _INDEXED = "linear_attention", "indexed_attention"
@@ -160,11 +161,11 @@ class Glm5Shape(GlmShape):
         """Whether a layer has latent attention, not linear attention."""
         return layer % 4 == 3
 
-    def hf_config(self, quantization: dict[str, Any] | None) -> dict[str, Any]:
-        """config.json of family glm5_next, without a tower."""
+    def _hf_keys(self) -> dict[str, Any]:
+        """Of family glm5_next, without a tower."""
         kinds = [_INDEXED if self.attends(layer) else _LINEAR for layer in range(self.num_layers)]
         mlps = ["dense" if layer < self.dense_layers else "sparse" for layer in range(self.num_layers)]
-        text = self.hf_moe() | {
+        text = self._hf_moe() | {
             "model_type": "glm5_next_text",
             "attention_bias": False,
             "bos_token_id": 1,
@@ -206,13 +207,12 @@ class Glm5Shape(GlmShape):
             "v_head_dim": self.value_dim,
             "vocab_size": self.vocab_size,
         }
-        config = {
+        return {
             "architectures": ["Glm5NextForConditionalGeneration"],
             "model_type": "glm5_next",
             "text_config": text,
             "tie_word_embeddings": False,
         }
-        return config if quantization is None else config | {"quantization_config": quantization}
 
 
 # The second has the experts and the attention sizes of Qwen3-Next, but softmax attention in all its layers
