@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -49,9 +48,9 @@ _RESTART_S = 1.0
 _COMPRESSED = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"})
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
-    """One request waiting for a process or in one; filled by `PromptPool.prepare`."""
+    """One request waiting for a process or in one; filled by `PromptPool.prepare`. Compared by identity."""
 
     kind: Kind
     body: Sequence[bytes]
@@ -59,6 +58,11 @@ class _Job:
     answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
     deaths: int = 0  # processes that ended in it by another's hand
     alone: bool = False  # a process ended in a group that it was in: whose fault that was is not known
+
+    def end(self, answer: Answer) -> None:
+        """Answers it, unless its client has gone."""
+        if not self.answer.done():
+            self.answer.set_result(answer)
 
 
 def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
@@ -177,8 +181,10 @@ class PromptPool:
         """`most_waiting`: requests that may wait before others get 429."""
         self._count = processes
         self._most_waiting = most_waiting
-        self._small: deque[_Job] = deque()
-        self._large: deque[_Job] = deque()
+        # In the order in which they came. A request is in one of them for as long as it waits, however that
+        # ends: a process takes it, it is refused, or its client goes away.
+        self._small: dict[_Job, None] = {}
+        self._large: dict[_Job, None] = {}
         self._changed = asyncio.Event()  # something waits
         self._running: dict[int, _Process] = {}
         # Numbers of those whose last start failed.
@@ -243,7 +249,7 @@ class PromptPool:
         Raises:
             ApiError: the request is refused, costs too much, or too many wait.
         """
-        if len(self._small) + len(self._large) >= self._most_waiting:
+        if self.waiting >= self._most_waiting:
             raise ApiError(
                 429,
                 f"{self._most_waiting} requests wait to be read: try again later",
@@ -252,7 +258,10 @@ class PromptPool:
             )
         job = _Job(kind, body, sum(map(len, body)))
         self._queue(job)
-        answer = await job.answer
+        try:
+            answer = await job.answer
+        finally:
+            self._unqueue(job)
         if isinstance(answer, Refused):
             raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code)
         if isinstance(answer, Broken):
@@ -260,9 +269,20 @@ class PromptPool:
             raise ApiError(500, f"internal error: {answer.kind}", code="internal_error")
         return answer
 
+    @property
+    def waiting(self) -> int:
+        """Requests that no process has taken yet."""
+        return len(self._small) + len(self._large)
+
+    def _queue_of(self, job: _Job) -> dict[_Job, None]:
+        return self._small if job.size <= SMALL_BYTES else self._large
+
     def _queue(self, job: _Job) -> None:
-        (self._small if job.size <= SMALL_BYTES else self._large).append(job)
+        self._queue_of(job)[job] = None
         self._changed.set()
+
+    def _unqueue(self, job: _Job) -> None:
+        self._queue_of(job).pop(job, None)
 
     def _pick(self, number: int) -> list[_Job]:
         """The next requests for this process whose clients still wait: of small ones its share, at most a
@@ -274,17 +294,17 @@ class PromptPool:
             most = min(_GROUP, -(-len(queue) // self._count)) if queue is self._small else 1
             jobs: list[_Job] = []
             size = 0
-            while queue and len(jobs) < most:
-                size += queue[0].size
-                if jobs and (size > SMALL_BYTES or queue[0].alone):
-                    break
-                job = queue.popleft()
-                if job.answer.done():
-                    size -= job.size
+            for job in queue:
+                if job.answer.done():  # its client went away in this turn of the event loop
                     continue
+                size += job.size
+                if len(jobs) == most or (jobs and (size > SMALL_BYTES or job.alone)):
+                    break
                 jobs.append(job)
                 if job.alone:
                     break
+            for job in jobs:
+                self._unqueue(job)
             if jobs:
                 return jobs
         return []
@@ -301,9 +321,9 @@ class PromptPool:
                 await self._changed.wait()
             if process.ended:  # killed while it was idle: that costs the requests none of their tries
                 del self._running[number]
-                await process.stop()
                 for job in jobs:
                     self._queue(job)
+                await process.stop()
                 continue
             try:
                 answers = await process.run(jobs, self._limits().cpu_s * _WALL_FACTOR)
@@ -312,11 +332,18 @@ class PromptPool:
                 self._bury(jobs, death)
                 continue
             for job, answer in zip(jobs, answers, strict=True):
-                if not job.answer.done():
-                    job.answer.set_result(answer)
+                job.end(answer)
             if process.leaving:
                 del self._running[number]
                 await process.stop(kill=False)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when what counts as waiting does not wait, or is in the wrong queue."""
+        for queue in (self._small, self._large):
+            for job in queue:
+                assert self._queue_of(job) is queue, f"a {job.kind} of {job.size} bytes is in the wrong queue"
+                ended = job.answer.done() and not job.answer.cancelled()
+                assert not ended, f"a {job.kind} was answered and still counts as waiting"
 
     def _limits(self) -> WorkerSetup:
         assert self._setup is not None, "the pool has not been started"
@@ -332,9 +359,10 @@ class PromptPool:
                 self._failed_starts.add(number)
                 return
             unavailable = Refused(503, "requests cannot be read at the moment", None, "unavailable")
-            for job in [*self._small, *self._large]:
-                if not job.answer.done():
-                    job.answer.set_result(unavailable)
+            for queue in (self._small, self._large):
+                for job in queue:
+                    job.end(unavailable)
+                queue.clear()
             await asyncio.sleep(_RESTART_S)
 
     def _bury(self, jobs: Sequence[_Job], death: _Died) -> None:
@@ -347,7 +375,7 @@ class PromptPool:
                 continue
             refusal = None if len(jobs) > 1 else self._refusal(job, death)
             if refusal is not None:
-                job.answer.set_result(refusal)
+                job.end(refusal)
                 continue
             job.deaths += len(jobs) == 1
             job.alone = True

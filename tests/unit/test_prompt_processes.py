@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.prompts.contract import ModelFiles, WorkerSetup
-from gateway.prompts.pool import PromptPool, _Died
+from gateway.prompts.pool import SMALL_BYTES, PromptPool, _Died
 from moebius.config import ImageConfig
 from protos import engine_pb2 as pb
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
@@ -172,6 +173,129 @@ async def test_a_process_that_is_killed_while_it_starts_costs_no_request(
             with pytest.raises(ApiError, match="cannot be read at the moment"):
                 await pool.prepare("tokenize", [b"first"])
         assert await pool.prepare("tokenize", [b"next"]) == b"next"
+    finally:
+        await pool.close()
+
+
+class Fate:
+    """What becomes of the processes of a test, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.draws = random.Random(seed)
+        self.starts_fail = False
+
+    def dies(self, share: float) -> bool:
+        return self.draws.random() < share
+
+
+class FatefulProcess(FakeProcess):
+    """One whose start fails, and that is killed in or between requests, as `fate` has it."""
+
+    fate: ClassVar[Fate]
+
+    @property
+    def ended(self) -> bool:  # type: ignore[override]
+        """Killed while it was idle, now and then."""
+        return self.fate.dies(0.2)
+
+    async def begin(self, _setup: WorkerSetup) -> None:
+        """Ready, unless no process starts."""
+        await asyncio.sleep(0)
+        if self.fate.starts_fail:
+            raise _Died(-signal.SIGKILL)
+
+    async def run(self, jobs: Sequence[Any], _limit_s: float) -> list[bytes]:
+        """Echoes the bodies, or dies."""
+        await asyncio.sleep(0)
+        if self.fate.dies(0.3):
+            raise _Died(self.fate.draws.choice([-signal.SIGKILL, -signal.SIGPROF, None]))
+        return [b"".join(job.body) for job in jobs]
+
+
+def fateful_pool(monkeypatch: pytest.MonkeyPatch, seed: int, processes: int, most: int) -> PromptPool:
+    """A pool whose processes are `FatefulProcess`."""
+    monkeypatch.setattr("gateway.prompts.pool._Process", FatefulProcess)
+    monkeypatch.setattr("gateway.prompts.pool._RESTART_S", 0.005)
+    monkeypatch.setattr(FatefulProcess, "fate", Fate(seed), raising=False)
+    return PromptPool(processes, most)
+
+
+async def test_requests_that_were_refused_take_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While no process starts, those that wait are answered 503; each that comes after them may wait again,
+    as none of them does any more."""
+    files, setup = setup_for(tmp_path)
+    most = 16
+    pool = fateful_pool(monkeypatch, 0, 1, most)
+    await pool.spawn(files)
+    await pool.start(setup)
+    pool._running.clear()  # killed, as by the kernel for memory
+    FatefulProcess.fate.starts_fail = True
+    try:
+        for _ in range(3):
+            waiting = (pool.prepare("tokenize", [b"one"]) for _ in range(most))
+            answers = await asyncio.gather(*waiting, return_exceptions=True)
+            assert [type(answer) for answer in answers] == [ApiError] * most
+            assert {answer.status for answer in answers if isinstance(answer, ApiError)} == {503}
+            pool.check_integrity()
+            assert pool.waiting == 0
+    finally:
+        await pool.close()
+
+
+async def test_clients_that_went_away_take_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long no process can serve, only those who still wait are counted."""
+    files, setup = setup_for(tmp_path)
+    pool = fateful_pool(monkeypatch, 0, 1, 8)
+    await pool.spawn(files)
+    await pool.start(setup)
+    for task in pool._tasks:  # all processes are busy, for ever
+        task.cancel()
+    try:
+        for _ in range(5):
+            gone = [asyncio.create_task(pool.prepare("tokenize", [b"x"])) for _ in range(8)]
+            await asyncio.sleep(0)
+            assert pool.waiting == 8
+            for task in gone:
+                task.cancel()
+            await asyncio.gather(*gone, return_exceptions=True)
+            pool.check_integrity()
+            assert pool.waiting == 0
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_what_waits_is_what_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Whatever becomes of processes and clients: each request is answered once, the count is of those that
+    wait, and ends at none."""
+    files, setup = setup_for(tmp_path)
+    pool = fateful_pool(monkeypatch, seed, 2, 24)
+    fate = FatefulProcess.fate
+    await pool.spawn(files)
+    await pool.start(setup)
+    tasks: list[asyncio.Task[Any]] = []
+    try:
+        for _ in range(200):
+            body = b"x" * fate.draws.choice([1, 1, SMALL_BYTES + 1])
+            tasks.append(asyncio.create_task(pool.prepare("tokenize", [body])))
+            if fate.dies(0.2):
+                fate.draws.choice(tasks).cancel()
+            fate.starts_fail = fate.dies(0.3)
+            await asyncio.sleep(fate.draws.choice([0, 0, 0.001]))
+            pool.check_integrity()
+            assert pool.waiting <= sum(not task.done() for task in tasks)
+        fate.starts_fail = False
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert pool.waiting == 0
+        refused = [answer for answer in answers if isinstance(answer, ApiError)]
+        assert {answer.status for answer in refused} <= {400, 429, 503}
+        others = [answer for answer in answers if not isinstance(answer, ApiError)]
+        assert all(isinstance(answer, bytes | asyncio.CancelledError) for answer in others)
     finally:
         await pool.close()
 
