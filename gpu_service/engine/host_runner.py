@@ -19,10 +19,11 @@ import structlog
 import torch
 
 from gpu_service.engine.model_runner import ModelRunner, launching
+from gpu_service.engine.recovery import Recovery
 from gpu_service.engine.results import StepResult, to_result
 from gpu_service.engine.step import StepPlan, TokenMasks
 from gpu_service.engine.step_runner import Pending, StepRunner
-from gpu_service.experts.client import ExpertClient, ExpertUnavailable
+from gpu_service.experts.client import ExpertUnavailable
 
 _log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
@@ -144,15 +145,14 @@ class HostRunner(StepRunner):
     def __init__(self, runner: ModelRunner, stream: Stream, recovery_timeout_s: float = 300.0) -> None:
         self._runner = runner
         self._stream = stream
-        self._recovery_timeout_s = recovery_timeout_s
-        self._is_recovering = False
+        self._recovery = Recovery(runner.experts, recovery_timeout_s)
         # Of the latest step that awaited masks.
         self._masks: Future[TokenMasks | None] = Future()
         self._masks.set_result(None)
 
     @property
     def is_recovering(self) -> bool:
-        return self._is_recovering
+        return self._recovery.is_running
 
     @property
     def streams_prompts(self) -> bool:
@@ -185,27 +185,21 @@ class HostRunner(StepRunner):
         """Runs the step; again, to the same KV slots, after a lost expert server came back."""
         started = time.monotonic()
         num_replays = 0
+        deadline: float | None = None  # Of the recovery, from the step's first loss on.
+        if self._recovery.is_due:
+            self._recovery.run(self._recovery.deadline())
         while True:
             try:
                 with launching(plan):
                     result = to_result(plan, self._runner.run(plan, resolve))
                 break
             except ExpertUnavailable as error:
-                # Experts are asked before anything is sampled, so the penalties' counts are untouched.
-                remaining = started + self._recovery_timeout_s - time.monotonic()
-                if self._runner.experts is None or remaining <= 0:
-                    raise
-                _log.warning("expert server lost, waiting for it to return", error=str(error))
-                self._recover(self._runner.experts, remaining)
-                num_replays += 1
-                _log.info("expert servers are back, the step is run again")
+                failure = error
+            # Experts are asked before anything is sampled, so the penalties' counts are untouched.
+            _log.warning("expert server lost, waiting for it to return", error=str(failure))
+            deadline = deadline or self._recovery.deadline()
+            self._recovery.run(deadline, failure)
+            num_replays += 1
         result.num_replays = num_replays
         result.seconds = time.monotonic() - started
         return result
-
-    def _recover(self, experts: ExpertClient, timeout_s: float) -> None:
-        self._is_recovering = True
-        try:
-            experts.recover(timeout_s)
-        finally:
-            self._is_recovering = False

@@ -12,7 +12,6 @@ is done between the commit of the step before and the next launch, so at most th
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 import structlog
 
+from gpu_service.engine.recovery import Recovery
 from gpu_service.engine.results import StepResult
 from gpu_service.engine.step import Batch, StepPlan, TokenMasks
 from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
@@ -173,14 +173,14 @@ class StepsInFlight:
     ) -> None:
         """`active`: in which a client recovers, because it may write to the device's memory."""
         self._start = start
-        self._active = active
         self._experts = experts
-        self._recovery_timeout_s = recovery_timeout_s
+        self._recovery = Recovery(experts, recovery_timeout_s, active)
         self._steps: list[StepInFlight] = []
-        # Read by other threads.
-        self.is_recovering = False
-        # A launch was broken off: a device-driven client may hold half of a layer.
-        self._broken_off = False
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether steps wait for lost expert servers. Any thread may ask."""
+        return self._recovery.is_running
 
     def launch(self, plan: StepPlan) -> StepInFlight:
         """Starts a plan; after a step that has lost its experts, only when that one is run again."""
@@ -236,19 +236,17 @@ class StepsInFlight:
                 self._steps.pop(0)
 
     def _run(self, step: StepInFlight) -> None:
+        if self._recovery.is_due:
+            # It begins with a recovery, by whoever waits for it.
+            step.error = ExpertUnavailable(-1, "the step before left the expert servers in disorder")
+            return
         try:
-            if self._broken_off:
-                self._clean_up()
             step.launched = self._start(step.plan)
         except Exception as error:  # it is raised again in whoever waits for this step
             step.error = error
-            self._broken_off = self._experts is not None and self._experts.is_device_driven
-
-    def _clean_up(self) -> None:
-        """Brings the client into order once nothing is in flight. Raises ExpertUnavailable."""
-        for step in list(self._steps):
-            self.settle(step)
-        self._recover(time.monotonic() + self._recovery_timeout_s)
+            # A device-driven client may hold half of a layer.
+            if self._experts is not None and self._experts.is_device_driven:
+                self._recovery.is_due = True
 
     def _failure_of(self, step: StepInFlight) -> ExpertFailure | None:
         """What makes a step that has ended worthless; a later step's failure may show here already."""
@@ -269,47 +267,37 @@ class StepsInFlight:
             step.end()
         for step in reversed(steps):
             step.undo()
+        deadline = self._recovery.deadline()
         try:
-            self._recover(time.monotonic() + self._recovery_timeout_s)
+            self._recovery.run(deadline)
             while steps and not steps[0].plan.awaits_masks:
-                self._run_alone(steps[0])
+                self._run_alone(steps[0], deadline)
                 steps.pop(0)
+                deadline = self._recovery.deadline()
             # It is run when its masks are known, which follow from the steps before.
             self._steps = steps
         except ExpertUnavailable as error:  # not back in time: what was launched can not be computed
             for step in steps:
                 step.error, step.settled = error, True
 
-    def _run_alone(self, step: StepInFlight) -> None:
-        """Runs a step with nothing launched after it until its outcome is final."""
-        deadline = time.monotonic() + self._recovery_timeout_s
+    def _run_alone(self, step: StepInFlight, deadline: float) -> None:
+        """Runs a step with nothing launched after it until its outcome is final. Raises ExpertUnavailable."""
         while True:
+            if self._recovery.is_due:
+                self._recovery.run(deadline)
             self._run(step)
             step.end()
             failure = self._failure_of(step)
             if failure is None:
                 break
             step.undo()
-            # Also clears what a device-driven client remembers of a refused request.
-            self._recover(deadline)
-            if isinstance(failure, ExpertComputeFailed):
-                step.error = failure
-                break
+            if isinstance(failure, ExpertUnavailable):
+                self._recovery.run(deadline, failure)
+                continue
+            # Clears what a device-driven client remembers of a refused request.
+            self._recovery.run(deadline)
+            step.error = failure
+            break
         for work in step.followers:
             work()
         step.settled = True
-
-    def _recover(self, deadline: float) -> None:
-        """Raises ExpertUnavailable when a server is not back by then."""
-        assert self._experts is not None
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            raise ExpertUnavailable(-1, "an expert server was lost again and again until the time was up")
-        self.is_recovering = True
-        try:
-            with self._active():
-                self._experts.recover(remaining)
-        finally:
-            self.is_recovering = False
-        self._broken_off = False
-        _log.info("expert servers are ready again")

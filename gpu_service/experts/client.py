@@ -24,6 +24,10 @@ class ExpertUnavailable(RuntimeError):
         self.reason = reason
 
 
+class ExpertRefused(ExpertUnavailable):
+    """What came back in a server's place is not that server, and stays so until somebody replaces it."""
+
+
 class ExpertComputeFailed(RuntimeError):
     """A server refused or failed a request although it is alive; running it again would fail again."""
 
@@ -125,7 +129,8 @@ class ExpertClient(ABC):
     def recover(self, timeout_s: float) -> None:
         """After ExpertUnavailable: forget all tickets and wait until every server is ready again.
 
-        Raises ExpertUnavailable when one is not within the time.
+        Servers that are lost anew meanwhile are waited for, too, however often. Raises ExpertUnavailable when
+        one is not ready within the time, and ExpertRefused at once where no wait would help.
         """
 
     def problem(self) -> str:

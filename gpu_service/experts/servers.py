@@ -135,6 +135,8 @@ class MailboxServers:
 
 
 _log = structlog.get_logger(__name__)
+# Between two checks of servers that were lost during the first one.
+_CHECK_AGAIN_S = 0.05
 Check = Callable[[], str]
 """Asks all servers for what they computed before: the difference in words, empty when there is none.
 
@@ -162,21 +164,30 @@ class CheckedExperts(ExpertClient):
     def recover(self, timeout_s: float) -> None:
         """The error names what the last server was sent away for."""
         deadline = time.monotonic() + timeout_s
-        problem = ""
+        refused = ""
         while True:
             try:
                 self._inner.recover(max(0.0, deadline - time.monotonic()))
+            except ExpertUnavailable as error:
+                raise _explained(error, refused) from error.__cause__
+            lost: ExpertUnavailable | None = None
+            found = ""
+            try:
                 found = self._problem()
             except ExpertUnavailable as error:
-                if not problem:
-                    raise
-                text = f"{error.reason} (a server that had returned was refused: {problem})"
-                raise ExpertUnavailable(error.server_index, text) from error
-            if not found:
+                lost = error
+                _log.warning("an expert server was lost again before it was checked", error=str(error))
+            if lost is None and not found:
                 return
-            problem = found
-            _log.error("an expert server that returned computes something else and is sent away", why=found)
-            self._inner.reject(found)
+            if found:
+                refused = found
+                _log.error("an expert server that returned computes wrongly and is sent away", why=found)
+                self._inner.reject(found)
+            # Ranks read different clocks, and go on or give up together.
+            if self._inner.agree_on(time.monotonic() >= deadline):
+                raise _explained(lost or ExpertUnavailable(-1, "the time to recover is over"), refused)
+            if lost is not None:
+                time.sleep(_CHECK_AGAIN_S)
 
     def _problem(self) -> str:
         """What is wrong with the newcomers; every rank comes to the same verdict."""
@@ -193,6 +204,9 @@ class CheckedExperts(ExpertClient):
 
     def agree_with_ranks(self, agree: Callable[[int], int]) -> None:
         self._inner.agree_with_ranks(agree)
+
+    def agree_on(self, answer: bool) -> bool:
+        return self._inner.agree_on(answer)
 
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -222,3 +236,11 @@ class CheckedExperts(ExpertClient):
 
     def close(self) -> None:
         self._inner.close()
+
+
+def _explained(error: ExpertUnavailable, refused: str) -> ExpertUnavailable:
+    """The same error; `refused`: what the last server that had returned was sent away for, or empty."""
+    if not refused:
+        return error
+    text = f"{error.reason} (a server that had returned was refused: {refused})"
+    return type(error)(error.server_index, text)

@@ -48,6 +48,8 @@ def test_failed_recovery_ends_requests_but_not_the_engine(loop: dict[str, bool])
         harness.run(lost)
         assert {r.finish_reason for r in lost} == {FinishReason.ERROR}
         assert all("expert server 1: still dead" in r.error_message for r in lost)
+        assert harness.run([make_request("early", prompt_of(1, 20))]) == [[]], "computed without its experts"
+        harness.experts.recovery_error = None
         assert harness.run([make_request("after", prompt_of(1, 20))]) == [expected]
 
 

@@ -83,6 +83,10 @@ class FlakyExperts:
         """Ends a recovery."""
         self.interrupted.set()
 
+    def agree_on(self, answer: bool) -> bool:
+        """There is one rank."""
+        return answer
+
     def recover(self, timeout_s: float) -> None:
         """The servers are back at once, later, or never."""
         self.recoveries += 1
