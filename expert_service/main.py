@@ -138,7 +138,8 @@ class ExpertProcess:
 
             registry = make_registry(self._host)
             answers = Answers(lambda: registry_text(registry), self._process_state)
-            metrics = start_operations(experts.expert_metrics_port, host, answers)
+            allowed = self._config.gateway.allowed_hosts
+            metrics = start_operations(experts.expert_metrics_port, host, answers, allowed)
         end_metrics = self._export_metrics()
         self._listen(experts.expert_address)
         try:

@@ -24,6 +24,7 @@ from gateway.apis.routes import router as api_router
 from gateway.errors import MESSAGES_PATH, install_error_handlers
 from gateway.keys import KeyMiddleware
 from gateway.openapi import install_openapi
+from gateway.origins import OriginMiddleware
 from gateway.routes import create_chat_completion, create_completion, router
 from gateway.schemas.requests import (
     ChatCompletionRequest,
@@ -41,6 +42,7 @@ from gateway.workers.shared import Shared
 from moebius import __version__
 from moebius.api_keys import ApiKeys, KeyLimits
 from moebius.config import MoebiusConfig
+from moebius.web_origins import ANY, WebOrigins, origin_pattern
 
 logger = structlog.get_logger(__name__)
 
@@ -180,14 +182,21 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
             metrics=gateway.metrics,
             table=gateway.shared.keys,
         )
-    if config.gateway.cors_origins:
+    origins = config.gateway.cors_origins
+    if origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=config.gateway.cors_origins,
+            allow_origins=[ANY] if ANY in origins else [],
+            allow_origin_regex=origin_pattern(origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
             max_age=3600,
         )
+    app.add_middleware(
+        OriginMiddleware,
+        rules=WebOrigins(config.gateway.host, config.gateway.allowed_hosts, origins),
+        needs_key=lambda path: keys.required and not _is_open(path),
+    )
     app.add_middleware(RequestContextMiddleware)  # around all others, so every answer has an id
     app.add_middleware(TracingMiddleware)

@@ -41,7 +41,8 @@ def gateway_operations(
             return ProcessState(silent, silent)
 
     port, host = config.gateway.gateway_metrics_port, config.telemetry.metrics_host
-    server = start_operations(port, host, Answers(lambda: ask(asked(metrics)), state))
+    answers = Answers(lambda: ask(asked(metrics)), state)
+    server = start_operations(port, host, answers, config.gateway.allowed_hosts)
     try:
         yield
     finally:

@@ -67,7 +67,8 @@ def run(config: MoebiusConfig) -> int:
         state = ProcessState("still loading")
         watch = LoopWatch(config.supervisor.hang_timeout_s)
         answers = Answers(registry_text, lambda: watch.judged(state))
-        metrics = start_operations(config.gpu.gpu_metrics_port, config.telemetry.metrics_host, answers)
+        host, allowed = config.telemetry.metrics_host, config.gateway.allowed_hosts
+        metrics = start_operations(config.gpu.gpu_metrics_port, host, answers, allowed)
         end_metrics = export_metrics(config.telemetry, "moebius-gpu", REGISTRY.collect, _attributes(config))
         status, in_order = _run(config, state, watch)
     except _EXPECTED as error:

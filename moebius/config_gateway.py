@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
 from moebius.config_operations import Section
 from moebius.parser_names import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
+from moebius.web_origins import checked_hosts, checked_origins
 
 ToolCallParser = Annotated[str, AfterValidator(partial(parser_name, parsers=TOOL_CALL_PARSERS))]
 ReasoningParser = Annotated[str, AfterValidator(partial(parser_name, parsers=REASONING_PARSERS))]
@@ -93,7 +94,12 @@ class GatewayConfig(Section):
         description="Port for the gateway's metrics and probes; 0: the HTTP port",
     )
     cors_origins: tuple[str, ...] = Field(
-        default=(), description="Origins of web pages that may send requests, or *; empty: none"
+        default=(),
+        description="Origins of web pages that may send requests, * for any part; empty: this server's own",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Host names that requests may be for, *.NAME, *; empty: any, on loopback only localhost",
     )
     max_body_mib: float = Field(
         default=32.0, gt=0, description="Size of a request's body without its images, MiB"
@@ -153,3 +159,6 @@ class GatewayConfig(Section):
         default=True,
         description="Serve /v1/live: load, and where experts are computed; needs an API key if there are any",
     )
+
+    _origins_as_sent = field_validator("cors_origins")(checked_origins)
+    _names_of_hosts = field_validator("allowed_hosts")(checked_hosts)

@@ -326,7 +326,9 @@ def _explain(error: ValidationError, known: Mapping[str, Leaf], origin: Mapping[
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][1])
     leaf = known[name]
-    return f"{origin.get(name, name)}: {first['input']!r} is not allowed; allowed: {leaf.allowed}"
+    # A validator of ours says it more exactly than the type does.
+    allowed = str(first["ctx"]["error"]) if first["type"] == "value_error" else f"allowed: {leaf.allowed}"
+    return f"{origin.get(name, name)}: {first['input']!r} is not allowed; {allowed}"
 
 
 def effective_config(config: MoebiusConfig) -> str:

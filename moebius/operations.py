@@ -20,6 +20,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 import structlog
 
 from moebius.errors import UserError
+from moebius.web_origins import Sender, WebOrigins
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -117,18 +118,22 @@ def registry_text(registry: CollectorRegistry | None = None) -> bytes:
     return generate_latest(registry or REGISTRY)
 
 
-def start_operations(port: int, host: str, answers: Answers) -> OperationsServer | None:
+def start_operations(
+    port: int, host: str, answers: Answers, allowed_hosts: tuple[str, ...] = ()
+) -> OperationsServer | None:
     """Serves `/metrics`, `/health` and `/ready` on `host` from threads; port 0 means none (returns None).
 
     `/health` is 200 while the process works, also while it loads; `/ready` while it would answer a request;
-    else 503 with the reason. Raises UserError when host or port cannot be bound.
+    else 503 with the reason. Web pages are refused with 403, as are names that are not in `allowed_hosts`,
+    the setting. Raises UserError when host or port cannot be bound.
     """
     if port == 0:
         return None
     kind = _Server6 if ":" in host else _Server
+    rules = WebOrigins(host, allowed_hosts)
 
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        status, kind, body = _answer(environ["PATH_INFO"], answers)
+        status, kind, body = _refused(environ, rules) or _answer(environ["PATH_INFO"], answers)
         start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
         return [body]
 
@@ -139,6 +144,18 @@ def start_operations(port: int, host: str, answers: Answers) -> OperationsServer
     thread = threading.Thread(target=server.serve_forever, name="operations", daemon=True)
     thread.start()
     return OperationsServer(server, thread)
+
+
+def _refused(environ: WSGIEnvironment, rules: WebOrigins) -> tuple[str, str, bytes] | None:
+    """The answer to a web page of another site; None: it is none that sends the request."""
+    sender = Sender(
+        environ["REQUEST_METHOD"],
+        environ.get("HTTP_HOST", ""),
+        environ.get("HTTP_ORIGIN", ""),
+        environ.get("HTTP_SEC_FETCH_SITE", ""),
+    )
+    reason = rules.refused_host(sender) or rules.refused_origin(sender)
+    return ("403 Forbidden", _TEXT, f"{reason}\n".encode()) if reason else None
 
 
 def _answer(path: str, answers: Answers) -> tuple[str, str, bytes]:

@@ -34,7 +34,8 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": _POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
+    # Nothing to other hosts. With no-referrer some browsers hide the origin from this one as well.
+    "Referrer-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
 }
 

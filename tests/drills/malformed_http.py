@@ -82,7 +82,7 @@ async def _body(client: httpx.AsyncClient, rng: random.Random) -> Outcome:
 def _broken_http(rng: random.Random) -> bytes:
     """Bytes that begin like a request, more or less."""
     body = b'{"model": "drill", "prompt": "a", "max_tokens": 1}'
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     length = b"Content-Length: %d\r\n" % len(body)
     kinds = (
         lambda: rng.randbytes(rng.choice([1, 50, 3000])),
@@ -100,8 +100,8 @@ def _broken_http(rng: random.Random) -> bytes:
         ),
         lambda: head + b"X: " + b"a" * rng.choice([10_000, 100_000]) + b"\r\n" + length + b"\r\n" + body,
         lambda: head + b"X: y\r\n" * rng.choice([50, 3000]) + length + b"\r\n" + body,
-        lambda: b"GET /" + b"a" * rng.choice([1000, 100_000]) + b" HTTP/1.1\r\nHost: a\r\n\r\n",
-        lambda: b"GET /v1/models/%00%ff%2e%2e/ HTTP/1.1\r\nHost: a\r\n\r\n" * rng.choice([1, 20]),
+        lambda: b"GET /" + b"a" * rng.choice([1000, 100_000]) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        lambda: b"GET /v1/models/%00%ff%2e%2e/ HTTP/1.1\r\nHost: localhost\r\n\r\n" * rng.choice([1, 20]),
         lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         lambda: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(200),
         lambda: b"GET / HTTP/%s\r\n\r\n" % rng.choice([b"9.9", b"1.1.1", b"", b"-1"]),

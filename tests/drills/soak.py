@@ -174,7 +174,9 @@ async def _send(
 async def _half_a_request(host: str, port: int, rng: random.Random) -> None:
     """Opens a connection, sends the begin of a request and goes away."""
     body = b'{"model": "drill", "prompt": "a", "max_tokens": 200, "stream": true}'
-    whole = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    whole = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    )
     _, writer = await asyncio.open_connection(host, port)
     writer.write(whole[: rng.randrange(len(whole) + 1)])
     await asyncio.sleep(rng.random() * 0.3)

@@ -15,7 +15,7 @@ _HEAD_END = b"\r\n\r\n"
 def request_bytes(body: Any, path: str = "/v1/chat/completions") -> bytes:
     """A whole HTTP request; `body` is JSON or bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 

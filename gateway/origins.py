@@ -1,0 +1,68 @@
+"""Refuses requests of other sites' web pages, and those for a name that is not this machine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.errors import ApiError
+from moebius.web_origins import Sender, WebOrigins
+
+logger = structlog.get_logger(__name__)
+_MOST_LOGGED = 32  # different reasons: whoever sends requests chooses the names in them
+
+
+class OriginMiddleware:
+    """Answers such requests with 403, whichever API they are for.
+
+    Where a key is needed, the key decides: unlike a cookie it is not sent by a browser that a foreign page
+    has sent the request with, so a page that has it was given it. The name in `Host` is checked all the same.
+    """
+
+    def __init__(self, app: ASGIApp, rules: WebOrigins, needs_key: Callable[[str], bool]) -> None:
+        """`needs_key` tells paths that are answered only to who brings a key."""
+        self._app = app
+        self._rules = rules
+        self._needs_key = needs_key
+        self._logged: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection."""
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        if refusal.message not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(refusal.message)
+            logger.warning("a web page was refused", reason=refusal.message, path=scope["path"])
+        await refusal.response(scope)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        for sender in _senders(scope):
+            if reason := self._rules.refused_host(sender):
+                return ApiError(403, reason, code="host_not_allowed")
+            if self._needs_key(scope["path"]) and not sender.asks_first:
+                continue
+            if reason := self._rules.refused_origin(sender):
+                return ApiError(403, reason, code="origin_not_allowed")
+        return None
+
+
+def _senders(scope: Scope) -> list[Sender]:
+    """What the headers say; several if `Host` comes more than once, as each has to be allowed."""
+    hosts: list[str] = []
+    forwarded: list[str] = []
+    origin = site = ""
+    for name, raw in scope["headers"]:
+        if name == b"host":
+            hosts.append(raw.decode("latin-1"))
+        elif name == b"origin":
+            # More than one is nothing that a browser sends: as a list it equals none that is allowed.
+            origin = f"{origin}, {raw.decode('latin-1')}" if origin else raw.decode("latin-1")
+        elif name == b"sec-fetch-site":
+            site = raw.decode("latin-1")
+        elif name == b"x-forwarded-host":
+            forwarded += [part.strip() for part in raw.decode("latin-1").split(",")]
+    return [Sender(scope["method"], host, origin, site, tuple(forwarded)) for host in hosts or [""]]
