@@ -161,7 +161,7 @@ def _assemble(
         model_config,
         num_pages,
         limits.context_limit,
-        warm_up_tokens(device, gpu.max_num_batched_tokens, limits.context_limit),
+        warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
         self_test=self_test,
         vision=vision,
         streamer=streamer,

@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from pydantic import Field
 
+from moebius.config_division import ParallelConfig as ParallelConfig
+from moebius.config_division import PlacementConfig as PlacementConfig
 from moebius.config_gateway import GatewayConfig as GatewayConfig
 from moebius.config_gateway import ImageConfig as ImageConfig
 from moebius.config_operations import Section as Section
@@ -68,7 +70,7 @@ class ModelConfigSection(Section):
 
 
 # Outputs computed in one step where nothing is set and everything fits.
-DEFAULT_NUM_SEQS = 64
+DEFAULT_NUM_SEQS, DEFAULT_BATCHED_TOKENS = 64, 512
 
 
 class GpuConfig(SpeculationSettings):
@@ -106,8 +108,10 @@ class GpuConfig(SpeculationSettings):
         ge=1,
         description="Sequences computed in one step; unset: 64, fewer if a GPU has no room for their states",
     )
-    max_num_batched_tokens: int = Field(
-        default=512, ge=16, description="Tokens computed in one step, at most"
+    max_num_batched_tokens: int | None = Field(
+        default=None,
+        ge=16,
+        description="Tokens computed in one step, at most; unset: 512, thousands if all experts are on GPUs",
     )
     prefill_experts: Literal["auto", "cpu", "stream"] = Field(
         default="auto",
@@ -158,6 +162,12 @@ class GpuConfig(SpeculationSettings):
     def num_seqs(self) -> int:
         """`max_num_seqs`, or its default."""
         return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
+
+    @property
+    def num_batched_tokens(self) -> int:
+        """`max_num_batched_tokens`, or its default."""
+        chosen = self.max_num_batched_tokens
+        return DEFAULT_BATCHED_TOKENS if chosen is None else chosen
 
     @property
     def num_rows(self) -> int:
@@ -255,71 +265,6 @@ class ExpertConfig(Section):
     )
     self_test_experts: int = Field(
         default=3, ge=1, description="Experts of each such layer, on the servers and on the device each"
-    )
-
-
-class ParallelConfig(Section):
-    """How one model is divided over GPUs: one process per rank, pipeline stages of tensor-parallel groups."""
-
-    tensor_parallel_size: int = Field(default=1, ge=1, le=64, description="GPUs that share every layer")
-    pipeline_parallel_size: int = Field(default=1, ge=1, le=64, description="Stages of consecutive layers")
-    rank: int = Field(default=0, ge=0, description="Which rank this engine process is")
-    rank_hosts: int = Field(
-        default=1, ge=1, le=64, description="Number of hosts; each runs the same number of ranks"
-    )
-    host_index: int = Field(default=0, ge=0, description="Index of this host; rank 0 is on host 0")
-    rank_address: str = Field(
-        default="", description="Where ranks meet (host:port); empty: chosen by the supervisor"
-    )
-    rank_timeout_s: float = Field(
-        default=60.0, gt=0, description="Longest silence of a rank before its group ends, seconds"
-    )
-    small_all_reduce: Literal["nccl", "one-shot"] = Field(
-        default="nccl",
-        description="How GPUs add small tensors; one-shot: each reads the others' memory, over NVLink",
-    )
-
-    @property
-    def num_ranks(self) -> int:
-        """Of all hosts."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def host_ranks(self) -> range:
-        """Those that run on this host, by the numbers of its GPUs."""
-        each = self.num_ranks // self.rank_hosts
-        return range(self.host_index * each, (self.host_index + 1) * each)
-
-
-class PlacementConfig(Section):
-    """Which routed experts are computed on the GPU."""
-
-    gpu_layers: str = Field(
-        default="", description="Layers whose experts are all on the GPU, as in 0-1,9; empty: none"
-    )
-    gpu_experts: int | None = Field(
-        default=None, ge=0, description="Experts on the GPU in each MoE layer that gpu_layers does not name"
-    )
-    gpu_experts_ratio: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="As gpu_experts, but as a share (0 to 1) of each layer's experts",
-    )
-    placement_strategy: Literal["uniform", "frequency", "front-loading", "random"] = Field(
-        default="uniform", description="Which experts gpu_experts puts on the GPU"
-    )
-    expert_statistics: str = Field(
-        default="", description="File of recorded expert counts, for the strategy 'frequency'"
-    )
-    drop_resident: Literal["auto", "keep"] = Field(
-        default="auto",
-        description="Whether expert servers leave out experts that are on the GPU, or keep all in RAM: then "
-        "the placement may change without reading anything again",
-    )
-    placement_seed: int = Field(default=42, ge=0, description="Seed of the strategy 'random'")
-    expert_recorder: Literal["off", "stat", "per_pass", "per_token"] = Field(
-        default="off", description="What is recorded of routing at start; `moebius experts record` changes it"
     )
 
 

@@ -42,7 +42,7 @@ def mailbox_geometry(config: MoebiusConfig, model: MoeGeometry) -> MailboxGeomet
 
 def request_rows(config: MoebiusConfig) -> int:
     """Token rows of the largest request. Each request reads its experts anew, so a step had better be one."""
-    return config.experts.mailbox_rows or min(config.gpu.max_num_batched_tokens, MOST_ROWS)
+    return config.experts.mailbox_rows or min(config.gpu.num_batched_tokens, MOST_ROWS)
 
 
 def slots_of(config: MoebiusConfig) -> range:

@@ -244,12 +244,12 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to rank."""
+    """One way to rank, which for `adaptive` is what serving begins with."""
 
     rank: Callable[[Candidates], list[Pair]]
     # Whether a number per layer holds for each layer, or only as their sum.
     keeps_layer_counts: bool = True
-    needs_statistics: bool = False
+    takes_statistics: bool = False
 
 
 def spread(size: int) -> list[int]:
@@ -293,9 +293,15 @@ def _random(candidates: Candidates) -> list[Pair]:
     return pairs
 
 
+def _adaptive(candidates: Candidates) -> list[Pair]:
+    """By recorded counts where there are any, else evenly spread: requests then say what is better."""
+    return _uniform(candidates) if candidates.counts is None else _frequency(candidates)
+
+
 STRATEGIES: Mapping[str, Strategy] = {
+    "adaptive": Strategy(_adaptive, takes_statistics=True),
     "uniform": Strategy(_uniform),
-    "frequency": Strategy(_frequency, needs_statistics=True),
+    "frequency": Strategy(_frequency, takes_statistics=True),
     "front-loading": Strategy(_front_loading, keeps_layer_counts=False),
     "random": Strategy(_random),
 }
@@ -328,19 +334,26 @@ def make_placement(config: PlacementConfig, geometry: MoeGeometry) -> Placement:
     others = tuple(layer for layer in geometry.moe_layers if layer not in whole)
     if others and (config.gpu_experts or config.gpu_experts_ratio):
         strategy = STRATEGIES[config.placement_strategy]
-        counts = _statistics(config, geometry).counts_by_layer() if strategy.needs_statistics else None
+        counts = _counts(config, geometry) if strategy.takes_statistics else None
         candidates = Candidates(others, geometry.num_experts, config.placement_seed, counts)
         chosen += _take(config, strategy, candidates)
     return Placement.of(geometry, chosen)
 
 
+def keeps_residents(config: PlacementConfig) -> bool:
+    """Whether expert servers hold what is resident, too: then the placement may change while serving."""
+    if config.drop_resident == "auto":
+        return config.placement_strategy == "adaptive"
+    return config.drop_resident == "keep"
+
+
 def left_out(config: PlacementConfig, geometry: MoeGeometry) -> Mapping[int, tuple[int, ...]]:
-    """Experts that no server holds, by MoE layer: the resident ones, unless `drop_resident` keeps them.
+    """Experts that no server holds, by MoE layer: the resident ones, unless `keeps_residents`.
 
     Raises UserError as `make_placement`.
     """
     resident = make_placement(config, geometry).resident
-    return dict.fromkeys(resident, ()) if config.drop_resident == "keep" else resident
+    return dict.fromkeys(resident, ()) if keeps_residents(config) else resident
 
 
 def _take(config: PlacementConfig, strategy: Strategy, candidates: Candidates) -> list[Pair]:
@@ -352,9 +365,14 @@ def _take(config: PlacementConfig, strategy: Strategy, candidates: Candidates) -
     return ranking[: config.gpu_experts * len(candidates.layers)]
 
 
-def _statistics(config: PlacementConfig, geometry: MoeGeometry) -> ExpertStatistics:
+def _counts(config: PlacementConfig, geometry: MoeGeometry) -> Mapping[int, NDArray[np.int64]] | None:
+    """None: there is no file, which only `frequency` needs."""
     if not config.expert_statistics:
-        raise UserError("placement_strategy is 'frequency', but expert_statistics is empty: it names a file")
+        if config.placement_strategy == "frequency":
+            raise UserError(
+                "placement_strategy is 'frequency', but expert_statistics is empty: it names a file"
+            )
+        return None
     statistics = ExpertStatistics.read(config.expert_statistics)
     statistics.check_model(geometry, config.expert_statistics)
-    return statistics
+    return statistics.counts_by_layer()

@@ -60,12 +60,12 @@ def expert_memory(
 ) -> ExpertMemory:
     """What resident experts and the ring of streamed ones will take, before any is read."""
     if moe is None:
-        return ExpertMemory()
+        return ExpertMemory(is_everything=True)
     ring = 0 if streaming is None else streaming.layout.nbytes
     total = resident_bytes(config, moe.geometry, dtype, group.parallel, moe.layers)
-    placed = make_placement(config.placement, moe.geometry).resident
-    count = sum(len(placed.get(layer, ())) for layer in moe.layers)
-    return ExpertMemory(count, total // count if count else 0, ring)
+    placement = make_placement(config.placement, moe.geometry)
+    count = sum(len(placement.resident.get(layer, ())) for layer in moe.layers)
+    return ExpertMemory(count, total // count if count else 0, ring, placement.covers_everything)
 
 
 def load_streamer(
@@ -147,7 +147,7 @@ def make_recorder(config: MoebiusConfig, moe: RankMoe | None, stream: DeviceStre
         return None
     # A graph may be larger than a small token budget.
     gpu = config.gpu
-    max_rows = max(gpu.max_num_batched_tokens, gpu.cuda_graph_max_batch_size, gpu.prefill_chunk_max or 0)
+    max_rows = max(gpu.num_batched_tokens, gpu.cuda_graph_max_batch_size, gpu.prefill_chunk_max or 0)
     recorder = ExpertRecorder(moe.geometry, stream, max_rows, moe.layers)
     if config.placement.expert_recorder != "off":
         recorder.start(config.placement.expert_recorder)

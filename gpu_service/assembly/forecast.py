@@ -104,6 +104,10 @@ class Forecast:
         """What an engine on such GPUs would choose for `max_num_seqs` where it is unset."""
         return min(rank.num_seqs() for rank in self._on_device(config, total_bytes, experts))
 
+    def batched_tokens(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> int:
+        """What they would choose for `max_num_batched_tokens` where it is unset."""
+        return min(rank.batched_tokens(config) for rank in self._on_device(config, total_bytes, experts))
+
     def refusal(
         self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory], error: MemoryShort
     ) -> UserError:

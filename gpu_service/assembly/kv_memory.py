@@ -201,7 +201,7 @@ def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> Sche
         )
     return SchedulerLimits(
         max_num_seqs=gpu.num_seqs,
-        max_num_batched_tokens=gpu.max_num_batched_tokens,
+        max_num_batched_tokens=gpu.num_batched_tokens,
         context_limit=context_limit,
         watermark_pages=max(1, num_pages // 100),
         eos_token_ids=frozenset(model.eos_token_ids),

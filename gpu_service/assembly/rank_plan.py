@@ -30,11 +30,14 @@ from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.parallel.group import RankGroup
 from moebius.checkpoint.index import has_weights
-from moebius.config import DEFAULT_NUM_SEQS, MoebiusConfig
+from moebius.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, MoebiusConfig
 from moebius.errors import UserError
 
 # Tokens of a streamed step where nobody says how many.
 PREFILL_CHUNKS = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
+# Tokens of a step where nothing is computed elsewhere; on small GPUs, which compute less, requests that
+# decode would wait too long for thousands of prompt tokens. The same bounds are vLLM's.
+_BATCHED_TOKENS, _SMALL_GPU_TOKENS, _SMALL_GPU_BYTES = (8192, 6144, 4096, 3072, 2048, 1024), 2048, 64 * 2**30
 _NUM_SEQS = (DEFAULT_NUM_SEQS, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 # Fewer tokens in a step make prompts slow; a context shorter than this serves nobody.
 _LEAST_BATCHED_TOKENS, _LEAST_CONTEXT = 64, 4096
@@ -143,7 +146,7 @@ def _with_room(trial: Trial, tokens: int) -> Trial:
     gpu = trial.config.gpu
     if not tokens or gpu.num_pages is not None or gpu.kv_cache_gib is not None:
         return trial
-    pages = 1 + -(-max(tokens, gpu.max_num_batched_tokens) // gpu.page_size)
+    pages = 1 + -(-max(tokens, gpu.num_batched_tokens) // gpu.page_size)
     return replace(trial, config=_with_gpu(trial.config, num_pages=pages))
 
 
@@ -156,7 +159,7 @@ def _apply(trial: Trial, settings: Sequence[_Setting], changed: dict[int, int]) 
 def _settings(trial: Trial, longest: int) -> list[_Setting]:
     """In the order in which they are proposed."""
     config, gpu = trial.config, trial.config.gpu
-    tokens = gpu.max_num_batched_tokens
+    tokens = gpu.num_batched_tokens
     kinds: list[tuple[str, Sequence[Any]]] = [
         ("max_num_seqs", [count for count in _NUM_SEQS if count < gpu.num_seqs]),
         ("prefill_chunk_max", _halves(gpu.prefill_chunk_max or 0, tokens, 16)),
@@ -255,6 +258,27 @@ class RankPlan:
         """What `max_num_seqs` is, or becomes where it is unset."""
         return chosen_num_seqs(self._config, self._fits, self._experts.count, self._longest)
 
+    def batched_tokens(self, config: MoebiusConfig) -> int:
+        """What `max_num_batched_tokens` is, or becomes where it is unset.
+
+        Where expert servers compute a part of each step, longer steps gain nothing: they stay short, and long
+        prompts have steps of their own (`prefill_chunk`).
+        """
+        wanted, (model, _) = config.gpu.max_num_batched_tokens, self._models[config.model.dense_weights]
+        if wanted is not None:
+            return wanted
+        if not self._experts.is_everything:
+            return DEFAULT_BATCHED_TOKENS
+        most = most_chunk_tokens(model.config, self._parallel)
+        if self._use.total < _SMALL_GPU_BYTES:
+            most = min(most, _SMALL_GPU_TOKENS)
+        for tokens in _BATCHED_TOKENS:
+            trial = Trial(_with_gpu(config, max_num_batched_tokens=tokens), self._experts.count)
+            room = max(tokens, _room_tokens(self._longest)[0])
+            if tokens <= most and self._fits(_with_room(trial, room)):
+                return tokens
+        return DEFAULT_BATCHED_TOKENS
+
     def prefill_chunk(self, config: MoebiusConfig) -> int:
         """What `prefill_chunk_max` is, or becomes where it is unset; 0: no step streams more than others.
 
@@ -265,9 +289,9 @@ class RankPlan:
         if not self._experts.ring_bytes:
             return 0
         wanted = gpu.prefill_chunk_max
-        if wanted and not gpu.max_num_batched_tokens <= wanted <= most:
+        if wanted and not gpu.num_batched_tokens <= wanted <= most:
             raise UserError(
-                f"prefill_chunk_max: {wanted} is not allowed; allowed: {gpu.max_num_batched_tokens} "
+                f"prefill_chunk_max: {wanted} is not allowed; allowed: {gpu.num_batched_tokens} "
                 f"(max_num_batched_tokens) to {min(most, 65536)}"
             )
         if wanted is not None:
@@ -276,7 +300,7 @@ class RankPlan:
             trial = Trial(_with_gpu(config, prefill_chunk_max=tokens), self._experts.count)
             # The cache has to hold what such a step computes, and others' requests.
             room = tokens + _room_tokens(self._longest)[-1]
-            if gpu.max_num_batched_tokens < tokens <= most and self._fits(_with_room(trial, room)):
+            if gpu.num_batched_tokens < tokens <= most and self._fits(_with_room(trial, room)):
                 return tokens
         return 0
 
@@ -343,6 +367,8 @@ def make_kv_memory(
     before = memory.use()
     rank = RankPlan(config, model, before, experts, vision)
     chosen = with_num_seqs(config, group.minimum("max_num_seqs", rank.num_seqs()))
+    tokens = group.minimum("max_num_batched_tokens", rank.batched_tokens(chosen))
+    chosen = _with_gpu(chosen, max_num_batched_tokens=tokens)
     chunk = group.minimum("prefill_chunk_max", rank.prefill_chunk(chosen))
     chosen = _with_gpu(chosen, prefill_chunk_max=chunk)
     shape = cache_shape(chosen.gpu, model.rank_config, device)

@@ -126,7 +126,7 @@ def lane_min_tokens(gpu: GpuConfig, break_even_rows: int) -> tuple[int, int]:
     """
     if gpu.prefill_lane_min_tokens is not None:
         return gpu.prefill_lane_min_tokens, gpu.prefill_lane_min_tokens
-    return break_even_rows, max(break_even_rows, gpu.max_num_batched_tokens + 1)
+    return break_even_rows, max(break_even_rows, gpu.num_batched_tokens + 1)
 
 
 def attention_that_runs(

@@ -56,7 +56,7 @@ def load_vision(config: MoebiusConfig, model: ModelConfig, device: torch.device)
 def _check_budget(config: MoebiusConfig, model: ModelConfig, preparer: ImagePreparer) -> None:
     """Raises UserError where an image of the largest size would never fit into a step."""
     assert model.vision is not None
-    most, budget = preparer.max_patches // model.vision.merge_size**2, config.gpu.max_num_batched_tokens
+    most, budget = preparer.max_patches // model.vision.merge_size**2, config.gpu.num_batched_tokens
     if model.vision.sees_ahead and most > budget:
         raise UserError(
             f"max_num_batched_tokens: {budget} is too little for images of this model, of up to {most} "

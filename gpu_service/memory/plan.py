@@ -51,12 +51,12 @@ class StepSize:
     @staticmethod
     def largest(gpu: GpuConfig) -> StepSize:
         """What the scheduler may put into one step of the main lane, which streams no longer prompts."""
-        return StepSize(gpu.max_num_batched_tokens, min(gpu.num_rows, gpu.max_num_batched_tokens))
+        return StepSize(gpu.num_batched_tokens, min(gpu.num_rows, gpu.num_batched_tokens))
 
     @staticmethod
     def streaming(gpu: GpuConfig) -> StepSize:
         """Of a step of prompts whose experts are streamed: the lane's, or without one the main lane's."""
-        tokens = max(gpu.max_num_batched_tokens, gpu.prefill_chunk_max or 0)
+        tokens = max(gpu.num_batched_tokens, gpu.prefill_chunk_max or 0)
         return StepSize(tokens, min(gpu.num_rows, tokens))
 
 
@@ -66,7 +66,7 @@ def has_lane(gpu: GpuConfig, parallel: ParallelContext) -> bool:
     `gpu.prefill_chunk_max` is chosen: unset or within the usual budget, nothing is to be gained. Ranks of a
     group would have to agree on when it ends; their main lane takes the longer steps (`scheduler/turns.py`).
     """
-    is_longer = (gpu.prefill_chunk_max or 0) > gpu.max_num_batched_tokens
+    is_longer = (gpu.prefill_chunk_max or 0) > gpu.num_batched_tokens
     return is_longer and parallel.tp_size * parallel.num_stages == 1
 
 
@@ -307,6 +307,7 @@ class ExpertMemory:
     count: int = 0
     bytes_each: int = 0
     ring_bytes: int = 0  # Buffers through which experts of the CPU pass the GPU.
+    is_everything: bool = False  # No routed expert of the model is computed elsewhere.
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +376,7 @@ def _budget(config: MoebiusConfig, use: MemoryUse) -> int:
 
 def _needed_pages(config: MoebiusConfig, model_config: ModelConfig) -> int:
     """The dummy page, and one step's tokens: fewer could never run the step that was planned."""
-    tokens = min(config.gpu.max_num_batched_tokens, model_config.max_model_len)
+    tokens = min(config.gpu.num_batched_tokens, model_config.max_model_len)
     return 1 + -(-tokens // config.gpu.page_size)
 
 
@@ -427,7 +428,7 @@ def size_kv_pool(plan: MemoryPlan, config: MoebiusConfig, model_config: ModelCon
     later = plan.of(GRAPHS) + plan.of(IMAGES) + plan.of(SLACK)
     left = use.free - (use.total - plan.budget) - later
     where = (
-        f"after loading and one step of {config.gpu.max_num_batched_tokens} tokens {gib(max(left, 0))} GiB "
+        f"after loading and one step of {config.gpu.num_batched_tokens} tokens {gib(max(left, 0))} GiB "
         f"of the {gib(plan.budget)} GiB planned with are left"
     )
     wanted = wanted_kv_bytes(config, plan.page_bytes)

@@ -141,7 +141,14 @@ def test_the_mailbox_is_as_large_as_planned(geometry: MailboxGeometry) -> None:
 def test_the_engine_takes_what_was_planned(tmp_path: Path, name: str) -> None:
     """Dense weights, a tied head's packed copy, KV pages, resident experts: all loaded for real."""
     make_tiny_model(name, tmp_path)
-    config = settings(tmp_path, gpu_experts="2", kv_cache_gib="0.01", device="cpu", expert_dtype="int8")
+    config = settings(
+        tmp_path,
+        gpu_experts="2",
+        kv_cache_gib="0.01",
+        device="cpu",
+        expert_dtype="int8",
+        drop_resident="drop",
+    )
     plan = Planner(config, on_gpu=False).plan(hardware(sockets=1, ram_gib=8))
     planned = {part.part: part.nbytes for part in plan.components}
     model = build_model(Forecast(config, on_gpu=False).model_config, device="cpu")

@@ -59,7 +59,7 @@ def make_resident_experts(
         for layer, experts in chosen.items()
     }
     _load(source, slots, chosen, config.experts.max_requantise_error)
-    kernels, max_rows = make_kernels(geometry, device), config.gpu.max_num_batched_tokens
+    kernels, max_rows = make_kernels(geometry, device), config.gpu.num_batched_tokens
     return warmed_up(source, slots, kernels, max_rows, compute_dtype)
 
 

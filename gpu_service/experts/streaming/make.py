@@ -206,7 +206,7 @@ def make_streamer(
         counts=_counts(config, geometry),
         largest=largest,
     )
-    most_rows = max(config.gpu.max_num_batched_tokens, config.gpu.prefill_chunk_max or 0)
+    most_rows = max(config.gpu.num_batched_tokens, config.gpu.prefill_chunk_max or 0)
     if not _warm_up(streamer, plan.kinds, most_rows, dtype):
         return None
     _log.info(
@@ -267,7 +267,7 @@ def open_streamer(
         return
     settings, costs = config.experts, None
     if config.gpu.prefill_experts == "auto" and experts is not None:
-        rows = config.gpu.max_num_batched_tokens
+        rows = config.gpu.num_batched_tokens
         costs = measure_costs(streamer, experts, stream, plan.widest, dtype, rows)
     paths = [segment_path(settings.expert_weights_dir, index) for index in range(settings.split_count)]
     fingerprint = checkpoint_fingerprint(open_index(config.model.expert_checkpoint or config.model.model))

@@ -36,6 +36,7 @@ def register(app: typer.Typer) -> None:
 
         from moebius.api_keys import ApiKeys
         from moebius.app.commands.running import running
+        from moebius.app.planning.fill import with_filled_gpus
         from moebius.app.supervisor.plan import plan_processes
         from moebius.telemetry import configure_logging
         from moebius.tls import configure_tls
@@ -48,7 +49,7 @@ def register(app: typer.Typer) -> None:
             return
         configure_logging(config.telemetry, "supervisor")
         keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)  # refused before anything starts
-        serve_plan = plan_processes(config)
+        serve_plan = plan_processes(with_filled_gpus(config))
         if print_config:
             print_configuration(serve_plan.config)
         with running(serve_plan) as supervisor:
@@ -63,12 +64,12 @@ def register(app: typer.Typer) -> None:
 
 
 def print_dry_run(config: MoebiusConfig) -> None:
-    """The plan of `moebius plan` with just these settings. Raises typer.Exit when it does not fit here."""
+    """The plan of `moebius plan` for this machine. Raises typer.Exit when it does not fit here."""
     from moebius.app.planning.capacity import Wish
     from moebius.app.planning.hardware import HardwareOptions
     from moebius.app.planning.report import run
 
-    run(config, HardwareOptions(), Wish(), fill=False)
+    run(config, HardwareOptions(), Wish(), fill=True)
 
 
 def examples(base_url: str, model: str, needs_key: bool) -> str:

@@ -20,7 +20,7 @@ from moebius.mailbox_plan import mailbox_geometry
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.registry import family_of
-from moebius.placement import left_out, make_placement
+from moebius.placement import keeps_residents, left_out, make_placement
 from moebius.weight_formats import PackedExpertLayout, expert_layout, ordered_format
 
 # kernels/moe/arena.cc: a layer's experts lie in whole pages, huge ones from half of one on.
@@ -272,13 +272,13 @@ def ram_components(
 
     `stored`: the layers that servers hold. `engine`: what the engine's ranks have there. `threads`: of all
     servers together, each of which has one source expert mapped while it packs. `resident`: experts by layer
-    that are on GPUs, which servers hold too where `drop_resident` says so.
+    that are on GPUs, which servers hold too where `keeps_residents`.
     """
     found = [*engine, Component(RAM, "gateway process", GATEWAY_BYTES)]
     if not servers or config.experts.expert_addresses:
         return tuple(found)
     dtype = config.experts.expert_dtype
-    dropped = None if config.placement.drop_resident == "keep" else resident
+    dropped = None if keeps_residents(config.placement) else resident
     for server in servers:
         packed = server_bytes(stored, geometry.hidden_size, server.part, dtype, dropped)
         found.append(Component(RAM, f"experts of server {server.index}", packed, server.node))

@@ -41,13 +41,19 @@ from moebius.app.planning.memory import (
 )
 from moebius.app.planning.speed import make_work, predict_decode, predict_prefill
 from moebius.checkpoint.index import has_weights
-from moebius.config import MoebiusConfig
+from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import ConfigError, UserError
 from moebius.expert_slices import REQUANTISED
+from moebius.placement import keeps_residents
 from moebius.served_model import read_served_geometry
 
 if TYPE_CHECKING:
     from gpu_service.memory.plan import ExpertMemory, MemoryPlan
+
+
+# Tokens of one request that a GPU full of experts still has room for, the best first, and which part of the
+# memory for experts and cache such a request may take.
+LONG_CONTEXTS, _LONG_CONTEXT_PART = (131072, 98304, 65536, 49152), 4
 
 
 class Planner:
@@ -80,7 +86,81 @@ class Planner:
         context, concurrency = wish.tokens(self.model.max_model_len)
         if context > self.model.max_model_len:
             raise UserError(f"--context: {context} is not allowed; allowed: up to {self.model.max_model_len}")
-        residency = self._residency(hardware, context * concurrency, fill)
+        kv_tokens = context * concurrency if wish.is_demanded else self._kept_tokens(hardware)
+        residency = self._residency(hardware, kv_tokens, fill)
+        planner = self._with_batched_tokens(hardware, residency) if self.on_gpu else self
+        return planner._with_kept(hardware, residency)._planned(hardware, wish, residency, fill, explain)
+
+    def fill(self, hardware: Hardware) -> PlacementConfig:
+        """What `moebius serve` places on GPUs of so much memory, beside so much RAM.
+
+        Raises DoesNotFit when not even the rest of the model fits, UserError for settings that cannot be.
+        """
+        if self.config.gpu.max_num_seqs is None:
+            return self._with_num_seqs(hardware).fill(hardware)
+        residency = self._residency(hardware, self._kept_tokens(hardware), fill=True)
+        chosen: dict[str, object] = {}
+        if residency.is_filled:
+            each = max(residency.by_layer.values(), default=0)
+            chosen = {"gpu_experts_ratio": 1.0} if residency.is_everything else {"gpu_experts": each}
+        placement = self._with_kept(hardware, residency).config.placement
+        return placement.model_copy(update=chosen)
+
+    def _with_kept(self, hardware: Hardware, residency: Residency) -> Planner:
+        """The same with what `drop_resident` auto becomes."""
+        placement = self.config.placement
+        if placement.drop_resident != "auto" or not residency.count:
+            return self
+        chosen = "keep" if self._keeps(hardware, residency) else "drop"
+        other = copy(self)
+        changed = placement.model_copy(update={"drop_resident": chosen})
+        other.config = self.config.model_copy(update={"placement": changed})
+        return other
+
+    def _keeps(self, hardware: Hardware, residency: Residency) -> bool:
+        """Whether servers hold resident experts, too, so that they can be exchanged: if the RAM allows it."""
+        # Neither that of several ranks nor that of a CPU engine changes (docs/placement.md).
+        is_fixed = len(self.forecast.ranks) > 1 or not self.on_gpu
+        if is_fixed or residency.is_everything or not keeps_residents(self.config.placement):
+            return False
+        try:
+            kv = self._pool(self._ledgers(hardware, residency))
+            self._check_ram(hardware, list(self._ram(hardware, residency, kv)), 0, fill=False, explain=False)
+        except DoesNotFit:
+            return False
+        return True
+
+    def _kept_tokens(self, hardware: Hardware) -> int:
+        """Tokens that the KV cache keeps room for when experts fill a GPU: a long context if it is cheap.
+
+        That is one of at most a quarter of what experts and cache could have together.
+        """
+        longest = self.model.max_model_len
+        context, concurrency = Wish().tokens(longest)
+        if self.on_gpu:
+            nothing = Residency(
+                dict.fromkeys(self.geometry.moe_layers, ()), self.geometry.num_experts, False, ""
+            )
+            all_tokens = self._room(hardware, nothing)
+            for tokens in LONG_CONTEXTS:
+                if context * concurrency < tokens <= longest and tokens * _LONG_CONTEXT_PART <= all_tokens:
+                    return tokens
+        return context * concurrency
+
+    def _room(self, hardware: Hardware, residency: Residency) -> int:
+        """Tokens that the KV cache could have, if all that is left is its; 0: the rest does not fit."""
+        try:
+            ledgers = self._ledgers(hardware, residency)
+        except DoesNotFit:
+            return 0
+        pages = min(ledger.kv_bytes // ledger.page_bytes for ledger in ledgers)
+        return pages * self.config.gpu.page_size
+
+    def _planned(
+        self, hardware: Hardware, wish: Wish, residency: Residency, fill: bool, explain: bool
+    ) -> CapacityPlan:
+        """With these residents."""
+        context, concurrency = wish.tokens(self.model.max_model_len)
         if self.on_gpu:
             ledgers = self._ledgers(hardware, residency, explain)
             kv, components, budgets = self._gpu_parts(hardware, ledgers)
@@ -104,7 +184,7 @@ class Planner:
             expert_kernels=ASSUMED if work.expert_times is None else MEASURED_HERE,
             context=context,
             decode=predict_decode(work, hardware, wish.streams, context),
-            prefill=predict_prefill(work, hardware, self.config.gpu.max_num_batched_tokens, context),
+            prefill=predict_prefill(work, hardware, self.config.gpu.num_batched_tokens, context),
             notes=make_notes(self.config, hardware, kv, context, has_weights(self.config.model.model)),
         )
 
@@ -126,10 +206,22 @@ class Planner:
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
         held = self._all_held(chosen_residency(self.config, self.geometry), memory)
-        count = self.forecast.num_seqs(self.config, memory, held)
+        return self._with_gpu(max_num_seqs=self.forecast.num_seqs(self.config, memory, held))
+
+    def _with_batched_tokens(self, hardware: Hardware, residency: Residency) -> Planner:
+        """The same, with as many tokens in a step as an engine would choose."""
+        if self.config.gpu.max_num_batched_tokens is not None:
+            return self
+        assert hardware.gpu is not None
+        memory = hardware.gpu.memory_bytes
+        tokens = self.forecast.batched_tokens(self.config, memory, self._all_held(residency, memory))
+        return self._with_gpu(max_num_batched_tokens=tokens)
+
+    def _with_gpu(self, **changes: object) -> Planner:
+        """The same with other settings of the engine."""
         other = copy(self)
-        changed = self.config.gpu.model_copy(update={"max_num_seqs": count})
-        other.config = self.config.model_copy(update={"gpu": changed})
+        gpu = self.config.gpu.model_copy(update=changes)
+        other.config = self.config.model_copy(update={"gpu": gpu})
         return other
 
     def _ledgers(
@@ -193,7 +285,8 @@ class Planner:
             found.tp_rank,
             widest,
         )
-        return ExpertMemory(count, total // count) if count else ExpertMemory()
+        each = total // count if count else 0
+        return ExpertMemory(count, each, is_everything=residency.is_everything)
 
     def _pool(self, ledgers: tuple[MemoryPlan, ...]) -> KvPool:
         """The rank with least room decides; nobody takes more than can be used."""
@@ -293,7 +386,7 @@ class Planner:
             "tensor_parallel_size": str(parallel.tensor_parallel_size),
             "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
             "max_num_seqs": str(self.config.gpu.num_seqs),
-            "max_num_batched_tokens": str(self.config.gpu.max_num_batched_tokens),
+            "max_num_batched_tokens": str(self.config.gpu.num_batched_tokens),
         }
 
 

@@ -258,7 +258,7 @@ def make_work(
         resident_share=residency.share,
         servers=num_servers(config, hardware.sockets),
         ranks=ranks,
-        request_rows=request_rows(config) if mailbox else config.gpu.max_num_batched_tokens,
+        request_rows=request_rows(config) if mailbox else config.gpu.num_batched_tokens,
         item_bytes=model.dtype_bytes,
     )
 
