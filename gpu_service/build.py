@@ -24,6 +24,7 @@ from gpu_service.assembly.experts import (
     rank_streaming,
 )
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
+from gpu_service.assembly.placement import known_routing, make_adaptive, routing_record
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
 from gpu_service.assembly.speculation import (
@@ -53,6 +54,7 @@ from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.prefill_lane import PrefillLane
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.expert_recorder import recorder_operations
+from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.make import StreamingPlan, open_streamer, profiled_stream
 from gpu_service.experts.streaming.streamer import ExpertStreamer
@@ -122,7 +124,9 @@ def _assemble(
     moe = rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.rank_config, device)
-    vision, resident, streamer = _load(config, model, model_config, moe, streaming, group, memory)
+    vision, resident, streamer, adaptive = _load(config, model, model_config, moe, streaming, group, memory)
+    if adaptive is not None:
+        undo.callback(adaptive.close)
     # Before the pool is sized: a CPU allocates counts at first use, a GPU all of them now.
     sampler = group.sampler(model_config.vocab_size, device, gpu.num_seqs if _is_gpu(device) else 0)
     states = allocate_states(gpu, model.rank_config, device)
@@ -149,6 +153,7 @@ def _assemble(
         has_mrope=model_config.has_mrope,
         states=states,
         notes_overflow=dtype == torch.float16,
+        placement=adaptive,
     )
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo)
@@ -165,6 +170,8 @@ def _assemble(
         self_test=self_test,
         vision=vision,
         streamer=streamer,
+        placement=adaptive,
+        resident=resident,
         compiler=compiler,
     )
 
@@ -220,18 +227,20 @@ def _load(
     streaming: StreamingPlan | None,
     group: RankGroup,
     memory: KvMemory,
-) -> tuple[Vision | None, ResidentExperts | None, ExpertStreamer | None]:
+) -> tuple[Vision | None, ResidentExperts | None, ExpertStreamer | None, AdaptivePlacement | None]:
     """Everything that is read from the checkpoint, to the model's device, and room for what is streamed."""
     device, dtype = model.device, TORCH_DTYPES[model_config.dtype]
     vision = load_vision(config, model_config, device)
     memory.reached(VISION)
     load_weights(model, config.model.model, keep_fp8=config.model.dense_weights == "keep")
     memory.reached(DENSE)
-    resident = load_resident(config, moe, device, dtype, group)
+    record = routing_record(config, moe, group, device)
+    known = {} if moe is None else known_routing(config, moe, record)
+    resident = load_resident(config, moe, device, dtype, group, known)
     memory.reached(RESIDENT)
     streamer = load_streamer(config, moe, streaming, device, dtype, resident, group)
     memory.reached(RING)
-    return vision, resident, streamer
+    return vision, resident, streamer, make_adaptive(moe, resident, streamer, record, known)
 
 
 def _engine(

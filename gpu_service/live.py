@@ -7,7 +7,7 @@ is on, every choice. Nothing here runs unless `describe` is called.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -15,6 +15,7 @@ import numpy as np
 
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -36,18 +37,18 @@ class LiveExperts:
     def __init__(
         self,
         geometry: MoeGeometry,
-        resident: Mapping[int, Sequence[int]],
+        resident: Callable[[int], Sequence[int]],
         addresses: Sequence[str],
         recorder: ExpertRecorder | None,
         streamer: ExpertStreamer | None,
         client: ExpertClient | None = None,
     ) -> None:
-        """`resident`: experts on the device by layer; `addresses`: of the expert servers, by share.
+        """`resident`: of a layer, experts that are on the device now; `addresses`: of the expert servers.
 
         `client`: of this process; None: no experts are asked for.
         """
         self._geometry = geometry
-        self._resident = {layer: sorted(resident.get(layer, ())) for layer in geometry.moe_layers}
+        self._resident = resident
         self._addresses = tuple(addresses)
         self._recorder = recorder
         self._streamer = streamer
@@ -70,11 +71,11 @@ class LiveExperts:
         live.servers.extend(server for server, _ in answers)
         rows = self._rows([stats for _, stats in answers])
         seconds, calls = _layer_times([stats for _, stats in answers])
-        for layer, experts in self._resident.items():
+        for layer in self._geometry.moe_layers:
             live.layers.append(
                 pb.LiveLayer(
                     layer=layer,
-                    gpu_experts=experts,
+                    gpu_experts=sorted(self._resident(layer)),
                     cpu_rows=rows.get(layer, ()),
                     cpu_seconds=seconds.get(layer, 0.0) if rows else None,
                     cpu_calls=calls.get(layer, 0),
@@ -183,10 +184,20 @@ def make_live_experts(
     recorder: ExpertRecorder | None,
     streamer: ExpertStreamer | None,
     client: ExpertClient | None = None,
+    resident: ResidentExperts | None = None,
 ) -> LiveExperts | None:
-    """None for a model without experts. Raises UserError for a placement that cannot be."""
+    """None for a model without experts. `resident`: of this process, which has all layers or none else's.
+
+    Raises UserError for a placement that cannot be.
+    """
     geometry = read_served_geometry(config)
     if not geometry.moe_layers:
         return None
-    resident = make_placement(config.placement, geometry).resident
-    return LiveExperts(geometry, resident, config.experts.expert_addresses, recorder, streamer, client)
+    placed = make_placement(config.placement, geometry).resident
+
+    def experts(layer: int) -> Sequence[int]:
+        """Of layers of other ranks what they began with."""
+        held = resident is not None and layer in resident.slots
+        return resident.experts(layer) if resident is not None and held else placed[layer]
+
+    return LiveExperts(geometry, experts, config.experts.expert_addresses, recorder, streamer, client)

@@ -187,7 +187,7 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     bounds = Bounds(built.model_config.vocab_size, built.context_limit, config.gpu.random_seed)
     info = model_info(config, built)
     preparer = None if built.vision is None else built.vision.preparer
-    live = make_live_experts(config, built.recorder, built.streamer, built.experts)
+    live = make_live_experts(config, built.recorder, built.streamer, built.experts, built.resident)
     profiler = _make_profiler(config, built, telemetry, has_experts=live is not None)
     servicer.service = Service(
         *(built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder),

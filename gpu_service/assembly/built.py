@@ -13,7 +13,9 @@ from gpu_service.assembly.vision import Vision
 from gpu_service.constraint import ConstraintCompiler
 from gpu_service.engine.engine import Engine
 from gpu_service.expert_recorder import ExpertRecorder
+from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import SelfTestReport
@@ -42,6 +44,8 @@ class Built:
     vision: Vision | None = None  # None: the model is text-only, or is served without its tower.
     # None: no step streams experts.
     streamer: ExpertStreamer | None = None
+    placement: AdaptivePlacement | None = None  # None: what is resident stays.
+    resident: ResidentExperts | None = None  # None: nothing is.
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -51,6 +55,8 @@ class Built:
         """
         if not self.engine.stop(timeout_s):
             return False
+        if self.placement is not None:
+            self.placement.close()
         if self.streamer is not None:
             self.streamer.close()
         if self.experts is not None:

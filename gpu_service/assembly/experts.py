@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpu_service.assembly.process import local_rank, resolve_device
 from gpu_service.device.stream import DeviceStream
@@ -87,12 +90,17 @@ def load_streamer(
 
 
 def load_resident(
-    config: MoebiusConfig, moe: RankMoe | None, device: torch.device, dtype: torch.dtype, group: RankGroup
+    config: MoebiusConfig,
+    moe: RankMoe | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: RankGroup,
+    known: Mapping[int, NDArray[np.int64]],
 ) -> ResidentExperts | None:
-    """Experts on this rank's device; None: there are none."""
+    """Experts on this rank's device, by layer those that were chosen most where it is known; None: none."""
     if moe is None:
         return None
-    return make_resident_experts(config, moe.geometry, device, dtype, group.parallel, moe.layers)
+    return make_resident_experts(config, moe.geometry, device, dtype, group.parallel, moe.layers, known)
 
 
 def connect_experts(

@@ -28,6 +28,7 @@ from gpu_service.engine.step import (
     StepPlan,
 )
 from gpu_service.expert_recorder import ExpertRecorder
+from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.step import StreamedExperts
@@ -114,6 +115,7 @@ class ModelRunner:
         states: StateSlots | None = None,
         notes_overflow: bool = False,
         drafter: DeviceDrafter | None = None,
+        placement: AdaptivePlacement | None = None,
     ) -> None:
         """`encoder`: of a model with vision; `has_mrope`: its plans bring positions by axis.
 
@@ -135,6 +137,8 @@ class ModelRunner:
         self.states = states
         self.notes_overflow = notes_overflow
         self.drafter = drafter
+        # None: experts on the device stay, or another runner of the same ones moves them.
+        self.placement = placement
         # As `ForwardContext` says; set by who launches the steps.
         self.between_layers: Callable[[], None] | None = None
 
@@ -182,6 +186,8 @@ class ModelRunner:
         """Before every step, replayed or not: experts move between the device and expert servers."""
         if self.resident is not None:
             self.resident.begin_step()
+        if self.placement is not None:
+            self.placement.begin_step()
 
     def upload(self, plan: StepPlan) -> None:
         """Known tokens of requests that were given a slot, and drafts that the step verifies."""

@@ -379,6 +379,8 @@ def start_experts(
     streams = Share.NONE if streamed is None else streamed.share(layer_id)
     if Share.ALL in (share, streams):
         fetch: Collect = _only_partial
+        if resident is not None and share is Share.SOME:
+            resident.note(layer_id, topk_ids)
     elif experts is None:
         raise RuntimeError(f"layer {layer_id} routes to experts, but the context has no client")
     else:

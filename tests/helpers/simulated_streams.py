@@ -111,6 +111,9 @@ class SimulatedDevice(TransferDevice):
     def compute_waits(self, event: SimulatedEvent) -> None:
         self._streams[self.current].work.append(("wait", event, 0.0))
 
+    def has_ended(self, event: SimulatedEvent) -> bool:
+        return event.is_done
+
     def wait(self, event: SimulatedEvent) -> None:
         while not event.is_done:
             self.advance(1)
@@ -139,8 +142,10 @@ class SimulatedKernels(ResidentKernels):
         self._read = read
         self._seconds = seconds
 
-    def cpu_ids(self, slots: LayerSlots, topk_ids: torch.Tensor) -> torch.Tensor:
-        return TorchResidentKernels.cpu_ids(self, slots, topk_ids)  # type: ignore[arg-type]
+    def cpu_ids(
+        self, slots: LayerSlots, topk_ids: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return TorchResidentKernels.cpu_ids(self, slots, topk_ids, counts)  # type: ignore[arg-type]
 
     def forward(
         self,

@@ -82,9 +82,9 @@ class Watched:
         monkeypatch.setattr(streamer, "begin", watched)
 
 
-@pytest.mark.parametrize(("split", "drop"), [("tensor", "auto"), ("expert", "auto"), ("tensor", "keep")])
+@pytest.mark.parametrize(("split", "drop"), [("tensor", "drop"), ("expert", "drop"), ("tensor", "keep")])
 def test_streamed_prompts(
-    split: str, drop: Literal["auto", "keep"], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    split: str, drop: Literal["drop", "keep"], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole layers streamed, and a part of each with the rest on the servers, one expert resident, which is
     never streamed, whether servers hold it, too, or not.

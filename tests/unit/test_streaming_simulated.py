@@ -70,6 +70,8 @@ def write_marks(segment: MadeSegment, server: int) -> None:
 class Residents:
     """Experts that are on the device anyhow, others in every step."""
 
+    version = 0
+
     def __init__(self, computed: Callable[[int, torch.Tensor, set[int]], None]) -> None:
         self.held: dict[int, set[int]] = {layer: set() for layer in range(LAYERS)}
         self._computed = computed
@@ -79,6 +81,9 @@ class Residents:
 
     def share(self, layer: int) -> Share:
         return Share.SOME if self.held[layer] else Share.NONE
+
+    def note(self, layer: int, ids: torch.Tensor) -> None:
+        """Nothing is counted."""
 
     def cpu_ids(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         held = torch.tensor(sorted(self.held[layer]), dtype=torch.int32)
@@ -182,6 +187,7 @@ class World:
                 self.residents.held[layer] = set(
                     self.rng.sample(range(SHAPE.experts), self.rng.choice([0, 2]))
                 )
+                self.residents.version += 1
         self.chooser.value = self.rng.choice([0, 9, 30, SHARES])
         self.device.current = "lane" if is_lane else "main"
         streamed = self.streamer.begin_whole() if is_lane else self.streamer.begin(ROWS)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -22,6 +23,10 @@ from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.experts.resident.unpack import UnpackedMatrix, unpack_expert
 from moebius.checkpoint.reader import SliceReader
 from moebius.models.geometry import MoeGeometry
+
+if TYPE_CHECKING:
+    from gpu_service.experts.adaptive.counts import RoutingCounts
+    from gpu_service.experts.streaming.ring import TransferDevice
 
 
 @dataclass(eq=False)
@@ -104,8 +109,13 @@ class ResidentKernels(ABC):
     captures = False
 
     @abstractmethod
-    def cpu_ids(self, slots: LayerSlots, topk_ids: torch.Tensor) -> torch.Tensor:
-        """int32 `[T, K]`: a new tensor with -1 in place of resident experts; -1 stays."""
+    def cpu_ids(
+        self, slots: LayerSlots, topk_ids: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """int32 `[T, K]`: a new tensor with -1 in place of resident experts; -1 stays.
+
+        counts: int32 `[num_experts]` on the device, to which the number of choices of each expert is added.
+        """
 
     @abstractmethod
     def forward(
@@ -133,7 +143,12 @@ class TorchResidentKernels(ResidentKernels):
     def __init__(self, geometry: MoeGeometry) -> None:
         self._geometry = geometry
 
-    def cpu_ids(self, slots: LayerSlots, topk_ids: torch.Tensor) -> torch.Tensor:
+    def cpu_ids(
+        self, slots: LayerSlots, topk_ids: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if counts is not None:
+            chosen = topk_ids[(topk_ids >= 0) & (topk_ids < counts.shape[0])].long()
+            counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
         slot = slots.slot_of_expert[topk_ids.clamp(min=0).long()]
         return torch.where(slot >= 0, -1, topk_ids)
 
@@ -200,6 +215,15 @@ class _Change:
     done: Future[None]
 
 
+@dataclass(frozen=True, slots=True)
+class SlotChange:
+    """What a slot holds from the next step on; filled by who copies weights. -1: nothing."""
+
+    layer: int
+    slot: int
+    expert: int
+
+
 class ResidentExperts:
     """Driven by the thread that launches steps; `schedule` may be called from any thread.
 
@@ -217,6 +241,14 @@ class ResidentExperts:
         self._changes: queue.SimpleQueue[_Change] = queue.SimpleQueue()
         # Set while another stream reads the slots: what was scheduled waits.
         self.is_held = False
+        # Grows whenever slots hold other experts.
+        self.version = 0
+        # What steps choose is counted where a placement follows it; set before anything is captured.
+        self.counts: RoutingCounts | None = None
+        self._rows = {layer: row for row, layer in enumerate(self._slots)}
+        self._maps = torch.stack([found.slot_of_expert for found in self._slots.values()])
+        for row, found in enumerate(self._slots.values()):
+            found.slot_of_expert = self._maps[row]
 
     @property
     def captures(self) -> bool:
@@ -245,8 +277,17 @@ class ResidentExperts:
         return Share.ALL if slots.count == self._source.geometry.num_experts else Share.SOME
 
     def cpu_ids(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
-        """int32 `[T, K]` with -1 for experts that are resident in the layer; a new tensor."""
-        return self._kernels.cpu_ids(self._slots[layer], topk_ids)
+        """int32 `[T, K]` with -1 for experts that are resident in the layer; a new tensor.
+
+        Choices are counted, where `counts` is set: call it once a step.
+        """
+        counts = None if self.counts is None else self.counts.of(layer, topk_ids.shape[0])
+        return self._kernels.cpu_ids(self._slots[layer], topk_ids, counts)
+
+    def note(self, layer: int, topk_ids: torch.Tensor) -> None:
+        """Counts choices of a step that leaves nothing of the layer to expert servers."""
+        if self.counts is not None:
+            self.cpu_ids(layer, topk_ids)
 
     def forward(
         self,
@@ -276,14 +317,15 @@ class ResidentExperts:
         layer that is resident as a whole; CheckpointError.
         """
         slots = self._checked(layer, slot, expert)
+        self.version += 1
         if expert is None:
             slots.clear(slot)
         else:
-            slots.put(slot, expert, self._packed(layer, expert) if packed is None else packed)
+            slots.put(slot, expert, self.packed(layer, expert) if packed is None else packed)
 
     def schedule(self, layer: int, slot: int, expert: int | None) -> Future[None]:
         """`assign` before the next step; weights are read by the caller's thread. Raises as `assign`."""
-        packed = None if expert is None else self._packed(layer, expert)
+        packed = None if expert is None else self.packed(layer, expert)
         change = _Change(layer, slot, expert, packed, Future())
         self._changes.put(change)
         return change.done
@@ -299,12 +341,47 @@ class ResidentExperts:
             else:
                 change.done.set_result(None)
 
+    @property
+    def geometry(self) -> MoeGeometry:
+        """Of the model's routed experts."""
+        return self._source.geometry
+
+    @property
+    def slots(self) -> Mapping[int, LayerSlots]:
+        """By layer, those with slots; changed by `assign` and `remap` only."""
+        return self._slots
+
+    def remap(self, changes: Sequence[SlotChange], device: TransferDevice) -> None:
+        """Changes which experts slots hold, all at once and without touching weights: between steps.
+
+        No expert may be in two slots, a layer that is resident as a whole keeps what it has, and weights have
+        to be complete when an expert is mapped: whoever copied them sees to it.
+        """
+        self.version += 1
+        places, values = [], []
+        width = self._maps.shape[1]
+        for change in changes:
+            slots = self._slots[change.layer]
+            old = slots.expert_of_slot[change.slot]
+            for expert, slot in ((old, -1), (change.expert, change.slot)):
+                if expert >= 0:
+                    places.append(self._rows[change.layer] * width + expert)
+                    values.append(slot)
+            slots.expert_of_slot[change.slot] = change.expert
+        if places:
+            self._write_maps(device.upload(torch.tensor([places, values], dtype=torch.int32)))
+
+    def _write_maps(self, changes: torch.Tensor) -> None:
+        """int32 `[2, N]` on the device: places in the maps of all layers together, and their new values."""
+        self._maps.view(-1).index_put_((changes[0].long(),), changes[1])
+
     def check_integrity(self) -> None:
         """Raises AssertionError when a map names a wrong slot. Reads the device: at idle only."""
         for layer, slots in self._slots.items():
             check_slots(layer, slots)
 
-    def _packed(self, layer: int, expert: int) -> torch.Tensor:
+    def packed(self, layer: int, expert: int) -> torch.Tensor:
+        """uint8 `[expert_bytes]`, read and packed by the calling thread. Raises CheckpointError."""
         with SliceReader() as reader:
             return torch.from_numpy(self._source.read(layer, expert, reader).packed)
 

@@ -6,11 +6,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 
 from gpu_service.device.stream import stream_of
 from gpu_service.experts.resident.experts import (
@@ -41,14 +43,16 @@ def make_resident_experts(
     compute_dtype: torch.dtype,
     parallel: ParallelContext = SOLO,
     layers: Sequence[int] | None = None,
+    known: Mapping[int, NDArray[np.int64]] | None = None,
 ) -> ResidentExperts | None:
     """Loads the experts that `config.placement` puts on this rank's device; None when it puts none there.
 
-    `layers`: the decoder layers of this rank; None: all. Raises UserError naming a setting, CheckpointError
-    naming a tensor.
+    `layers`: the decoder layers of this rank; None: all. `known`: how often experts were chosen, by layer: of
+    a layer that has some, as many are loaded as the placement says, those that were chosen most. Raises
+    UserError naming a setting, CheckpointError naming a tensor.
     """
     placement = make_placement(config.placement, geometry)
-    chosen = _chosen(placement, layers)
+    chosen = _most_chosen(_chosen(placement, layers), known or {})
     if not chosen:
         return None
     source = expert_source(config, geometry, compute_dtype, parallel)
@@ -122,6 +126,18 @@ def _chosen(placement: Placement, layers: Sequence[int] | None) -> dict[int, tup
         for layer, experts in placement.resident.items()
         if experts and (layers is None or layer in layers)
     }
+
+
+def _most_chosen(
+    chosen: dict[int, tuple[int, ...]], known: Mapping[int, NDArray[np.int64]]
+) -> dict[int, tuple[int, ...]]:
+    """In place of the placement's, where it is known what is chosen; of equals those of the placement."""
+    found = dict(chosen)
+    for layer, counts in known.items():
+        if layer in chosen and counts.any():
+            ids = sorted(range(len(counts)), key=lambda e: (-int(counts[e]), e not in chosen[layer], e))
+            found[layer] = tuple(sorted(ids[: len(chosen[layer])]))
+    return found
 
 
 def _load(

@@ -151,4 +151,5 @@ def measure_link(
     if not rate:
         return
     _log.info("link to the device measured", gb_per_s=round(rate / 1e9, 1), layer_mib=round(nbytes / 2**20))
+    streamer.link_bytes_per_second = rate
     streamer.chooser.measured(LayerCosts(nbytes / rate, costs.cpu, costs.gpu))

@@ -72,6 +72,10 @@ class TransferDevice(ABC):
         """What is launched on the current stream from now on follows the event."""
 
     @abstractmethod
+    def has_ended(self, event: Any) -> bool:
+        """Whether an event has come."""
+
+    @abstractmethod
     def wait(self, event: Any) -> None:
         """Blocks the host until the event has passed. Not for the thread that launches steps."""
 
@@ -119,6 +123,9 @@ class HostTransfers(TransferDevice):
     def compute_waits(self, event: None) -> None:
         """Everything has ended."""
 
+    def has_ended(self, event: None) -> bool:
+        return True
+
     def wait(self, event: None) -> None:
         """Everything has ended."""
 
@@ -160,6 +167,9 @@ class CudaTransfers(TransferDevice):
 
     def compute_waits(self, event: Any) -> None:
         _cuda.current_stream(self.device).wait_event(event)
+
+    def has_ended(self, event: Any) -> bool:
+        return bool(event.query())
 
     def wait(self, event: Any) -> None:
         event.synchronize()

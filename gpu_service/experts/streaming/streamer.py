@@ -25,7 +25,7 @@ from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, ResidentKernels, Share
 from gpu_service.experts.resident.panels import LayerFormat
 from gpu_service.experts.streaming.costs import LayerCosts
-from gpu_service.experts.streaming.plan import SHARES, CopyRun, Piece, StreamPlan, plan_layer
+from gpu_service.experts.streaming.plan import SHARES, CopyRun, LayerStream, Piece, StreamPlan, plan_layer
 from gpu_service.experts.streaming.ring import BufferRing, TransferDevice
 from gpu_service.experts.streaming.routing import Counts, RecentRouting, count_chosen
 from gpu_service.experts.streaming.segments import ExpertSegments
@@ -104,6 +104,8 @@ class ExpertStreamer:
         `largest` gives all ranks the largest of their numbers; they call it at the same places.
         """
         self.ring = ring
+        # Of the link to the device; filled by `measure.measure_link`. None: it was not measured.
+        self.link_bytes_per_second: float | None = None
         # Of all steps that were begun; counted by `begin` and `begin_whole`.
         self.streamed_steps = self.streamed_bytes = 0
         self.geometry = geometry
@@ -119,10 +121,12 @@ class ExpertStreamer:
         self._routing = RecentRouting(self.passed_layers, geometry.num_experts, counts or {})
         self._largest = largest
         self._source: ExpertSource | None = None
-        self._plans: dict[object, StreamPlan] = {}
+        # By share, for the residents of `_plans_of`; of single layers also for those of earlier steps.
+        self._plans: dict[int, StreamPlan] = {}
+        self._layer_plans: dict[tuple[int, int, tuple[int, ...]], LayerStream] = {}
         self._slots: dict[tuple[int, Piece], LayerSlots] = {}
         self._maps: dict[tuple[int, ...], torch.Tensor] = {}
-        self._plans_of: ExpertSegments | None = None
+        self._plans_of: tuple[ExpertSegments, int] | None = None
         # The step that may still use the ring, and whether it keeps others from it.
         self._current: StreamedStep | None = None
         self._whole: StreamedStep | None = None
@@ -182,6 +186,11 @@ class ExpertStreamer:
         return step
 
     @property
+    def source(self) -> ExpertSource | None:
+        """What is copied from; None: nothing is there yet."""
+        return self._source
+
+    @property
     def break_even_rows(self) -> int:
         """Token rows from which streaming everything takes less time than leaving everything to servers."""
         return self.chooser.break_even_rows
@@ -201,29 +210,33 @@ class ExpertStreamer:
         return segments is not None and self._plan(segments, SHARES).is_whole
 
     def _plan(self, segments: ExpertSegments, share: int) -> StreamPlan:
-        """Kept by what it depends on."""
-        resident = tuple(map(self.resident_of, self.layers))
-        if self._plans_of is not segments or len(self._plans) > _MOST_PLANS:
-            self._plans, self._slots, self._plans_of = {}, {}, segments
-        key = (share, resident)
-        if key not in self._plans:
-            self._plans[key] = StreamPlan(
+        """Kept by what it depends on: where residents change while serving, few layers do at a time."""
+        depends_on = segments, 0 if self._resident is None else self._resident.version
+        if self._plans_of is None or self._plans_of[0] is not segments:
+            self._layer_plans, self._slots = {}, {}
+        if self._plans_of != depends_on:
+            self._plans, self._plans_of = {}, depends_on
+        if share not in self._plans:
+            layers = [self._plan_of_layer(segments, share, layer) for layer in self.layers]
+            self._plans[share] = StreamPlan(share, tuple(layers))
+        return self._plans[share]
+
+    def _plan_of_layer(self, segments: ExpertSegments, share: int, layer: int) -> LayerStream:
+        key = layer, share, self.resident_of(layer)
+        if key not in self._layer_plans:
+            if len(self._layer_plans) > _MOST_PLANS * len(self.layers):
+                self._layer_plans, self._slots = {}, {}
+            self._layer_plans[key] = plan_layer(
+                segments.stored[layer],
+                key[2],
+                self.geometry.num_experts,
                 share,
-                tuple(
-                    plan_layer(
-                        segments.stored[layer],
-                        held,
-                        self.geometry.num_experts,
-                        share,
-                        self.ring.buffer_bytes,
-                        self.rank,
-                        self.num_ranks,
-                        self._routing.counts(layer) if layer in self.passed_layers else (),
-                    )
-                    for layer, held in zip(self.layers, resident, strict=True)
-                ),
+                self.ring.buffer_bytes,
+                self.rank,
+                self.num_ranks,
+                self._routing.counts(layer) if layer in self.passed_layers else (),
             )
-        return self._plans[key]
+        return self._layer_plans[key]
 
     def resident_of(self, layer: int) -> tuple[int, ...]:
         """Experts that are on the device anyhow."""
@@ -290,7 +303,7 @@ class ExpertStreamer:
         for place, layer in enumerate(self.passed_layers):
             available[place, list(self.resident_of(layer))] = False
         if self._routing.add(counts, available):
-            self._plans = {}
+            self._plans, self._layer_plans = {}, {}
             _log.debug("experts with the most rows of late are streamed first")
         self.chooser.routed(self._routing.left())
 

@@ -41,12 +41,22 @@ class TritonResidentKernels(ResidentKernels):
             return self._most_few_rows
         return launch.few_rows(kind, self._geometry.num_experts, self._geometry.top_k)
 
-    def cpu_ids(self, slots: LayerSlots, topk_ids: torch.Tensor) -> torch.Tensor:
+    def cpu_ids(
+        self, slots: LayerSlots, topk_ids: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         output, count = torch.empty_like(topk_ids), topk_ids.numel()
         if count:
             grid = (-(-count // _IDS_BLOCK),)
             routing.cpu_ids_kernel[grid](
-                topk_ids.contiguous(), slots.slot_of_expert, output, count, BLOCK=_IDS_BLOCK, num_warps=1
+                topk_ids.contiguous(),
+                slots.slot_of_expert,
+                slots.slot_of_expert if counts is None else counts,
+                output,
+                count,
+                NUM_EXPERTS=slots.slot_of_expert.shape[0],
+                COUNTS=counts is not None,
+                BLOCK=_IDS_BLOCK,
+                num_warps=1,
             )
         return output
 
@@ -144,6 +154,7 @@ class TritonResidentKernels(ResidentKernels):
             weights = torch.zeros(ids.shape, dtype=torch.float32, device=device)
             for partial in (None, hidden_states, hidden_states.float()):
                 self.forward(slots, hidden_states, self.cpu_ids(slots, ids), weights, partial)
+            self.cpu_ids(slots, ids, torch.zeros_like(slots.slot_of_expert))
 
     def _by_rows(
         self,

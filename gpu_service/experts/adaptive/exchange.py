@@ -1,0 +1,220 @@
+"""Exchanges of experts in slots, carried out between steps while steps go on.
+
+    main stream | step n | leaver unmapped | step n+1 …              | newcomer mapped | step m …
+    copy stream |                          | newcomer's bytes → slot |
+
+From the first mark on expert servers compute the leaver, from the second on the GPU the newcomer: in every
+step each expert is computed once. Steps launched before the first mark may still read the leaver's bytes,
+so the copy waits for them; the second mark is set by a host that has seen the copy end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+
+from gpu_service.experts.resident.experts import ResidentExperts, SlotChange
+from gpu_service.experts.streaming.plan import CopyRun, Piece, StoredExperts
+from gpu_service.experts.streaming.ring import TransferDevice
+from gpu_service.experts.streaming.segments import ExpertSegments
+from gpu_service.experts.streaming.streamer import ExpertStreamer
+from moebius.checkpoint.errors import CheckpointError
+from moebius.errors import UserError, brief
+
+_log = structlog.get_logger(__name__)
+# Experts that are packed from the checkpoint at once, where no segment has them as the GPU holds them.
+_PACKED_AHEAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An expert that shall take another's slot; filled by the placement's thread."""
+
+    layer: int
+    newcomer: int
+    leaver: int
+
+
+# What is wanted, and its bytes where they were packed for it.
+_Copy = tuple[Wanted, torch.Tensor | None]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Copying:
+    """A newcomer on its way; filled when its copy is launched."""
+
+    layer: int
+    slot: int
+    expert: int
+    end: Any
+    # What is copied from; None: memory of our own.
+    segments: ExpertSegments | None
+    keeps: torch.Tensor | None = None
+
+
+class SlotExchanges:
+    """Driven by the thread that launches steps, with the engine's stream active."""
+
+    def __init__(
+        self, resident: ResidentExperts, device: TransferDevice, streamer: ExpertStreamer | None
+    ) -> None:
+        """`streamer`: whose source has the servers' segments; None: experts are packed from the
+        checkpoint.
+        """
+        self._resident = resident
+        self._device = device
+        self._streamer = streamer
+        self._copying: deque[_Copying] = deque()
+        self._packing: deque[tuple[Wanted, Future[torch.Tensor]]] = deque()
+        self._packer = ThreadPoolExecutor(1, "packing-residents")
+        self._places: dict[int, dict[int, int]] = {}
+        self._places_of: ExpertSegments | None = None
+        # Of all exchanges that were begun.
+        self.count = self.nbytes = 0
+
+    @property
+    def num_under_way(self) -> int:
+        """Exchanges that were begun and have not ended."""
+        return len(self._copying) + len(self._packing)
+
+    @property
+    def under_way(self) -> list[tuple[int, int]]:
+        """(layer, expert) of newcomers that are not mapped yet."""
+        return [(each.layer, each.expert) for each in self._copying] + [
+            (wanted.layer, wanted.newcomer) for wanted, _ in self._packing
+        ]
+
+    def advance(self, wanted: Sequence[Wanted]) -> None:
+        """Between two steps: maps what has been copied, and begins what is wanted."""
+        changes = self._ended()
+        if changes:
+            self._resident.remap(changes, self._device)
+        copies = self._possible([(each, None) for each in self._copyable(wanted)] + self._packed())
+        slots = [self._resident.slots[each.layer].expert_of_slot.index(each.leaver) for each, _ in copies]
+        if copies:
+            self._resident.remap(
+                [SlotChange(each.layer, slot, -1) for (each, _), slot in zip(copies, slots, strict=True)],
+                self._device,
+            )
+            self._device.copy_waits(self._device.record_read())
+            for (each, packed), slot in zip(copies, slots, strict=True):
+                self._copy(each, slot, packed)
+
+    def wait(self) -> None:
+        """Maps everything that was begun: for tests and measurements."""
+        while self.num_under_way:
+            for each in self._copying:
+                self._device.wait(each.end)
+            for _, packed in self._packing:
+                packed.exception()
+            self.advance(())
+
+    def close(self) -> None:
+        """Nothing is begun any more; steps must have ended."""
+        self._packer.shutdown(cancel_futures=True)
+
+    def _ended(self) -> list[SlotChange]:
+        changes = []
+        while self._copying and self._device.has_ended(self._copying[0].end):
+            each = self._copying.popleft()
+            problem = "" if each.segments is None else each.segments.problem()
+            if problem:
+                # The slot stays empty until the placement wants an expert there.
+                _log.warning("an expert that was copied is not used", layer=each.layer, because=problem)
+                self._pack(Wanted(each.layer, each.expert, -1))
+            else:
+                changes.append(SlotChange(each.layer, each.slot, each.expert))
+        return changes
+
+    def _copyable(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """What can be copied at once; the others are packed first."""
+        source = None if self._streamer is None else self._streamer.source
+        segments = None if source is None else source.segments()
+        if self._streamer is not None and segments is None:
+            # Servers load, or their segments are being opened: soon they can be copied from.
+            return []
+        found = []
+        for each in wanted:
+            if segments is not None and self._stored(segments, each) is not None:
+                found.append(each)
+            elif len(self._packing) < _PACKED_AHEAD:
+                self._pack(each)
+        return found
+
+    def _possible(self, copies: Sequence[_Copy]) -> list[_Copy]:
+        """Those whose slots are still as they were when they were wanted; of one slot or newcomer the
+        first.
+        """
+        used = {*self.under_way}
+        found = []
+        for each, packed in copies:
+            held = self._resident.slots[each.layer].expert_of_slot
+            leaver, newcomer = (each.layer, each.leaver), (each.layer, each.newcomer)
+            is_held = each.leaver in held and each.newcomer not in held
+            if is_held and leaver not in used and newcomer not in used:
+                used |= {leaver, newcomer}
+                found.append((each, packed))
+        return found
+
+    def _pack(self, each: Wanted) -> None:
+        self._packing.append((each, self._packer.submit(self._read, each)))
+
+    def _read(self, each: Wanted) -> torch.Tensor:
+        packed = self._resident.packed(each.layer, each.newcomer)
+        return packed.pin_memory() if self._device.device.type == "cuda" else packed
+
+    def _packed(self) -> list[_Copy]:
+        found: list[_Copy] = []
+        while self._packing and self._packing[0][1].done():
+            each, packed = self._packing.popleft()
+            try:
+                found.append((each, packed.result()))
+            except (CheckpointError, UserError, OSError) as error:
+                _log.warning(
+                    "an expert cannot be read for the GPU; servers go on computing it",
+                    layer=each.layer,
+                    expert=each.newcomer,
+                    error=brief(error),
+                )
+        return found
+
+    def _stored(self, segments: ExpertSegments, each: Wanted) -> StoredExperts | None:
+        """The part that has the whole expert just as slots of its layer do; None: there is none."""
+        if self._places_of is not segments:
+            self._places, self._places_of = {}, segments
+        kind = self._resident.slots[each.layer].kind
+        for stored in segments.stored.get(each.layer, ()):
+            if stored.kind == kind and each.newcomer in self._place_in(stored):
+                return stored
+        return None
+
+    def _place_in(self, stored: StoredExperts) -> Mapping[int, int]:
+        """Expert -> slot of the segment."""
+        key = id(stored)
+        if key not in self._places:
+            self._places[key] = {expert: slot for slot, expert in enumerate(stored.experts)}
+        return self._places[key]
+
+    def _copy(self, each: Wanted, slot: int, packed: torch.Tensor | None) -> None:
+        target, segments = self._resident.slots[each.layer].weights[slot], None
+        if packed is not None:
+            self._device.copy(target, packed)
+        else:
+            segments = self._places_of
+            assert segments is not None
+            assert self._streamer is not None
+            stored = self._stored(segments, each)
+            assert stored is not None
+            size = stored.kind.expert_bytes
+            run = CopyRun(stored.offset + self._place_in(stored)[each.newcomer] * size, 0, size)
+            self._streamer.copy(segments, target, Piece(stored, (each.newcomer,), (run,)), run)
+        end = self._device.record_copied()
+        self._copying.append(_Copying(each.layer, slot, each.newcomer, end, segments, packed))
+        self.count += 1
+        self.nbytes += target.nbytes

@@ -1,0 +1,178 @@
+"""The placement that follows traffic: watches what steps choose, and has slots' experts exchanged between
+steps.
+
+The thread that launches steps asks for counts now and then and hands them to a thread of the placement's own,
+which forecasts and decides; exchanges that are wanted go back the same way, a few per step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from gpu_service.experts.adaptive.counts import Observation, RoutingCounts
+from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
+from gpu_service.experts.adaptive.forecast import RoutingForecast
+from gpu_service.experts.adaptive.policy import worthwhile
+from gpu_service.experts.resident.experts import ResidentExperts, Share
+
+_log = structlog.get_logger(__name__)
+# How often counts are read, at most.
+_EVERY_S = 0.02
+# Exchanges that one step begins, at most, and the share of a step's time that their copies may take of the
+# link: servers lose no more of their bandwidth than a third of that.
+_MOST_A_STEP, _SHARE_OF_STEP = 8, 0.05
+# Before the link was measured, and what a step is taken to last after a pause.
+_LINK, _LONGEST_STEP_S = 40e9, 0.05
+# Exchanges that may wait: later counts know better.
+_MOST_WANTED = 64
+_SAVED_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementFigures:
+    """Since the start; filled by `AdaptivePlacement.figures`."""
+
+    exchanges: int
+    copied_bytes: int
+    # Of decoding rows' choices in layers with slots: all, and of experts that were in one.
+    chosen: int
+    hits: int
+    half_lives: dict[int, float]  # By layer: what its forecast follows, tokens.
+
+
+class AdaptivePlacement:
+    """Of one rank. `begin_step` is called by the thread that launches steps, `figures` by any."""
+
+    def __init__(
+        self,
+        resident: ResidentExperts,
+        counts: RoutingCounts,
+        exchanges: SlotExchanges,
+        known: NDArray[np.int64] | None = None,
+        save: Callable[[NDArray[np.int64]], None] = lambda record: None,
+        link: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """`known`: recorded counts int64 `[layers with slots, num_experts]`.
+
+        `save` is given such counts every minute and at the end, by a thread; `link` says bytes per second.
+        """
+        self._resident = resident
+        self._counts = counts
+        self._exchanges = exchanges
+        self._save, self._link = save, link
+        self._layers = tuple(resident.slots)
+        self._is_fixed = [resident.share(layer) is Share.ALL for layer in self._layers]
+        self._num_slots = slots = [found.count for found in resident.slots.values()]
+        num_experts = resident.geometry.num_experts
+        self._forecast = RoutingForecast(slots, num_experts, resident.geometry.top_k, known)
+        self._bytes_each = max(found.kind.expert_bytes for found in resident.slots.values())
+        self._num_experts = num_experts
+        self._inbox: queue.SimpleQueue[tuple[Observation, NDArray[np.bool_]] | None] = queue.SimpleQueue()
+        self._wanted: list[Wanted] = []
+        self._is_deciding = False
+        self._next_read = self._last_step = 0.0
+        self._step_s = _LONGEST_STEP_S
+        self._chosen = self._hits = 0
+        self._half_lives: dict[int, float] = {}
+        self._saved = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="placement", daemon=True)
+        self._thread.start()
+
+    def begin_step(self) -> None:
+        """Before every step of the main lane; launches work and waits for nothing."""
+        now = time.monotonic()
+        self._step_s += 0.1 * (min(now - self._last_step, _LONGEST_STEP_S) - self._step_s)
+        self._last_step = now
+        if self._resident.is_held:
+            return
+        self._exchanges.advance(self._next_exchanges())
+        found = self._counts.poll()
+        if found is not None and not self._is_deciding:
+            self._is_deciding = True
+            self._inbox.put((found, self.resident_mask()))
+        elif found is not None:
+            self._inbox.put((found, np.empty((0, 0), np.bool_)))
+        if now >= self._next_read:
+            self._next_read = now + _EVERY_S
+            self._counts.fetch()
+
+    def resident_mask(self) -> NDArray[np.bool_]:
+        """bool `[layers, experts]`: in a slot, or on its way there. Only by the thread that launches
+        steps.
+        """
+        mask = np.zeros((len(self._layers), self._num_experts), np.bool_)
+        for row, layer in enumerate(self._layers):
+            mask[row, [expert for expert in self._resident.slots[layer].expert_of_slot if expert >= 0]] = True
+        rows = {layer: row for row, layer in enumerate(self._layers)}
+        for layer, expert in self._exchanges.under_way:
+            mask[rows[layer], expert] = True
+        return mask
+
+    def figures(self) -> PlacementFigures:
+        """What has happened so far."""
+        exchanges = self._exchanges
+        return PlacementFigures(
+            exchanges.count, exchanges.nbytes, self._chosen, self._hits, dict(self._half_lives)
+        )
+
+    def close(self) -> None:
+        """Steps must have ended. Saves what was counted."""
+        self._inbox.put(None)
+        self._thread.join()
+        self._exchanges.close()
+
+    def _next_exchanges(self) -> list[Wanted]:
+        if not self._wanted:
+            return []
+        link = self._link() or _LINK
+        count = int(self._step_s * _SHARE_OF_STEP * link / self._bytes_each)
+        count = max(1, min(_MOST_A_STEP, count))
+        taken, self._wanted = self._wanted[:count], self._wanted[count:]
+        return taken
+
+    def _run(self) -> None:
+        try:
+            while (item := self._inbox.get()) is not None:
+                self._take(*item)
+            self._save(self._forecast.to_record())
+        except Exception:  # serving goes on with what is resident
+            _log.exception("experts on the GPU are not exchanged any more")
+
+    def _take(self, observation: Observation, resident: NDArray[np.bool_]) -> None:
+        self._forecast.observe(observation)
+        if resident.size:
+            self._note_hits(observation, resident)
+            self._wanted = self._decide(resident)
+            self._is_deciding = False
+        if time.monotonic() - self._saved > _SAVED_EVERY_S:
+            self._saved = time.monotonic()
+            self._save(self._forecast.to_record())
+
+    def _decide(self, resident: NDArray[np.bool_]) -> list[Wanted]:
+        forecast = self._forecast
+        self._half_lives = dict(zip(self._layers, forecast.half_lives.tolist(), strict=True))
+        rates = forecast.rates
+        # An expert that could not be copied has left a slot empty.
+        wanted = [
+            Wanted(layer, int(np.where(resident[row], -1.0, rates[row]).argmax()), -1)
+            for row, layer in enumerate(self._layers)
+            if resident[row].sum() < self._num_slots[row]
+        ]
+        found = worthwhile(rates, forecast.tokens, forecast.half_lives, resident, _MOST_WANTED)
+        return wanted + [
+            Wanted(self._layers[each.row], each.newcomer, each.leaver)
+            for each in found
+            if not self._is_fixed[each.row]
+        ]
+
+    def _note_hits(self, observation: Observation, resident: NDArray[np.bool_]) -> None:
+        self._chosen += int(observation.decode.sum())
+        self._hits += int(observation.decode[resident].sum())
