@@ -44,6 +44,7 @@ from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.cache.fp8 import STORAGE_DTYPES
 from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states
+from gpu_service.cache.state_cache import StateSlots
 from gpu_service.constraint import PREPARE, ConstraintCompiler, make_compiler
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream, device_stream
@@ -57,6 +58,7 @@ from gpu_service.expert_recorder import recorder_operations
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.make import StreamingPlan, open_streamer, profiled_stream
+from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.loader.load import load_weights, shape_weights
 from gpu_service.memory.plan import DENSE, GRAPHS, KV, LANE, RESIDENT, RING, STATES, VISION
@@ -124,17 +126,15 @@ def _assemble(
     moe = rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.rank_config, device)
-    vision, resident, streamer, adaptive = _load(config, model, model_config, moe, streaming, group, memory)
-    if adaptive is not None:
-        undo.callback(adaptive.close)
+    loaded = _load(config, model, model_config, moe, streaming, group, memory, undo)
+    vision, resident, streamer, adaptive = loaded
     # Before the pool is sized: a CPU allocates counts at first use, a GPU all of them now.
     sampler = group.sampler(model_config.vocab_size, device, gpu.num_seqs if _is_gpu(device) else 0)
     states = allocate_states(gpu, model.rank_config, device)
     memory.reached(STATES)
-    geometry, profiled = None if moe is None else moe.geometry, profiled_stream(streaming, streamer)
+    profiled = profiled_stream(streaming, streamer)
     lane_stream = None if profiled is None else make_lane_stream(config, device, group.parallel)
-    wanted = memory.num_pages(model, geometry, resident, states, profiled, lane_stream)
-    num_pages = group.minimum("num_pages", wanted)
+    num_pages = _num_pages(memory, model, moe, resident, states, profiled, lane_stream, group)
     limits, kv_cache = scheduler_limits(gpu, model_config, num_pages), shape.make_pool(num_pages)
     memory.reached(KV)
     experts = connect_experts(config, moe, group, undo)
@@ -157,16 +157,11 @@ def _assemble(
     )
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo)
+    engine = _engine(config, group, runner, steps, lane, limits, num_pages, observer, on_output, compiler)
+    context, tokens = limits.context_limit, gpu.num_batched_tokens
     return Built(
-        _engine(config, group, runner, steps, lane, limits, num_pages, observer, on_output, compiler),
-        group,
-        experts,
-        runner.recorder,
-        memory,
-        model_config,
-        num_pages,
-        limits.context_limit,
-        warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
+        *(engine, group, experts, runner.recorder, memory, model_config, num_pages, context),
+        warm_up_tokens(device, tokens, context),
         self_test=self_test,
         vision=vision,
         streamer=streamer,
@@ -227,8 +222,12 @@ def _load(
     streaming: StreamingPlan | None,
     group: RankGroup,
     memory: KvMemory,
+    undo: ExitStack,
 ) -> tuple[Vision | None, ResidentExperts | None, ExpertStreamer | None, AdaptivePlacement | None]:
-    """Everything that is read from the checkpoint, to the model's device, and room for what is streamed."""
+    """Everything that is read from the checkpoint, to the model's device, and room for what is streamed.
+
+    `undo` closes what moves experts in and out of it.
+    """
     device, dtype = model.device, TORCH_DTYPES[model_config.dtype]
     vision = load_vision(config, model_config, device)
     memory.reached(VISION)
@@ -240,7 +239,26 @@ def _load(
     memory.reached(RESIDENT)
     streamer = load_streamer(config, moe, streaming, device, dtype, resident, group)
     memory.reached(RING)
-    return vision, resident, streamer, make_adaptive(moe, resident, streamer, record, known)
+    adaptive = make_adaptive(moe, resident, streamer, record, known)
+    if adaptive is not None:
+        undo.callback(adaptive.close)
+    return vision, resident, streamer, adaptive
+
+
+def _num_pages(
+    memory: KvMemory,
+    model: CausalLM,
+    moe: RankMoe | None,
+    resident: ResidentExperts | None,
+    states: StateSlots | None,
+    streamed: StreamedExperts | None,
+    lane_stream: DeviceStream | None,
+    group: RankGroup,
+) -> int:
+    """Of the KV pool, the same on all ranks."""
+    geometry = None if moe is None else moe.geometry
+    wanted = memory.num_pages(model, geometry, resident, states, streamed, lane_stream)
+    return group.minimum("num_pages", wanted)
 
 
 def _engine(

@@ -80,7 +80,7 @@ def test_large_files_are_sampled(model: Path, monkeypatch: pytest.MonkeyPatch) -
         ("split_shares", {"split_shares": (3, 1)}),
         ("expert_dtype", {"weight_dtype": "int8"}),
         ("top_k", {"top_k": 1}),
-        ("resident_experts", {"placement": PlacementConfig(gpu_experts=1)}),
+        ("resident_experts", {"placement": PlacementConfig(gpu_experts=1, drop_resident="drop")}),
     ],
 )
 def test_every_setting_that_changes_answers_is_part_of_it(

@@ -71,7 +71,7 @@ async def experts_of(
             server.add_insecure_port(addresses[-1])
             await server.start()
             running.append(server)
-    view = LiveExperts(GEOMETRY, resident, addresses, None, None, client)
+    view = LiveExperts(GEOMETRY, lambda layer: resident.get(layer, ()), addresses, None, None, client)
     try:
         yield view
     finally:

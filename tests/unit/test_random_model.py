@@ -201,6 +201,29 @@ def test_skew_survives_in_the_model(tmp_path: Path) -> None:
     assert skewed > 0.75
 
 
+@pytest.mark.parametrize("overlap", [0, 26, 45])
+def test_neighbours_share_experts_as_asked(tmp_path: Path, overlap: int) -> None:
+    """In a real forward pass along the chain, in every layer; without the option as chance has it."""
+    options = RandomModelOptions("small", head="chain", overlap=overlap, topic_tokens=32, seed=3)
+    write_random_model(tmp_path / "model", options)
+    geometry = read_geometry(tmp_path / "model")
+    runner, chosen = runner_on(tmp_path / "model"), list[torch.Tensor]()
+    for module in runner.model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda module, inputs, output: chosen.append(output[1]))
+    vocab_size, tokens = runner.model.config.vocab_size, [FIRST_WORD]
+    for _ in range(300):
+        tokens.append(int(successor(np.array([tokens[-1]]), vocab_size)[0]))
+    runner.prefill(tokens)
+    shared = []
+    for ids in chosen:
+        masks = torch.zeros(len(ids), geometry.num_experts).scatter_(1, ids.long(), 1.0)
+        shared.append(float((masks[1:] * masks[:-1]).sum(1).mean()) / geometry.top_k)
+    wanted = overlap / 100 or geometry.top_k / geometry.num_experts
+    assert np.mean(shared) == pytest.approx(wanted, abs=0.08)
+    assert np.abs(np.array(shared) - wanted).max() < 0.2
+
+
 def test_every_id_decodes(tmp_path: Path) -> None:
     """Text comes back as it was, and an id that no text encodes to is a word of its own."""
     write_tokenizer(tmp_path, 512)
@@ -251,6 +274,15 @@ def test_only_its_own_directory_is_overwritten(tmp_path: Path) -> None:
         ),
         (RandomModelOptions(mtp_right=101), "--mtp-right: 101 is not allowed; allowed: 0 to 100"),
         (RandomModelOptions(head="next"), "--head: 'next' is not allowed; allowed: random, chain"),
+        (RandomModelOptions(overlap=45), "--overlap is allowed with --head chain"),
+        (
+            RandomModelOptions("glm-4.5-air", head="chain", overlap=45),
+            "--overlap is allowed with --head chain, .* and shapes of Qwen3-MoE",
+        ),
+        (
+            RandomModelOptions(head="chain", overlap=3),
+            "--overlap: 3 is not allowed; allowed here: 7 to 8., and 0 for what chance gives",
+        ),
         (RandomModelOptions("tiny", "q4_k"), "--format q4_k: blk.0.attn_q.weight has rows of 64"),
     ],
 )

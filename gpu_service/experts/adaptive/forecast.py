@@ -89,7 +89,8 @@ class RoutingForecast:
     @property
     def half_lives(self) -> NDArray[np.float64]:
         """float64 `[layers]`: what each layer follows, in tokens."""
-        return self._decays[self._best]
+        found: NDArray[np.float64] = self._decays[self._best]
+        return found
 
     @property
     def tokens(self) -> NDArray[np.float64]:
@@ -106,7 +107,8 @@ class RoutingForecast:
 
     def to_record(self) -> NDArray[np.int64]:
         """Counts of the longest half-life, for a file that a later start begins with."""
-        return np.rint(self._sums[-1]).astype(np.int64)
+        found: NDArray[np.int64] = np.rint(self._sums[-1]).astype(np.int64)
+        return found
 
 
 def top_counts(scores: Rates, counts: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""`moebius bench placement`: decode speed by share of experts on the GPU, for each static strategy."""
+"""`moebius bench placement`: decode speed by share of experts on the GPU, for each strategy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
 from moebius.served_model import read_served_geometry
 
-STRATEGIES = ("uniform", "frequency", "front-loading", "random")
+STRATEGIES = ("uniform", "frequency", "front-loading", "random", "adaptive")
+# How many times the tokens that are measured the strategy `adaptive` sees before.
+_SETTLING = 4
 # Streams of the run whose routing the strategy `frequency` is given.
 _RECORDED_STREAMS = 8
 
@@ -93,6 +95,7 @@ def placed(config: MoebiusConfig, strategy: str, ratio: int, statistics: Path) -
         "gpu_experts": None,
         "gpu_experts_ratio": ratio / 100,
         "placement_strategy": strategy,
+        "drop_resident": "keep",
         "expert_statistics": str(statistics) if strategy == "frequency" else "",
     }
     return config.model_copy(update={"placement": config.placement.model_copy(update=update)})
@@ -110,9 +113,8 @@ def _measure(
     own, bench = ExpertServers(config), options.engine
     with running_engine(config) as engine:
         setting = make_setting(engine, own, bandwidths)
-        measure_decode(
-            engine, setting, 1, bench.prompt_len, max(16, bench.max_tokens // 4), bench.temperature
-        )
+        first = bench.max_tokens * _SETTLING if strategy == "adaptive" else bench.max_tokens // 4
+        measure_decode(engine, setting, 1, bench.prompt_len, max(16, first), bench.temperature)
         return [
             measure_decode(engine, setting, streams, bench.prompt_len, bench.max_tokens, bench.temperature)
             for streams in bench.streams

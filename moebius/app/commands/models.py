@@ -215,6 +215,17 @@ def random(
             min=0, max=100, help="Percent of tokens after which an MTP layer guesses right, with --head chain"
         ),
     ] = 80,
+    overlap: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=100,
+            help="Percent of its experts that a token shares with the next; 0: by chance",
+        ),
+    ] = 0,
+    topic_tokens: Annotated[
+        int, typer.Option(min=1, help="How many tokens a topic lasts, with --overlap")
+    ] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Of all random numbers")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="0: one per allowed CPU")] = 0,
 ) -> None:
@@ -222,7 +233,9 @@ def random(
     from moebius.app.demo_model import rich_progress
     from moebius.app.random_model import RandomModelOptions, write_random_model
 
-    options = RandomModelOptions(shape, weight_format, layers, max_gb, skew, head, mtp_right, seed, threads)
+    options = RandomModelOptions(
+        shape, weight_format, layers, max_gb, skew, head, mtp_right, overlap, topic_tokens, seed, threads
+    )
     with rich_progress() as progress:
         written = write_random_model(
             directory, options, lambda done, total: progress("writing random weights", done, total)

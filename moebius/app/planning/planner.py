@@ -64,6 +64,7 @@ class Planner:
         from gpu_service.assembly.forecast import Forecast
 
         self.config = config
+        self.asked = config.placement  # Before `drop_resident` auto is decided.
         self.on_gpu = on_gpu
         self.geometry = read_served_geometry(config)
         self.stored: Mapping[int, StoredExperts] = stored_experts(
@@ -89,7 +90,8 @@ class Planner:
         kv_tokens = context * concurrency if wish.is_demanded else self._kept_tokens(hardware)
         residency = self._residency(hardware, kv_tokens, fill)
         planner = self._with_batched_tokens(hardware, residency) if self.on_gpu else self
-        return planner._with_kept(hardware, residency)._planned(hardware, wish, residency, fill, explain)
+        planner = planner._with_kept(hardware, residency)
+        return planner._planned(hardware, wish, residency, kv_tokens, fill, explain)
 
     def fill(self, hardware: Hardware) -> PlacementConfig:
         """What `moebius serve` places on GPUs of so much memory, beside so much RAM.
@@ -157,9 +159,15 @@ class Planner:
         return pages * self.config.gpu.page_size
 
     def _planned(
-        self, hardware: Hardware, wish: Wish, residency: Residency, fill: bool, explain: bool
+        self,
+        hardware: Hardware,
+        wish: Wish,
+        residency: Residency,
+        kv_tokens: int,
+        fill: bool,
+        explain: bool,
     ) -> CapacityPlan:
-        """With these residents."""
+        """With these residents, beside which there is room for so many tokens."""
         context, concurrency = wish.tokens(self.model.max_model_len)
         if self.on_gpu:
             ledgers = self._ledgers(hardware, residency, explain)
@@ -170,7 +178,7 @@ class Planner:
             raise DoesNotFit(kv_refusal(context, concurrency, kv.tokens, kv.token_bytes))
         components += self._ram(hardware, residency, kv)
         budgets[RAM] = hardware.ram_bytes
-        self._check_ram(hardware, components, context * concurrency, fill, explain)
+        self._check_ram(hardware, components, kv_tokens, fill, explain)
         work = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
         return CapacityPlan(
             model=_name(self.config),
@@ -364,9 +372,11 @@ class Planner:
         for dtype in ("keep", *REQUANTISED):
             changed = self.config.experts.model_copy(update={"expert_dtype": dtype})
             other = copy(self)
-            other.config = self.config.model_copy(update={"experts": changed})
+            update = {"experts": changed, "placement": self.asked}
+            other.config = self.config.model_copy(update=update)
             try:
                 residency = other._residency(hardware, kv_tokens, fill)
+                other = other._with_kept(hardware, residency)
                 kv = self._pool(other._ledgers(hardware, residency)) if self.on_gpu else self._cpu_kv()
                 found[dtype] = total_bytes(other._ram(hardware, residency, kv), RAM)
             except UserError:

@@ -21,7 +21,13 @@ from pathlib import Path
 from moebius.app.random_model.gguf import GGUF_FORMATS, gguf_tensors, lay_out_gguf
 from moebius.app.random_model.glm4 import glm4_layer
 from moebius.app.random_model.glm5 import glm5_layer
-from moebius.app.random_model.shapes import Glm4Shape, Glm5Shape, RandomShape, parse_shape
+from moebius.app.random_model.shapes import (
+    Glm4Shape,
+    Glm5Shape,
+    GlmShape,
+    RandomShape,
+    parse_shape,
+)
 from moebius.app.random_model.tensors import (
     ModelDraw,
     TensorGroup,
@@ -30,6 +36,7 @@ from moebius.app.random_model.tensors import (
     write_arrays,
     write_shards,
 )
+from moebius.app.random_model.topics import Topics, fitted_share
 from moebius.app.random_model.values import FORMATS, expert_format, parse_skew
 from moebius.errors import UserError
 
@@ -93,6 +100,10 @@ class RandomModelOptions:
     head: str = "random"
     # After how many percent of the tokens layers of multi-token prediction guess right, with a chained head.
     mtp_right: int = 80
+    # Of a token's experts, the percentage that the next token chooses as well, with a chained head; 0: what
+    # chance gives. And how many tokens a topic lasts.
+    overlap: int = 0
+    topic_tokens: int = 64
     seed: int = 0
     threads: int = 0  # 0: one per allowed CPU.
 
@@ -131,7 +142,14 @@ def write_random_model(
     chained = _parse_head(options.head)
     if not 0 <= options.mtp_right <= 100:
         raise UserError(f"--mtp-right: {options.mtp_right} is not allowed; allowed: 0 to 100")
-    draw = ModelDraw(shape, experts, parse_skew(options.skew), options.seed, chained, options.mtp_right)
+    topics = Topics(options.overlap, options.topic_tokens)
+    if topics.is_on and (not chained or isinstance(shape, GlmShape)):
+        raise UserError(
+            "--overlap is allowed with --head chain, in whose order topics change, and shapes of Qwen3-MoE"
+        )
+    skew = parse_skew(options.skew)
+    fitted_share(topics, shape.num_experts, shape.top_k, skew)  # refused before anything is written
+    draw = ModelDraw(shape, experts, skew, options.seed, chained, options.mtp_right, topics)
     write = _write_gguf if is_gguf else _write_safetensors
     path, written = write(directory, draw, options, on_progress)
     return Written(path, written, time.perf_counter() - begin)

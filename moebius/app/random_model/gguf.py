@@ -71,8 +71,8 @@ class GgufFormat:
     """How attention and experts are stored; embedding and head are Q8_0, vectors and routers float32."""
 
     blocks: BlockFormat
-    # (rng, rows, cols, deviation, whether row 0 is zero) to uint8 `[rows, bytes]`.
-    draw: Callable[[np.random.Generator, int, int, float, bool], NDArray[np.uint8]]
+    # (rng, rows, cols, deviation, how many of the first rows are zero) to uint8 `[rows, bytes]`.
+    draw: Callable[[np.random.Generator, int, int, float, int], NDArray[np.uint8]]
 
 
 def _codes(rng: np.random.Generator, rows: int, cols: int) -> NDArray[np.uint8]:
@@ -80,18 +80,17 @@ def _codes(rng: np.random.Generator, rows: int, cols: int) -> NDArray[np.uint8]:
     return int4_words(rng, rows, cols).view(np.uint8)
 
 
-def _q4_0(rng: np.random.Generator, rows: int, cols: int, std: float, zero_row: bool) -> NDArray[np.uint8]:
+def _q4_0(rng: np.random.Generator, rows: int, cols: int, std: float, zero_rows: int) -> NDArray[np.uint8]:
     count = rows * cols // _Q4_0.weights
     blocks = np.empty((count, _Q4_0.nbytes), np.uint8)
     blocks[:, :2] = _halves(std / INT4_STD * rng.uniform(0.75, 1.25, count))
     blocks[:, 2:] = _codes(rng, rows, cols).reshape(count, -1)
     rows_of_blocks = blocks.reshape(rows, -1)
-    if zero_row:
-        rows_of_blocks[0] = 0
+    rows_of_blocks[:zero_rows] = 0
     return rows_of_blocks
 
 
-def _q4_k(rng: np.random.Generator, rows: int, cols: int, std: float, zero_row: bool) -> NDArray[np.uint8]:
+def _q4_k(rng: np.random.Generator, rows: int, cols: int, std: float, zero_rows: int) -> NDArray[np.uint8]:
     """Mins are 8 times the scales, so that codes lie around zero as those of Q4_0 do."""
     count = rows * cols // _Q4_K.weights
     blocks = np.empty((count, _Q4_K.nbytes), np.uint8)
@@ -104,8 +103,7 @@ def _q4_k(rng: np.random.Generator, rows: int, cols: int, std: float, zero_row: 
     blocks[:, 12:16] = (high & 15) | (high & 15) << 4
     blocks[:, 16:] = _codes(rng, rows, cols).reshape(count, -1)
     rows_of_blocks = blocks.reshape(rows, -1)
-    if zero_row:
-        rows_of_blocks[0] = 0
+    rows_of_blocks[:zero_rows] = 0
     return rows_of_blocks
 
 
@@ -164,7 +162,7 @@ def _layer(draw: ModelDraw, chosen: GgufFormat, layer: int) -> Iterator[_Tensor]
 
     def matrix(one: MatrixDraw) -> Callable[[], Array]:
         rng = partial(generator, draw.seed, *one.key)
-        return lambda: chosen.draw(rng(), one.rows, one.cols, one.std, one.zero_row)
+        return lambda: chosen.draw(rng(), one.rows, one.cols, one.std, draw.zero_rows(one))
 
     yield _ones(f"{stem}attn_norm.weight", shape.hidden_size)
     for one in attention_matrices(shape, layer):

@@ -26,6 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moebius.app.random_model.shapes import RandomShape
+from moebius.app.random_model.topics import (
+    FIRST_ELEMENT,
+    NO_TOPICS,
+    NUM_ELEMENTS,
+    Topics,
+    fitted_share,
+    router_columns,
+    trajectory,
+)
 from moebius.app.random_model.values import (
     SCORE_STD,
     Array,
@@ -179,6 +188,18 @@ class ModelDraw:
     chained: bool = False
     # After how many percent of all tokens layers of multi-token prediction guess the same as a chained head.
     mtp_right: int = 100
+    topics: Topics = NO_TOPICS
+
+    def zero_rows(self, matrix: MatrixDraw) -> int:
+        """Rows of a matrix that write to elements of the residual stream which no layer may change."""
+        if not matrix.zero_row:
+            return 0
+        return FIRST_ELEMENT + NUM_ELEMENTS if self.topics.is_on else 1
+
+    @property
+    def topic(self) -> float:
+        """Deviation of a topic's elements in embedding rows: together they have the constant's energy."""
+        return self.constant / math.sqrt(NUM_ELEMENTS)
 
     @property
     def constant(self) -> float:
@@ -187,7 +208,15 @@ class ModelDraw:
 
     def normed_constant(self, layer: int) -> float:
         """The same after a layer's RMSNorm: all layers together add about an embedding's energy."""
-        return self.constant / math.sqrt(1.0 + CONSTANT**2 + layer / self.shape.num_layers)
+        return self.constant / self._norm(layer)
+
+    def normed_topic(self, layer: int) -> float:
+        """Of a topic's elements."""
+        return self.topic / self._norm(layer)
+
+    def _norm(self, layer: int) -> float:
+        energy = CONSTANT**2 * (2 if self.topics.is_on else 1)
+        return math.sqrt(1.0 + energy + layer / self.shape.num_layers)
 
 
 def outside_layers(draw: ModelDraw) -> Iterator[TensorGroup]:
@@ -213,6 +242,9 @@ def _embedding_rows(draw: ModelDraw, std: float) -> NDArray[np.uint16]:
         order = generator(draw.seed, _FLAGS).permutation(shape.vocab_size)
         flagged = order >= draw.mtp_right / 100 * shape.vocab_size
         values[:, FLAG] = np.where(flagged, constant, np.uint16(0))
+    if draw.topics.is_on:
+        found = trajectory(shape.vocab_size, draw.topics, draw.seed)[chain_places(shape.vocab_size)]
+        values[:, FIRST_ELEMENT : FIRST_ELEMENT + NUM_ELEMENTS] = bfloat16_bits(found * (draw.topic * std))
     return values
 
 
@@ -229,6 +261,18 @@ def successor(tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
         inside = (tokens >= begin) & (tokens < end)
         following[inside] = begin + (tokens[inside] - begin + step) % count
     return following
+
+
+def chain_places(vocab_size: int) -> NDArray[np.int64]:
+    """int64 `[vocab_size]`: the place of each token in the chain of `successor`; bytes come before words."""
+    following = successor(np.arange(vocab_size), vocab_size)
+    places = np.arange(vocab_size)
+    for begin, end in ((NUM_SPECIAL, FIRST_WORD), (FIRST_WORD, vocab_size)):
+        token = begin
+        for place in range(begin, end):
+            places[token] = place
+            token = following[token]
+    return places
 
 
 def head(draw: ModelDraw) -> list[Array]:
@@ -338,14 +382,19 @@ def expert_groups(draw: ModelDraw, stem: str, matrices: Iterable[MatrixDraw]) ->
 
 def _expert_matrix(draw: ModelDraw, matrix: MatrixDraw) -> list[Array]:
     rng = generator(draw.seed, *matrix.key)
-    return draw.experts.draw(rng, matrix.rows, matrix.cols, matrix.std, matrix.zero_row)
+    return draw.experts.draw(rng, matrix.rows, matrix.cols, matrix.std, draw.zero_rows(matrix))
 
 
 def router(draw: ModelDraw, layer: int) -> list[Array]:
     """bfloat16 bits `[num_experts, hidden]` of a layer's router."""
     shape = draw.shape
     rows = generator(draw.seed, 3, layer).standard_normal((shape.num_experts, shape.hidden_size), np.float32)
-    rows *= SCORE_STD / math.sqrt(shape.hidden_size)
+    share = fitted_share(draw.topics, shape.num_experts, shape.top_k, draw.skew)
+    rows *= SCORE_STD * math.sqrt((1.0 - share) / shape.hidden_size)
+    if draw.topics.is_on:
+        columns = router_columns(shape.num_experts, layer, draw.seed)
+        columns *= SCORE_STD * math.sqrt(share) / draw.normed_topic(layer)
+        rows[:, FIRST_ELEMENT : FIRST_ELEMENT + NUM_ELEMENTS] = columns
     biases = layer_biases(shape.num_experts, shape.top_k, draw.skew, layer, draw.seed)
     rows[:, 0] = biases / draw.normed_constant(layer)
     return [bfloat16_bits(rows)]
@@ -354,8 +403,7 @@ def router(draw: ModelDraw, layer: int) -> list[Array]:
 def draw_dense(draw: ModelDraw, matrix: MatrixDraw) -> list[Array]:
     """bfloat16 bits `[rows, cols]`."""
     values = bfloat16_normal(generator(draw.seed, *matrix.key), (matrix.rows, matrix.cols), matrix.std)
-    if matrix.zero_row:
-        values[0] = 0
+    values[: draw.zero_rows(matrix)] = 0
     return [values]
 
 

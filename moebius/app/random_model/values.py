@@ -122,8 +122,8 @@ class ExpertFormat:
     """One way to store experts; the table `FORMATS` has them all."""
 
     parts: Callable[[int, int], list[Part]]
-    # Arrays in the order of `parts`: (rng, out, in, deviation, whether row 0 is zero).
-    draw: Callable[[np.random.Generator, int, int, float, bool], list[Array]]
+    # Arrays in the order of `parts`: (rng, out, in, deviation, how many of the first rows are zero).
+    draw: Callable[[np.random.Generator, int, int, float, int], list[Array]]
     config: dict[str, Any] | None  # quantization_config of config.json.
 
 
@@ -131,10 +131,9 @@ def _bfloat16_parts(rows: int, cols: int) -> list[Part]:
     return [("weight", "BF16", (rows, cols))]
 
 
-def _bfloat16(rng: np.random.Generator, rows: int, cols: int, std: float, zero_row: bool) -> list[Array]:
+def _bfloat16(rng: np.random.Generator, rows: int, cols: int, std: float, zero_rows: int) -> list[Array]:
     values = bfloat16_normal(rng, (rows, cols), std)
-    if zero_row:
-        values[0] = 0
+    values[:zero_rows] = 0
     return [values]
 
 
@@ -147,10 +146,9 @@ def _int4_parts(rows: int, cols: int) -> list[Part]:
     ]
 
 
-def _int4(rng: np.random.Generator, rows: int, cols: int, std: float, zero_row: bool) -> list[Array]:
+def _int4(rng: np.random.Generator, rows: int, cols: int, std: float, zero_rows: int) -> list[Array]:
     words = int4_words(rng, rows, cols)
-    if zero_row:
-        words[0] = _ZERO_WORD
+    words[:zero_rows] = _ZERO_WORD
     scales = _scales(rng, (rows, math.ceil(cols / INT4_GROUP)), std / INT4_STD)
     return [words, bfloat16_bits(scales), np.array([rows, cols], np.int64)]
 
@@ -160,10 +158,9 @@ def _fp8_parts(rows: int, cols: int) -> list[Part]:
     return [("weight", "F8_E4M3", (rows, cols)), ("weight_scale_inv", "F32", blocks)]
 
 
-def _fp8(rng: np.random.Generator, rows: int, cols: int, std: float, zero_row: bool) -> list[Array]:
+def _fp8(rng: np.random.Generator, rows: int, cols: int, std: float, zero_rows: int) -> list[Array]:
     codes = float8_normal(rng, (rows, cols))
-    if zero_row:
-        codes[0] = 0
+    codes[:zero_rows] = 0
     return [codes, _scales(rng, _fp8_parts(rows, cols)[1][2], std / FLOAT8_STD)]
 
 
