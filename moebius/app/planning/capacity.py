@@ -123,6 +123,7 @@ class CapacityPlan:
     decode: tuple[Speed, ...]
     prefill: Speed
     notes: tuple[str, ...]  # What the reader has to know: what is assumed, what was not read.
+    drop_resident: str = "auto"  # What it becomes, where something is resident.
 
     @property
     def total(self) -> int:

@@ -118,11 +118,11 @@ def _engine_bytes(plan: CapacityPlan) -> int:
 
 
 def _with_residents(config: MoebiusConfig, plan: CapacityPlan) -> MoebiusConfig:
-    """With as many experts on GPUs as the plan has put there."""
-    if not plan.residency.is_filled:
-        return config
-    placement = config.placement.model_copy(update={"gpu_experts": max(plan.residency.by_layer.values())})
-    return config.model_copy(update={"placement": placement})
+    """With as many experts on GPUs as the plan has put there, and in RAM as often as the plan counts them."""
+    update: dict[str, Any] = {"drop_resident": plan.drop_resident}
+    if plan.residency.is_filled:
+        update["gpu_experts"] = max(plan.residency.by_layer.values())
+    return config.model_copy(update={"placement": config.placement.model_copy(update=update)})
 
 
 def _settings(config: MoebiusConfig, plan: CapacityPlan) -> dict[str, dict[str, Any]]:

@@ -193,6 +193,7 @@ class Planner:
             context=context,
             decode=predict_decode(work, hardware, wish.streams, context),
             prefill=predict_prefill(work, hardware, self.config.gpu.num_batched_tokens, context),
+            drop_resident=self.config.placement.drop_resident,
             notes=make_notes(self.config, hardware, kv, context, has_weights(self.config.model.model)),
         )
 
