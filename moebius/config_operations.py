@@ -60,7 +60,7 @@ class SupervisorConfig(Section):
     restart_backoff_s: float = Field(
         default=0.5,
         gt=0,
-        description="Pause before a restart, doubled each time; none after a process has run for long",
+        description="Pause before a restart, doubled each time; none for one that has answered requests",
     )
     restart_backoff_max_s: float = Field(default=30.0, gt=0, description="Longest pause before a restart")
     stop_timeout_s: float = Field(

@@ -29,7 +29,8 @@ from moebius.app.supervisor.health import (
     Watch,
     read_activity,
 )
-from moebius.app.supervisor.process import ManagedProcess
+from moebius.app.supervisor.process import MOST_CREDIT, ManagedProcess
+from moebius.errors import USER_ERROR_EXIT
 from moebius.mailbox import Mailbox, MailboxGeometry, MailboxServer
 from tests.helpers.fake_programs import wait_until
 
@@ -43,6 +44,7 @@ class Script(Probe, Liveness):
 
     is_ready: bool = True
     next_sign: object = None
+    count: int | None = None
 
     def ready(self) -> bool:
         """As set."""
@@ -51,6 +53,10 @@ class Script(Probe, Liveness):
     def sign(self, pid: int, timeout_s: float) -> object:
         """As set."""
         return self.next_sign
+
+    def requests_served(self, pid: int) -> int | None:
+        """As set."""
+        return self.count
 
 
 @dataclass
@@ -168,7 +174,20 @@ def test_served_is_seen_after_ready(world: World) -> None:
     loading.ready = True
     world.script.next_sign = 2
     looks(world, loading, 1)
-    assert loading.served
+    assert loading.served == 1
+    assert loading.served_at_end() == 1
+
+
+def test_answers_between_the_last_look_and_the_end_count(world: World) -> None:
+    """Killed a moment after it was ready, a process may have worked; one that was sent away has not."""
+    brief = watched(world)
+    brief.ready = True
+    world.script.count = 3
+    assert brief.served_at_end() == 3
+    world.script.next_sign = 1
+    looks(world, brief, 1)
+    world.script.count = 0
+    assert brief.served_at_end() == 0
 
 
 @contextmanager
@@ -212,9 +231,11 @@ def test_a_mailbox_server_beats_and_serves() -> None:
         assert first is not None
         wait_until(lambda: life.sign(os.getpid(), 0.5) != first)
         assert life.sign(os.getpid() + 1, 0.5) is None
-        assert not life.has_served()
+        assert life.requests_served(os.getpid()) == 0
+        assert life.requests_served(os.getpid() + 1) is None, "another process's"
         server.stop()
         assert life.sign(os.getpid(), 0.5) is None
+        assert life.requests_served(os.getpid()) is None
     finally:
         del mailbox
         Mailbox.unlink(name)
@@ -256,3 +277,50 @@ def test_a_restart_that_the_system_refuses_is_tried_again(monkeypatch: pytest.Mo
         assert process.restarts == 1
     finally:
         process.kill()
+
+
+class Brief(Script):
+    """Each start of the process answers so many requests as `counts` says, and ends."""
+
+    counts: Iterator[int | None]
+
+    def requests_served(self, pid: int) -> int | None:
+        """Asked once for each start, at its end."""
+        return next(self.counts)
+
+
+def pauses_of(counts: list[int | None], program: str = "pass") -> list[float]:
+    """Pauses before the restarts of a process whose starts answer so many requests, with a backoff of 1 s."""
+    script = Brief(is_ready=False)
+    script.counts = iter(counts)
+    spec = ProcessSpec("p", (sys.executable, "-S", "-c", program), script, 0, liveness=script)
+    timing = Timing(60, restart_backoff_s=1, restart_backoff_max_s=4, stop_timeout_s=5, hang_timeout_s=60)
+    process, pauses = ManagedProcess(spec, timing, json_logs=False, jitter=lambda least, most: most), []
+    process.start()
+    try:
+        for _ in counts:
+            wait_until(lambda: process.exit_code is not None)
+            pauses.append(process.note_exit(now=0.0))
+            assert process.restart_if_due(now=pauses[-1])
+    finally:
+        process.kill()
+    return pauses
+
+
+def test_answered_requests_earn_restarts_at_once() -> None:
+    """Also of starts that answer none: who kills every few seconds meets some that are not ready yet."""
+    assert pauses_of([3, 0, 0, 0, 0]) == [0.0, 0.0, 0.0, 1.0, 2.0]
+    assert pauses_of([1, 0, 1, 0, 0, 1, 0]) == [0.0, 1.0, 0.0, 1.0, 2.0, 0.0, 1.0]
+    many = pauses_of([1000] + [0] * (MOST_CREDIT + 1))
+    assert many == [0.0] * MOST_CREDIT + [1.0, 2.0], "what is saved up ends"
+
+
+def test_who_never_answers_backs_off() -> None:
+    """A process that dies again and again without having worked."""
+    assert pauses_of([0, None, 0, 0]) == [1.0, 2.0, 4.0, 4.0]
+
+
+def test_an_error_of_the_user_is_no_matter_of_credit() -> None:
+    """Files that are being replaced, or settings: the few attempts that there are need time between them."""
+    broken = f"raise SystemExit({USER_ERROR_EXIT})"
+    assert pauses_of([1000, 0, 0], broken) == [1.0, 2.0, 4.0]

@@ -45,9 +45,12 @@ class Liveness(ABC):
         Returns after about `timeout_s` seconds at the latest and never raises.
         """
 
-    def has_served(self) -> bool:
-        """Whether the process, ready and alive, has done its work once; by default, to be ready shows it."""
-        return True
+    def requests_served(self, pid: int) -> int | None:
+        """Requests that process `pid`, which may have ended, has answered since its start.
+
+        None: they are not counted, or not any more. Never raises.
+        """
+        return None
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,14 @@ class MailboxLiveness(Liveness):
         answered = self.grpc.sign(pid, timeout_s) if found.state == "loading" else None
         return answered or found.progress
 
-    def has_served(self) -> bool:
-        """Whether a request was answered."""
+    def requests_served(self, pid: int) -> int | None:
+        """As the mailbox says, which outlives the process. Answers of one that was sent away do not count."""
         found = self._state()
-        return found is not None and found.calls > 0
+        if found is None or found.pid not in (pid, 0):
+            return None
+        if found.refusal:
+            return 0
+        return found.calls if found.pid == pid else None
 
     def _state(self) -> ServerState | None:
         """None when there is no such mailbox, or no such server."""
@@ -309,8 +316,8 @@ class Watch:
         self._stop = threading.Event()
         # Whether its probe has said yes.
         self.ready = False
-        # Whether it did its work at least once after that.
-        self.served = False
+        # Requests that it has answered since, as of the last look; where none are counted, 1 for being ready.
+        self.served = 0
         self.hang: Hang | None = None
 
     def start(self) -> None:
@@ -346,9 +353,18 @@ class Watch:
         self._silence.note(elapsed_s, alive, busy, activity is not None and activity.stopped)
         self._sign = self._sign if sign is None else sign
         self._activity, self._looked_at = activity, now
-        if alive and self.ready and not self.served:
-            self.served = liveness is None or liveness.has_served()
+        if alive and self.ready:
+            self.served = self._count(1)
         self.hang = self._silence.verdict()
+
+    def served_at_end(self) -> int:
+        """Requests that it had answered when it ended, also those since the last look."""
+        return self._count(self.served)
+
+    def _count(self, uncounted: int) -> int:
+        liveness = self._spec.liveness
+        found = None if liveness is None else liveness.requests_served(self._pid)
+        return uncounted if found is None else found
 
     def _is_busy(self, activity: Activity, elapsed_s: float) -> bool:
         """Whether it computed, or wanted to, since the look before."""

@@ -24,8 +24,10 @@ from moebius.limits import out_of_memory_kills
 from moebius.progress import is_end_of_phase, text_of_line
 
 CHILD_PROGRAM = str(Path(__file__).with_name("child.py"))
-# A process that was ready for this long starts its next series of restarts with the shortest pause.
+# To have been ready for this long counts as a request that was answered.
 STABLE_AFTER_S = 30.0
+# Restarts at once that can be saved up.
+MOST_CREDIT = 8
 # The kernel ends a killed process at once, unless it waits for a device that does not answer.
 KILL_WAIT_S = 5.0
 # An error of the user's (a setting, a missing file) may be temporary; after so many in a row it is not.
@@ -56,7 +58,10 @@ class ManagedProcess:
         # Why it was killed; None: it was not, or was started again since.
         self.killed_for: Hang | None = None
         self._timing, self._jitter = timing, jitter
+        # Pauses since it last answered a request.
         self._failures_in_a_row = 0
+        # Restarts without a pause that it has earned.
+        self._credit = 0
         self._user_errors_in_a_row = 0
         self._popen: subprocess.Popen[bytes] | None = None
         self._watch: Watch | None = None
@@ -112,8 +117,8 @@ class ManagedProcess:
 
     @property
     def has_served(self) -> bool:
-        """Whether what runs, or has just ended, did its work at least once."""
-        return self._watch is not None and self._watch.served
+        """Whether what runs, or has just ended, did its work at least once, as of the last look."""
+        return self._watch is not None and self._watch.served > 0
 
     @property
     def can_not_heal(self) -> bool:
@@ -167,22 +172,28 @@ class ManagedProcess:
     def note_exit(self, now: float) -> float:
         """Plans the restart of a process that has ended; returns the pause in seconds.
 
-        Pauses double from failure to failure, up to a limit, and begin anew once it has done its work: who
-        kills a healthy process again and again does not make it slower to return. The first one then counts
-        from when it became ready, so that one that worked for longer returns at once. Up to half of each is
-        left out by chance, so that processes that died together do not return together each time.
+        A request that it answered earns a restart at once, now or later: who kills healthy processes again
+        and again, also while they start, does not make them slower to return. Without that, and after an
+        error of the user's, pauses double from failure to failure, up to a limit; up to half of each is left
+        out by chance, so that processes that died together do not return together each time.
         """
-        served_s = 0.0
-        if self.ready and (self.has_served or now - self._ready_since >= STABLE_AFTER_S):
+        served = self._watch.served_at_end() if self._watch is not None else 0
+        if not served and self.ready and now - self._ready_since >= STABLE_AFTER_S:
+            served = 1
+        if served:
             self._failures_in_a_row = 0
-            served_s = now - self._ready_since
+            self._credit = min(self._credit + served, MOST_CREDIT)
         hopeless = (USER_ERROR_EXIT, WRONG_IDENTITY_EXIT)
         failed_by_user = self.exit_code in hopeless and not self.ready
         self._user_errors_in_a_row = self._user_errors_in_a_row + 1 if failed_by_user else 0
-        longest = self._timing.restart_backoff_s * 2.0 ** min(self._failures_in_a_row, 60)
-        longest = min(longest, self._timing.restart_backoff_max_s)
-        pause = max(0.0, self._jitter(longest / 2, longest) - served_s)
-        self._failures_in_a_row += 1
+        pause = 0.0
+        if self._credit and not failed_by_user:
+            self._credit -= 1
+        else:
+            longest = self._timing.restart_backoff_s * 2.0 ** min(self._failures_in_a_row, 60)
+            longest = min(longest, self._timing.restart_backoff_max_s)
+            pause = self._jitter(longest / 2, longest)
+            self._failures_in_a_row += 1
         self.ready = False
         self.kill()  # whatever it left in its process group
         self._popen = None
