@@ -25,7 +25,7 @@ from moebius.errors import StartupError
 from moebius.expert_slices import ExpertDtype, SliceRequest, parse_expert_dtype
 from moebius.kernels import FloatArray
 from moebius.mailbox import MailboxError
-from moebius.mailbox_plan import MOST_GRPC_ROWS
+from moebius.mailbox_plan import INSTANCE_METADATA, MOST_GRPC_ROWS
 from protos import expert_pb2, expert_pb2_grpc
 from protos import expert_pb2 as pb
 
@@ -167,7 +167,11 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
     def Compute(
         self, request_iterator: Iterator[pb.ComputeRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.ComputeResponse]:
-        """UNAVAILABLE before a load and while draining; INVALID_ARGUMENT names the field of a bad record."""
+        """UNAVAILABLE before a load, while draining, and where the caller means another process;
+        INVALID_ARGUMENT names the field of a bad record."""
+        wanted = dict(context.invocation_metadata()).get(INSTANCE_METADATA)
+        if wanted is not None and wanted != str(self._instance_id):
+            _abort(context, grpc.StatusCode.UNAVAILABLE, NotServing("the server was started anew"))
         last_epoch = 0
         for request in request_iterator:
             try:

@@ -10,6 +10,8 @@ from moebius.models.geometry import MoeGeometry
 MOST_ROWS = 2048
 # A record sent by gRPC has at most so many rows; a step with more goes in several records.
 MOST_GRPC_ROWS = 4096
+# Of a `Compute` call: the server's instance that is to answer it.
+INSTANCE_METADATA = "moebius-instance-id"
 # What a server without a model is prepared for: wider than any published model.
 _WIDEST_HIDDEN, _LARGEST_TOP_K = 16384, 64
 # Of the fields other than the arrays, and of control messages, which grow with layers times experts.

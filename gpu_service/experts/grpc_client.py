@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpu_service.experts.client import (
     ExpertClient,
@@ -24,14 +23,12 @@ from gpu_service.experts.client import (
     sampled_span_context,
     traceparent,
 )
-from gpu_service.experts.servers import Newcomers, difference
-from moebius.errors import WrongIdentity
+from gpu_service.experts.grpc_servers import GrpcServers
 from moebius.grpc_channels import open_channel
-from moebius.mailbox_plan import MOST_GRPC_ROWS
+from moebius.mailbox_plan import INSTANCE_METADATA, MOST_GRPC_ROWS
 from moebius.models.geometry import MoeGeometry
 from protos import expert_pb2, expert_pb2_grpc
 
-SERVICE = "moebius.expert.v1.Expert"
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -44,9 +41,6 @@ _PROTO_DTYPES = {
     torch.bfloat16: expert_pb2.DTYPE_BFLOAT16,
     torch.float16: expert_pb2.DTYPE_FLOAT16,
 }
-_POLL_S = 0.05
-_PROBE_S = 1.0
-_INFO_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -71,19 +65,16 @@ class GrpcExpertClient(ExpertClient):
         fingerprint: str = "",
     ) -> None:
         """`fingerprint` of the engine's checkpoint, see `Newcomers`."""
-        self._newcomers = Newcomers(len(addresses), fingerprint)
-        # By server, of the first process that was ready; and processes that were sent away, with the reason.
-        self._expected: dict[int, expert_pb2.InfoResponse] = {}
-        self._rejected: dict[int, str] = {}
-        self._found: dict[int, expert_pb2.InfoResponse] = {}
         self.geometry = geometry
         self._dtype = dtype
         self._deadline_s = deadline_ms / 1000
         self._channels = [open_channel(address, _OPTIONS) for address in addresses]
+        self._servers = GrpcServers(self._channels, fingerprint)
+        # Processes that were found ready and right, by server; empty: no others may be asked.
+        self._instances: list[int] = []
         self._streams: list[ComputeStream] = []
         self._epoch = 0
         self._generation = 0
-        self._interrupted = threading.Event()
         self._stats = ExpertClientStats(compute_seconds=(0.0,) * len(self._channels))
 
     def submit(
@@ -99,13 +90,20 @@ class GrpcExpertClient(ExpertClient):
             self._generation,
         )
         if not self._streams:
-            self._streams = [ComputeStream(index, channel) for index, channel in enumerate(self._channels)]
+            self._streams = self._open_streams()
         for rows in _records(ticket.rows):
             self._epoch += 1
             request = self._record(ticket, rows)
             for stream in self._streams:
                 stream.send(request)
         return ticket
+
+    def _open_streams(self) -> list[ComputeStream]:
+        """To the processes that `wait_ready` has found. Raises ExpertUnavailable when it has found none."""
+        if not self._instances:
+            raise ExpertUnavailable(-1, "the expert servers are not ready")
+        pairs = enumerate(zip(self._channels, self._instances, strict=True))
+        return [ComputeStream(index, channel, instance) for index, (channel, instance) in pairs]
 
     def _record(self, ticket: GrpcTicket, rows: slice) -> expert_pb2.ComputeRequest:
         span = sampled_span_context()
@@ -149,84 +147,29 @@ class GrpcExpertClient(ExpertClient):
         return add_to(partial, output)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Asks each server's standard health service, then who it is.
-
-        Raises WrongIdentity when a server serves another checkpoint than this engine from the start.
-        """
-        deadline = time.monotonic() + timeout_s
-        instances = []
-        for index, channel in enumerate(self._channels):
-            while (problem := self._problem(index, channel, deadline)) is not None:
-                if self._interrupted.is_set():
-                    raise ExpertUnavailable(index, "the wait for it was given up: the engine stops")
-                if time.monotonic() >= deadline:
-                    raise ExpertUnavailable(index, f"not ready within {timeout_s:g} s: {problem}")
-                time.sleep(_POLL_S)
-            instances.append(self._found[index].instance_id)
-        self._newcomers.arrived(instances)
-
-    def _problem(self, index: int, channel: grpc.Channel, deadline: float) -> str | None:
-        """None when the server computes, and what it should."""
-        problem = _health_problem(channel, deadline)
-        if problem is not None:
-            return problem
-        make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
-        try:
-            found = make_stub(channel).Info(expert_pb2.InfoRequest(), timeout=_INFO_TIMEOUT_S)
-        except grpc.RpcError as error:
-            return _status_text(error)
-        if found.instance_id in self._rejected:
-            return f"it was refused: {self._rejected[found.instance_id]}"
-        if index not in self._expected:
-            self._expect(index, found)
-        self._found[index] = found
-        expected = self._expected[index]
-        text = difference(expected.identity, found.identity)
-        if not text and (expected.split_index, expected.weights_digest) != (
-            found.split_index,
-            found.weights_digest,
-        ):
-            text = "the experts it has packed are not those that were served before"
-        return f"it was started anew and is refused: {text}" if text else None
-
-    def _expect(self, index: int, found: expert_pb2.InfoResponse) -> None:
-        """What the server is from now on. Raises WrongIdentity if it does not fit engine or other servers."""
-        problem = self._newcomers.problem_of(found.identity)
-        for other, known in self._expected.items():
-            differs = difference(known.identity, found.identity)
-            if differs and not problem:
-                problem = f"unlike expert server {other}, {differs}"
-        if problem:
-            raise WrongIdentity(f"expert server {index} does not fit: {problem}")
-        self._expected[index] = found
+        """As `GrpcServers.wait_ready`."""
+        self._instances = self._servers.wait_ready(timeout_s)
 
     def newcomers(self) -> tuple[int, ...]:
-        return self._newcomers.unconfirmed()
+        return self._servers.newcomers.unconfirmed()
 
     def confirm(self) -> None:
-        self._newcomers.confirm()
+        self._servers.newcomers.confirm()
 
     def reject(self, reason: str) -> None:
-        """This engine does not work with these processes; others may."""
-        for server in self._newcomers.unconfirmed():
-            self._rejected[self._newcomers.process(server)] = reason
+        """No record is sent to their processes any more."""
+        self._servers.reject_newcomers(reason)
 
     def problem(self) -> str:
-        """Asks all servers' health service at once."""
-        deadline = time.monotonic() + _PROBE_S
-        asked = [_ask_health(channel, deadline) for channel in self._channels]
-        for index, answer in enumerate(asked):
-            problem = _health_answer(answer)
-            if problem is not None:
-                return f"expert server {index}: {problem}"
-        return ""
+        return self._servers.problem()
 
     def interrupt(self) -> None:
-        self._interrupted.set()
+        self._servers.interrupt()
 
     def recover(self, timeout_s: float) -> None:
         """Opens new streams, so that late answers cannot be mistaken."""
         self._close_streams()
+        self._instances = []
         self._generation += 1
         self.wait_ready(timeout_s)
         self._stats = replace(self._stats, recoveries=self._stats.recoveries + 1)
@@ -245,38 +188,10 @@ class GrpcExpertClient(ExpertClient):
         self._streams = []
 
 
-def _health_problem(channel: grpc.Channel, deadline: float) -> str | None:
-    """None when the server computes, else what it (or the connection) says instead."""
-    return _health_answer(_ask_health(channel, deadline))
-
-
-def _ask_health(channel: grpc.Channel, deadline: float) -> Any:
-    """Starts a health check of the server; `_health_answer` takes its result."""
-    make_stub: Callable[[grpc.Channel], Any] = health_pb2_grpc.HealthStub
-    timeout_s = min(_PROBE_S, max(_POLL_S, deadline - time.monotonic()))
-    request = health_pb2.HealthCheckRequest(service=SERVICE)
-    return make_stub(channel).Check.future(request, timeout=timeout_s, wait_for_ready=True)
-
-
-def _health_answer(call: Any) -> str | None:
-    """What a call of `_ask_health` came to; see `_health_problem`."""
-    try:
-        answer = call.result()
-    except grpc.RpcError as error:
-        return _status_text(error)
-    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-        return None
-    return "still loading, or draining"
-
-
 def _records(rows: int) -> list[slice]:
     """Rows of each record of a ticket: at most MOST_GRPC_ROWS in one."""
     starts = range(0, rows, MOST_GRPC_ROWS)
     return [slice(start, min(start + MOST_GRPC_ROWS, rows)) for start in starts]
-
-
-def _status_text(error: Any) -> str:
-    return f"{error.code().name}: {error.details()}"
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -290,12 +205,14 @@ _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL, grpc.St
 class ComputeStream:
     """Lives until an error or `close`. A thread reads answers, since a blocking read knows no deadline."""
 
-    def __init__(self, server_index: int, channel: grpc.Channel) -> None:
+    def __init__(self, server_index: int, channel: grpc.Channel, instance: int) -> None:
+        """`instance`: of the one process that is to answer; another one at that address refuses."""
         self._server_index = server_index
         self._requests: queue.SimpleQueue[expert_pb2.ComputeRequest | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[expert_pb2.ComputeResponse | grpc.RpcError] = queue.SimpleQueue()
         make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
-        self._call = make_stub(channel).Compute(self._outgoing())
+        metadata = ((INSTANCE_METADATA, str(instance)),)
+        self._call = make_stub(channel).Compute(self._outgoing(), metadata=metadata)
         name = f"expert-{server_index}-answers"
         self._reader = threading.Thread(target=self._read, name=name, daemon=True)
         self._reader.start()

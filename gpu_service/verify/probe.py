@@ -179,6 +179,7 @@ def _error(
     )
     client = GrpcExpertClient([address], geometry, dtype, config.experts.mailbox_deadline_ms)
     try:
+        client.wait_ready(_TIMEOUT_S)
         answer = client.collect(client.submit(*arguments))
     finally:
         client.close()
