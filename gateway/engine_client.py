@@ -16,6 +16,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from moebius.grpc_channels import open_aio_channel, report_failed_handshake
+from moebius.operations import NOT_READY_METADATA
 from moebius.outbox import Outbox
 from moebius.tls import active_tls
 from protos import engine_pb2, engine_pb2_grpc
@@ -181,6 +182,8 @@ class EngineClient:
         `server_name`: what its certificate has to say, if not the address's host.
         """
         self.address = address
+        # What the engine says of why it does not serve, as of the last `is_serving`; empty: nothing.
+        self.not_ready = ""
         options = [*_CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", keepalive_ms)]
         self._channel = open_aio_channel(address, options, server_name)
         self._engine: Any = cast(Any, engine_pb2_grpc.EngineStub)(self._channel)
@@ -212,11 +215,15 @@ class EngineClient:
         """Whether the engine's health service reports SERVING; False when it cannot be reached."""
         request = health_pb2.HealthCheckRequest(service=SERVICE)
         try:
-            answer = await self._health.Check(request, timeout=timeout_s)
+            call = self._health.Check(request, timeout=timeout_s)
+            answer = await call
+            reason = dict(await call.trailing_metadata() or ()).get(NOT_READY_METADATA, b"")
         except grpc.aio.AioRpcError:
+            self.not_ready = ""
             if active_tls() is None:  # else the channel reports what it meets
                 report_failed_handshake(self.address, None)
             return False
+        self.not_ready = bytes(reason).decode(errors="replace")
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def generate(

@@ -226,7 +226,7 @@ class Gateway:
         if not await self.engine.is_serving():
             raise ApiError(
                 503,
-                "the engine is not serving: it is starting, stopping, gone or waiting for its expert servers",
+                f"the engine is not serving: {self.engine.not_ready or 'it is starting, stopping or gone'}",
                 code="engine_unavailable",
                 retry_after_s=2,
             )

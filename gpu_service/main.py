@@ -25,8 +25,9 @@ from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.live import make_live_experts
 from gpu_service.memory.ledger import export
 from gpu_service.profiler import EngineProfiler
+from gpu_service.readiness import SERVICE_NAME, HealthReport, Readiness
 from gpu_service.responses import OutputRouter
-from gpu_service.server import SERVICE_NAME, EngineServicer, HealthReport, Readiness, Service
+from gpu_service.server import EngineServicer, Service
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds
 from gpu_service.vllm_engine import SERVICE_NAME as VLLM_SERVICE_NAME

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 _log = structlog.get_logger(__name__)
+# Of an engine's health answers: why a request sent now would not be answered, UTF-8.
+NOT_READY_METADATA = "moebius-not-ready-bin"
 _BEAT_S = 1.0
 _TEXT = "text/plain; charset=utf-8"
 

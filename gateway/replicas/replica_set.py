@@ -166,6 +166,11 @@ class ReplicaSet:
         usable = [one for one in self.replicas.values() if not (one.mismatch or one.is_leaving)]
         return any(await asyncio.gather(*(replica.client.is_serving() for replica in usable)))
 
+    @property
+    def not_ready(self) -> str:
+        """Why a replica does not serve, as it said when it was last asked; empty: none gave a reason."""
+        return next((one.client.not_ready for one in self.replicas.values() if one.client.not_ready), "")
+
     async def live(self, number: int = 0) -> engine_pb2.GetLiveResponse:
         """Of one replica, by its place among `replicas`: figures of experts are a replica's own."""
         found = list(self.replicas.values())[number : number + 1]

@@ -186,4 +186,7 @@ def _ask_info(channel: grpc.Channel) -> Any:
 
 
 def _status_text(error: Any) -> str:
-    return f"{error.code().name}: {error.details()}"
+    """Why there is no answer; the library's own words only where they say more."""
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "it does not answer"
+    return f"it can not be asked ({error.code().name}: {error.details()})"

@@ -24,6 +24,13 @@ def generate(
     address: str, prompt_len: int = 25, tokens: int = TOKENS, begun: threading.Event | None = None
 ) -> list[int]:
     """Greedy tokens; `begun` is set once the first of them is there."""
+    return list(complete(address, prompt_len, tokens, begun).output_ids)
+
+
+def complete(
+    address: str, prompt_len: int = 25, tokens: int = TOKENS, begun: threading.Event | None = None
+) -> pb.GenerateComplete:
+    """How such a request ends."""
     request = pb.GenerateRequest(
         request_id=f"r{prompt_len}",
         tokenized=pb.TokenizedInput(input_ids=[5 + (k * 7 + k // 9) % 90 for k in range(prompt_len)]),
@@ -36,7 +43,7 @@ def generate(
             answers.append(answer)
             if begun is not None:
                 begun.set()
-    return list(answers[-1].complete.output_ids)
+    return answers[-1].complete
 
 
 def planned(model: Path, state: Path, ranks: int, **changes: str) -> ServePlan:

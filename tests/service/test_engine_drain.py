@@ -13,10 +13,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.engine_client import EngineClient
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.main import drain
+from gpu_service.readiness import SERVICE_NAME, Readiness
 from gpu_service.request import FinishReason
-from gpu_service.server import SERVICE_NAME, Readiness
 from protos import engine_pb2 as pb
 from tests.helpers.engine_harness import LOOPS, make_request, prompt_of, running_engine
 from tests.service.test_engine_grpc import Served, message, served, until
@@ -48,6 +49,26 @@ async def becomes(service: Served, status: int) -> None:
     while await health(service) != status:
         assert time.monotonic() < end, "health did not change"
         await asyncio.sleep(0.02)
+
+
+async def test_the_gateway_learns_why_an_engine_is_not_ready() -> None:
+    """What is wrong with an expert server reaches whoever asks /ready, until the server is back."""
+    async with served() as service, watched(service):
+        await becomes(service, SERVING)
+        client = EngineClient(f"127.0.0.1:{service.port}")
+        try:
+            assert await client.is_serving()
+            assert client.not_ready == ""
+            service.harness.experts.present.clear()
+            await becomes(service, NOT_SERVING)
+            assert not await client.is_serving()
+            assert client.not_ready == "expert server 0 is dead"
+            service.harness.experts.present.set()
+            await becomes(service, SERVING)
+            assert await client.is_serving()
+            assert client.not_ready == ""
+        finally:
+            await client.close()
 
 
 async def test_an_idle_engine_follows_its_expert_servers() -> None:

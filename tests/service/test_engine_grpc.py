@@ -16,8 +16,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from gpu_service.main import MIN_PING_INTERVAL_MS, make_server
+from gpu_service.readiness import SERVICE_NAME, HealthReport
 from gpu_service.responses import OutputRouter
-from gpu_service.server import SERVICE_NAME, EngineServicer, HealthReport, Service
+from gpu_service.server import EngineServicer, Service
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds
 from moebius.grpc_channels import open_aio_channel

@@ -19,9 +19,10 @@ from moebius.app.supervisor.health import GrpcProbe
 from moebius.app.supervisor.plan import ENGINE_HEALTH, EXPERT_HEALTH
 from moebius.grpc_channels import open_channel
 from moebius.mailbox import Mailbox, server_health
+from moebius.operations import NOT_READY_METADATA
 from tests.helpers.fake_programs import wait_until
 from tests.helpers.ports import free_port
-from tests.helpers.rank_serving import TOKENS, generate
+from tests.helpers.rank_serving import TOKENS, complete, generate
 from tests.helpers.stack import ROOT
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
@@ -69,10 +70,16 @@ class Containers:
         self.running.append(process)
         return process
 
-    def start_expert(self, index: int) -> subprocess.Popen[bytes]:
+    def start_expert(self, index: int, *flags: str) -> subprocess.Popen[bytes]:
         """One expert server's container."""
         address = f"127.0.0.1:{self.experts[index]}"
-        return self.start("expert", "--split-index", str(index), "--expert-address", address)
+        return self.start("expert", "--split-index", str(index), "--expert-address", address, *flags)
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """kill -9."""
+        process.kill()
+        process.wait()
+        self.running.remove(process)
 
     def wait_serving(self, port: int, service: str) -> None:
         """Until a gRPC probe would say so."""
@@ -111,14 +118,41 @@ def test_sidecars_are_ready_before_anybody_asks_for_them(containers: Containers)
     address = f"127.0.0.1:{containers.engine}"
     expected = generate(address)
     assert len(expected) == TOKENS
-    experts[1].kill()
-    experts[1].wait()
-    containers.running.remove(experts[1])
+    containers.kill(experts[1])
     experts[1] = containers.start_expert(1)
     assert generate(address) == expected
     for process in (engine, *experts):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0, containers.log
+
+
+def test_a_remote_server_that_does_not_fit_is_named_at_once(containers: Containers) -> None:
+    """Requests fail with what it was refused for, long before `expert_recovery_s`; health and the log say the
+    same. Once the right one is there, they are answered as before."""
+    containers.settings("grpc")
+    experts = [containers.start_expert(index) for index in range(2)]
+    containers.start("gpu")
+    containers.wait_serving(containers.engine, ENGINE_HEALTH)
+    address = f"127.0.0.1:{containers.engine}"
+    expected = generate(address)
+    containers.kill(experts[1])
+    other = containers.start_expert(1, "--expert-dtype", "int8")
+    reason = "expert server 1: it was started anew and is refused: expert_dtype is int8, expected keep"
+    # Its time is shorter than the recovery's.
+    assert complete(address).error_message == f"ExpertRefused: {reason}"
+    with open_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=ENGINE_HEALTH)
+
+        def why() -> str:
+            _, call = health_pb2_grpc.HealthStub(channel).Check.with_call(request, timeout=60)
+            return dict(call.trailing_metadata()).get(NOT_READY_METADATA, b"").decode()
+
+        wait_until(lambda: why() == reason, LIMIT_S)
+    assert reason.partition(": ")[2] in containers.log
+    containers.kill(other)
+    containers.start_expert(1)
+    containers.wait_serving(containers.engine, ENGINE_HEALTH)
+    assert generate(address) == expected
 
 
 def test_a_server_that_nobody_calls_says_so() -> None:
