@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tests.drills import crash, freeze, kill, malformed, replace, soak
+from tests.drills import again, crash, freeze, kill, malformed, replace, soak
 from tests.drills.report import Report
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -25,6 +25,21 @@ def run_kill(
     """kill -9 of expert-0, expert-1 and both, in turn: 0 failed, 0 wrong, none slower than 15 s."""
     report = Report("kill", {"duration": duration, "period": period, "streams": streams})
     kill.run(report, duration, period, streams)
+    raise typer.Exit(report.finish(output))
+
+
+@app.command("again")
+def run_again(
+    rounds: Annotated[int, typer.Option(help="Second kills, right after the return from the first")] = 100,
+    others: Annotated[int, typer.Option(help="Of each other second fault")] = 6,
+    streams: Streams = 8,
+    hang_timeout: Annotated[float, typer.Option(help="hang_timeout_s of the supervisor")] = 5,
+    output: Output = None,
+) -> None:
+    """A second fault while the engine recovers from a first one: 0 failed, 0 wrong."""
+    settings = {"rounds": rounds, "others": others, "streams": streams, "hang_timeout": hang_timeout}
+    report = Report("again", settings)
+    again.run(report, rounds, others, streams, hang_timeout)
     raise typer.Exit(report.finish(output))
 
 

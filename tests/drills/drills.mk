@@ -5,6 +5,7 @@ DRILL := timeout --kill-after=60
 ROWS  := --output build/drills.jsonl
 drills: setup
 	$(DRILL) 600 $(BIN)/python -m tests.drills kill --duration 60 $(ROWS)
+	$(DRILL) 900 $(BIN)/python -m tests.drills again --rounds 6 --others 1 $(ROWS)
 	$(DRILL) 900 $(BIN)/python -m tests.drills freeze --duration 12 --period 2 --hang-timeout 5 --streams 4 $(ROWS)
 	$(DRILL) 600 $(BIN)/python -m tests.drills crash --duration 60 --streams 4 $(ROWS)
 	$(DRILL) 900 $(BIN)/python -m tests.drills replace --duration 30 $(ROWS)
@@ -13,6 +14,7 @@ drills: setup
 
 drills-full: setup
 	$(DRILL) 1200 $(BIN)/python -m tests.drills kill $(ROWS)
+	$(DRILL) 3600 $(BIN)/python -m tests.drills again $(ROWS)
 	$(DRILL) 3000 $(BIN)/python -m tests.drills freeze $(ROWS)
 	$(DRILL) 1200 $(BIN)/python -m tests.drills crash $(ROWS)
 	$(DRILL) 1800 $(BIN)/python -m tests.drills replace $(ROWS)
