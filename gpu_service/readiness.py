@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 0.5
 _MOST_REASON = 2048
 
 
-class _ExplainedHealth(health.aio.HealthServicer):
+class _ExplainedHealth(health.aio.HealthServicer):  # type: ignore[misc]
     """The standard service, whose answers also bring the reason in their trailing metadata."""
 
     # Why a request sent now would not be answered; empty: it would.

@@ -193,12 +193,12 @@ def _compute(probes: Sequence[Probe], tested: ExpertsUnderTest, recovery_s: floa
         except ExpertComputeFailed as error:
             raise SelfTestFailed(f"self-test: {error}") from error
         except ExpertUnavailable as error:
-            remaining = deadline - time.monotonic()
-            if tested.experts is None or remaining <= 0:
+            # Ranks read different clocks, and go on or give up together.
+            if tested.experts is None or tested.experts.agree_on(time.monotonic() >= deadline):
                 raise
             _log.warning("expert server lost during the self-test, waiting for it", error=str(error))
             with tested.stream.active():
-                tested.experts.recover(remaining)
+                tested.experts.recover(max(0.0, deadline - time.monotonic()))
 
 
 def _step(probes: Sequence[Probe], tested: ExpertsUnderTest) -> list[torch.Tensor]:
