@@ -311,6 +311,7 @@ def _warm_up(
     """The engine's first steps. Raises UserError when they do not end well."""
     gpu = config.gpu
     metrics.describe_cache(gpu.page_size, built.num_pages, gpu.prefix_caching, built.context_limit)
+    metrics.describe_limits(built.engine.scheduler.limits.max_num_seqs)
     if built.self_test is not None:
         metrics.describe_self_test(built.self_test.worst_by_layer)
     built.engine.start()

@@ -88,6 +88,12 @@ class EngineMetrics:
         gauge = Gauge("vllm:cache_config_info", "Shape of the KV cache", names, registry=self._registry)
         gauge.labels(**self._labels, **values).set(1)
 
+    def describe_limits(self, max_num_seqs: int) -> None:
+        """How many outputs run at once: what scalers divide `num_requests_running` by."""
+        text = "Outputs that may have pages on the device at once"
+        gauge = Gauge("moebius:max_num_seqs", text, list(self._labels), registry=self._registry)
+        gauge.labels(**self._labels).set(max_num_seqs)
+
     def describe_self_test(self, worst_by_layer: Mapping[int, float]) -> None:
         """The largest relative error that the self-test at start found in each layer it looked at."""
         names = [*self._labels, "layer"]

@@ -89,15 +89,35 @@ def shape_values(name: str) -> Values:
     return values
 
 
+# Stands where a release has its namespace; a base is for any.
+NO_NAMESPACE = "namespace-of-the-release"
+
+
 def base_text(name: str) -> str:
-    """A kustomize base's manifests, without what only Helm looks at."""
+    """A kustomize base's manifests, without what only Helm looks at, and without a namespace.
+
+    Certificates lose the names that have it in them: in bases they are for `tls.grpc.serverName`. Alerts tell
+    releases apart by the label that Prometheus adds.
+    """
     documents = []
-    for document in render(shape_values(name)):
+    for document in render(shape_values(name), namespace=NO_NAMESPACE):
+        if document["kind"] == "Certificate":
+            names = document["spec"]["dnsNames"]
+            document["spec"]["dnsNames"] = [each for each in names if NO_NAMESPACE not in each]
+        for rule in _rules(document):
+            rule["expr"] = rule["expr"].replace(f'namespace="{NO_NAMESPACE}", ', "")
         labels = document["metadata"]["labels"]
         for label in ("app.kubernetes.io/managed-by", "helm.sh/chart"):
             labels.pop(label, None)
         documents.append(yaml.safe_dump(document, sort_keys=False, width=110))
     return "---\n".join(documents)
+
+
+def _rules(document: Manifest) -> list[dict[str, Any]]:
+    """Alerts of a PrometheusRule."""
+    if document["kind"] != "PrometheusRule":
+        return []
+    return [rule for group in document["spec"]["groups"] for rule in group["rules"]]
 
 
 def kustomization_text(name: str) -> str:

@@ -145,6 +145,23 @@ CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
         minReplicaCount=NUMBER,
         maxReplicaCount=NUMBER,
         cooldownPeriod=NUMBER,
+        advanced=obj(
+            horizontalPodAutoscalerConfig=obj(
+                behavior=obj(
+                    scaleDown=obj(
+                        stabilizationWindowSeconds=NUMBER,
+                        policies=items(
+                            obj(
+                                "type value periodSeconds",
+                                type={"enum": ["Pods", "Percent"]},
+                                value=NUMBER,
+                                periodSeconds=NUMBER,
+                            )
+                        ),
+                    )
+                )
+            )
+        ),
         triggers=items(obj("type metadata", type=TEXT, metadata=TEXTS)),
     ),
 }

@@ -63,6 +63,10 @@ def for_podman(pod: Manifest, name: str, secrets: Mapping[str, Path]) -> Manifes
         container["imagePullPolicy"] = "Never"
         container.pop("restartPolicy", None)
         container.pop("lifecycle", None)
+        for each in container.get("env", ()):
+            if each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath") == "metadata.namespace":
+                each.pop("valueFrom")  # podman has no namespaces
+                each["value"] = "moebius"
         container.pop("ports", None)  # which it would publish, on a network
         # Nested in another container, limits cannot be set.
         container.pop("resources", None)

@@ -93,6 +93,24 @@ REFUSED: list[tuple[Values, str]] = [
         "gateway.autoscaling.minReplicas is 5, above gateway.autoscaling.maxReplicas 2",
     ),
     ({"autoscaling": {"type": "keda"}}, "autoscaling.prometheusAddress is empty"),
+    (
+        {"autoscaling": {"type": "keda", "minReplicas": 0, "prometheusAddress": "http://p"}},
+        "autoscaling.minReplicas is 0, but nothing would start the first engine again",
+    ),
+    ({"config": {"gateway": {"engines": ["a:1"]}}}, "config.gateway.engines is decided by the chart"),
+    (
+        {"config": {"experts": {"expert_addresses": ["a:1"]}}},
+        "config.experts.expert_addresses is decided by the chart",
+    ),
+    (
+        {"experts": {"nodeSelector": {"a": "b"}}},
+        "experts.nodeSelector is for experts.mode remote; with pod expert servers run where "
+        "engine.nodeSelector puts their engine",
+    ),
+    (
+        {"gateway": {"inPod": True, "tolerations": []}},
+        "gateway.tolerations is for a gateway that is a Deployment of its own",
+    ),
     ({"route": {"enabled": True}}, "route.parentRefs names no Gateway"),
     ({"route": {"inferencePool": {"enabled": True}}}, "route.enabled is false"),
     (

@@ -279,6 +279,48 @@ def mounted_secrets(pod: Manifest) -> dict[str, set[str]]:
     }
 
 
+def scheduling(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """Component -> its Pods' specification."""
+    pods = pod_specs(manifests)
+    return {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["spec"] for pod in pods}
+
+
+def test_each_component_has_nodes_of_its_own() -> None:
+    """GPU engines, gateways and remote expert servers go where their own values say, or those for all; what
+    is asked of CPUs is asked of nodes whose CPUs compute experts."""
+    everywhere = {"nodeSelector": {"pool": "all"}, "tolerations": [{"key": "all"}]}
+    values = merged(
+        {"model": MODEL, "engine": {"gpus": 1}, "experts": {"mode": "remote"}},
+        everywhere,
+        {"node": {"features": {"amx": True}}},
+    )
+    found = scheduling(render(values))
+    for component in ("engine", "experts"):
+        assert {key: found[component][key] for key in everywhere} == everywhere
+    assert found["gateway"]["tolerations"] == everywhere["tolerations"]
+    assert "nodeSelector" not in found["gateway"]
+    assert "AMXINT8" in json.dumps(found["experts"]["affinity"])
+    assert "AMXINT8" not in json.dumps(found["engine"]["affinity"])
+    own: Values = {
+        component: {
+            "nodeSelector": {"pool": component},
+            "tolerations": [{"key": component, "operator": "Exists"}],
+            "affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        }
+        for component in ("engine", "experts", "gateway")
+    }
+    manifests = render(merged(values, own))
+    for manifest in manifests:
+        check_manifest(manifest)
+    for component, spec in scheduling(manifests).items():
+        for key in ("nodeSelector", "tolerations"):
+            assert spec[key] == own[component][key], component
+        assert "podAffinity" in spec["affinity"], component
+    # Empty is a value, too: no node is asked for, where all others ask for one.
+    bare = scheduling(render(merged(values, {"experts": {"nodeSelector": {}, "tolerations": []}})))
+    assert not {"nodeSelector", "tolerations"} & set(bare["experts"])
+
+
 def test_certificates_reach_those_who_speak(tmp_path: Path) -> None:
     """Each process has the Secret of its part, at the paths that the settings name, and no other's; the
     issuer is asked for the names by which each is reached."""
@@ -320,7 +362,7 @@ def test_every_address_is_one_that_certificates_are_for() -> None:
         asked = [
             host for one in manifests if one["kind"] == "Certificate" for host in one["spec"]["dnsNames"]
         ]
-        text = json.dumps(manifests).replace("$(GROUP_INDEX)", "0")
+        text = json.dumps(manifests).replace("$(GROUP_INDEX)", "0").replace("$(POD_NAMESPACE)", "moebius")
         addresses = set(re.findall(r"(moebius[-\w]*(?:\.[-\w]+)*\.svc):\d+", text))
         assert len(addresses) >= 3, name
         for address in addresses:

@@ -40,6 +40,7 @@ def registries() -> Iterator[CollectorRegistry]:
     engine = CollectorRegistry()
     metrics = EngineMetrics("m", engine)
     metrics.describe_cache(16, 8, True, 64)
+    metrics.describe_limits(4)
     metrics.describe_self_test({0: 0.0})
     plan = SimpleNamespace(lines=[SimpleNamespace(part="KV cache", nbytes=1)])
     ledger = SimpleNamespace(plan=plan, measured={"KV cache": 1}, late_allocations=lambda: 0)
@@ -83,7 +84,10 @@ def queries() -> dict[str, list[str]]:
     rules = rendered("PrometheusRule")["spec"]["groups"][0]["rules"]
     scalers = [one for one in render(merged({"model": MODEL}, OPTIONS)) if one["kind"] == "ScaledObject"]
     assert len(scalers) == 2
-    asked = {one["metadata"]["name"]: [one["spec"]["triggers"][0]["metadata"]["query"]] for one in scalers}
+    asked = {
+        one["metadata"]["name"]: [trigger["metadata"]["query"] for trigger in one["spec"]["triggers"]]
+        for one in scalers
+    }
     variables = [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
     return panels | {rule["alert"]: [rule["expr"]] for rule in rules} | asked | {"variables": variables}
 

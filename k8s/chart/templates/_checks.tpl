@@ -33,6 +33,14 @@
 
 {{- define "moebius.checkExperts" -}}
 {{- $experts := .Values.experts -}}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" -}}
+{{- if and (ne $experts.mode "remote") (not (kindIs "invalid" (index $experts $key))) -}}
+{{- fail (printf "experts.%s is for experts.mode remote; with %s expert servers run where engine.%s puts their engine" $key $experts.mode $key) -}}
+{{- end -}}
+{{- if and $.Values.gateway.inPod (not (kindIs "invalid" (index $.Values.gateway $key))) -}}
+{{- fail (printf "gateway.%s is for a gateway that is a Deployment of its own; with gateway.inPod it runs where engine.%s puts its engine" $key $key) -}}
+{{- end -}}
+{{- end -}}
 {{- if and (eq $experts.mode "none") (eq (int .Values.engine.gpus) 0) -}}
 {{- fail "experts.mode is none, which puts all experts on GPUs, but engine.gpus is 0" -}}
 {{- end -}}
@@ -141,6 +149,9 @@
 {{- $gateway := .Values.gateway -}}
 {{- if and $gateway.inPod (ne $gateway.autoscaling.type "none") -}}
 {{- fail (printf "gateway.autoscaling.type is %s, but with gateway.inPod there are as many gateways as engine Pods; scale replicas" $gateway.autoscaling.type) -}}
+{{- end -}}
+{{- if and (eq .Values.autoscaling.type "keda") (lt (int .Values.autoscaling.minReplicas) 1) -}}
+{{- fail "autoscaling.minReplicas is 0, but nothing would start the first engine again: without one no gateway is ready, so that no request arrives that could be counted; allowed: 1 or more" -}}
 {{- end -}}
 {{- range $where, $scaling := dict "gateway.autoscaling" $gateway.autoscaling "autoscaling" .Values.autoscaling -}}
 {{- if and (ne $scaling.type "none") (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}

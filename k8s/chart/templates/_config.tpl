@@ -1,7 +1,6 @@
 {{/* The configuration that all processes of a release read; a container adds flags for what is its own. */}}
 {{- define "moebius.config" -}}
 {{- $values := .Values -}}
-{{- $name := include "moebius.fullname" . -}}
 {{- $tree := dict -}}
 {{- $_ := set $tree "model" (dict "model" (include "moebius.modelPath" .)) -}}
 {{- if .Values.model.name -}}
@@ -9,9 +8,8 @@
 {{- end -}}
 {{- $gateway := dict "host" "0.0.0.0" "port" 8000 "engine_address" "127.0.0.1:50051" -}}
 {{- if not .Values.gateway.inPod -}}
-{{- /* The name of all ready engines; the gateway chooses among them. */ -}}
-{{- $engines := list (printf "%s-engine.%s.svc:50051" $name .Release.Namespace) -}}
-{{- $gateway = dict "host" "0.0.0.0" "port" 8000 "engines" $engines -}}
+{{- /* Its argument --engines names them. */ -}}
+{{- $gateway = dict "host" "0.0.0.0" "port" 8000 -}}
 {{- end -}}
 {{- if .Values.gateway.apiKeySecret -}}
 {{- $_ := set $gateway "api_key_file" "/etc/moebius-keys/keys" -}}
@@ -42,8 +40,6 @@
 {{- end -}}
 {{- if eq (include "moebius.transport" .) "mailbox" -}}
 {{- $_ := set $experts "mailbox" "moebius" -}}
-{{- else if eq .Values.experts.mode "remote" -}}
-{{- $_ := set $experts "expert_addresses" (splitList "," (include "moebius.expertAddresses" .)) -}}
 {{- end -}}
 {{- end -}}
 {{- $_ := set $tree "experts" $experts -}}
@@ -58,7 +54,8 @@
 {{- $_ := set $tree "telemetry" $telemetry -}}
 {{- range $section, $settings := .Values.config -}}
 {{- range $key, $value := $settings -}}
-{{- if hasKey (get $tree $section | default dict) $key -}}
+{{- $isArgument := has (printf "%s.%s" $section $key) (list "gateway.engines" "experts.expert_addresses") -}}
+{{- if or $isArgument (hasKey (get $tree $section | default dict) $key) -}}
 {{- if not (has $key (list "log_format" "otlp_endpoint" "jit_cache_dir")) -}}
 {{- fail (printf "config.%s.%s is decided by the chart from its other values; leave it out" $section $key) -}}
 {{- end -}}

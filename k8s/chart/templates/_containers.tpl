@@ -87,6 +87,11 @@
     - gateway
     - --config
     - /etc/moebius/moebius.yaml
+    {{- if not .Values.gateway.inPod }}
+    # The name of all ready engines; the gateway chooses among them.
+    - --engines
+    - {{ include "moebius.fullname" . }}-engine.$(POD_NAMESPACE).svc:50051
+    {{- end }}
   env:
     {{- include "moebius.env" . | nindent 4 }}
   ports:
@@ -151,10 +156,10 @@
     - $(LWS_WORKER_INDEX)
     - --rank-address
     - $(LWS_LEADER_ADDRESS):29500
+    {{- end }}
     {{- with include "moebius.expertAddresses" $root }}
     - --expert-addresses
     - {{ . | quote }}
-    {{- end }}
     {{- end }}
   env:
     {{- include "moebius.env" $root | nindent 4 }}
@@ -227,8 +232,8 @@ metadata:
     {{- end }}
 spec:
   {{- include "moebius.podBase" $root | nindent 2 }}
-  {{- include "moebius.scheduling" $root | nindent 2 }}
-  {{- include "moebius.affinity" (dict "root" $root "component" (ternary "engine-worker" "engine" (eq $role "worker")) "apart" true) | nindent 2 }}
+  {{- include "moebius.scheduling" (dict "root" $root "own" $root.Values.engine) | nindent 2 }}
+  {{- include "moebius.affinity" (dict "own" $root.Values.engine "root" $root "component" (ternary "engine-worker" "engine" (eq $role "worker")) "apart" true) | nindent 2 }}
   {{- with $root.Values.engine.runtimeClassName }}
   runtimeClassName: {{ . }}
   {{- end }}

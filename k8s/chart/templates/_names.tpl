@@ -82,19 +82,37 @@ grpc
 {{- end -}}
 {{- end -}}
 
-{{/* host:port of all expert servers, by share; empty where a mailbox connects them. */}}
+{{/*
+The workload of engines. A LeaderWorkerSet makes a headless Service of its own name for its Pods' names (unless there is one
+of that name, which then must not be another Service of ours), so it is called otherwise than all Services here.
+*/}}
+{{- define "moebius.engines" -}}
+{{- include "moebius.fullname" . -}}
+{{- if gt (int .Values.engine.nodes) 1 -}}-hosts{{- end -}}
+{{- end -}}
+
+{{/* Pods of engines that answer, for Prometheus. */}}
+{{- define "moebius.enginePods" -}}
+{{- printf "namespace=\"%s\", pod=~\"%s-[0-9]+\"" .Release.Namespace (include "moebius.engines" .) -}}
+{{- end -}}
+
+{{/*
+host:port of all expert servers, by share; empty where a mailbox connects them. An argument of containers, where kubelets put
+the namespace in: rendered once, the chart can be used in any.
+*/}}
 {{- define "moebius.expertAddresses" -}}
 {{- $name := include "moebius.fullname" . -}}
 {{- $addresses := list -}}
 {{- if eq .Values.experts.mode "remote" -}}
 {{- range $index := until (int .Values.experts.servers) -}}
-{{- $addresses = append $addresses (printf "%s-experts-%d.%s-experts.%s.svc:50061" $name $index $name $.Release.Namespace) -}}
+{{- $addresses = append $addresses (printf "%s-experts-%d.%s-experts.$(POD_NAMESPACE).svc:50061" $name $index $name) -}}
 {{- end -}}
 {{- else if and (eq .Values.experts.mode "pod") (gt (int .Values.engine.nodes) 1) -}}
 {{- range $host := until (int .Values.engine.nodes) -}}
 {{- range $index := until (int $.Values.experts.servers) -}}
-{{- $pod := ternary (printf "%s-$(GROUP_INDEX)" $name) (printf "%s-$(GROUP_INDEX)-%d" $name $host) (eq $host 0) -}}
-{{- $addresses = append $addresses (printf "%s.%s.%s.svc:%d" $pod $name $.Release.Namespace (add 50061 $index)) -}}
+{{- $set := include "moebius.engines" $ -}}
+{{- $pod := ternary (printf "%s-$(GROUP_INDEX)" $set) (printf "%s-$(GROUP_INDEX)-%d" $set $host) (eq $host 0) -}}
+{{- $addresses = append $addresses (printf "%s.%s.$(POD_NAMESPACE).svc:%d" $pod $set (add 50061 $index)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -11,28 +11,34 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
+{{/* .own: values of the component, which stand instead of those for all where they are set. */}}
 {{- define "moebius.scheduling" -}}
-{{- with .Values.schedulerName }}
+{{- $all := .root.Values -}}
+{{- with $all.schedulerName }}
 schedulerName: {{ . }}
 {{- end }}
-{{- with .Values.priorityClassName }}
+{{- with $all.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- with .Values.nodeSelector }}
+{{- with (kindIs "invalid" .own.nodeSelector | ternary $all.nodeSelector .own.nodeSelector) }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .Values.tolerations }}
+{{- with (kindIs "invalid" .own.tolerations | ternary $all.tolerations .own.tolerations) }}
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* affinity: what the user gave, nodes by features, and no two Pods of a component on one node. */}}
+{{/*
+affinity: what the user gave (.own as above), nodes by features, and no two Pods of a component on one node. Features are those
+that compute on CPUs: a Pod with GPUs whose expert servers are elsewhere needs none.
+*/}}
 {{- define "moebius.affinity" -}}
 {{- $root := .root -}}
-{{- $affinity := deepCopy $root.Values.affinity -}}
+{{- $affinity := deepCopy (kindIs "invalid" .own.affinity | ternary $root.Values.affinity .own.affinity) -}}
 {{- $labels := list -}}
+{{- if or (eq .component "experts") (eq $root.Values.experts.mode "pod") (eq (int $root.Values.engine.gpus) 0) -}}
 {{- if $root.Values.node.features.amx -}}
 {{- $labels = append $labels "feature.node.kubernetes.io/cpu-cpuid.AMXINT8" -}}
 {{- $labels = append $labels "feature.node.kubernetes.io/cpu-cpuid.AMXBF16" -}}
@@ -43,6 +49,7 @@ tolerations:
 {{- end -}}
 {{- if $root.Values.node.features.numa -}}
 {{- $labels = append $labels "feature.node.kubernetes.io/memory-numa" -}}
+{{- end -}}
 {{- end -}}
 {{- if and $labels (not (hasKey $affinity "nodeAffinity")) -}}
 {{- $expressions := list -}}
@@ -98,6 +105,10 @@ resources:
   valueFrom:
     fieldRef:
       fieldPath: metadata.name
+- name: POD_NAMESPACE
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.namespace
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
 {{- end }}
@@ -276,6 +287,10 @@ resources:
     {{- if eq .role "engine" }}
     - --expect-gpus
     - {{ ternary 0 .root.Values.engine.gpus .root.Values.dra.enabled | quote }}
+    {{- if eq .root.Values.experts.mode "remote" }}
+    - --expert-addresses
+    - {{ include "moebius.expertAddresses" .root | quote }}
+    {{- end }}
     {{- end }}
     {{- if ne .root.Values.experts.mode "none" }}
     - --expect-weights-mib

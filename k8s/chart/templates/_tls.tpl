@@ -96,7 +96,7 @@
 {{- else -}}
 {{- $names = concat $names (list (printf "%s-engine.%s.svc" $name $at)) -}}
 {{- if gt (int .root.Values.engine.nodes) 1 -}}
-{{- $names = concat $names (list (printf "*.%s.%s" $name $at) (printf "*.%s.%s.svc" $name $at)) -}}
+{{- $names = concat $names (list (printf "*.%s.%s" (include "moebius.engines" .root) $at) (printf "*.%s.%s.svc" (include "moebius.engines" .root) $at)) -}}
 {{- end -}}
 {{- end -}}
 {{- $names | uniq | toYaml -}}
