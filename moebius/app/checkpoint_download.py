@@ -1,16 +1,27 @@
-"""Files of a checkpoint fetched over HTTP(S) and compared with known digests, for Pods without a shared disk.
+"""Files of a checkpoint fetched over HTTP(S) and compared with known digests, for Pods that bring no model.
 
-A file is complete once it has its name: until then it is `NAME.part`, which a later attempt continues. What
-was compared once is noted next to the files with size and time, so that a restart does not read 500 GB again.
+A file is complete once it has its name: until then it is `NAME.part`, which a later attempt continues. Its
+digest is that of what lies on the disk, read again after the last byte came. What was compared once is noted
+next to the files with size and time, so that a restart does not read 500 GB again.
+
+Pods that share a claim download one after the other: the first holds a lock on a file in the directory,
+which the kernel releases when its process ends, however it ends; the next one then finds all of it there, or
+goes on. Where the file system has no locks, a process has `.part` files of its own, and the last
+rename counts.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
+import os
 import re
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -22,6 +33,10 @@ CHUNK = 4 << 20
 ATTEMPTS = 5
 RETRY_S = 2.0
 NOTES = ".moebius-downloaded.json"
+LOCK = ".moebius-download.lock"
+LOCK_POLL_S = 1.0
+# What file systems without locks answer.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -67,19 +82,64 @@ class Download:
         self._directory, self._base = directory, base_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._progress, self._retry_s = progress, retry_s
-        self._notes = self._read_notes()
+        # Set while the lock is held.
+        self._notes: dict[str, list[object]] = {}
+        self._part = ".part"
 
-    def run(self, checksums: Mapping[str, str]) -> int:
-        """Fetches what is missing or differs; how many that were. Raises UserError naming the file."""
+    def run(self, checksums: Mapping[str, str], waiting: Callable[[], None] = lambda: None) -> int:
+        """Fetches what is missing or differs; how many that were. Raises UserError naming the file.
+
+        `waiting` is called once when another process downloads into the directory, which is waited for.
+        """
         fetched = 0
         timeout = httpx.Timeout(30.0, read=120.0)
-        with httpx.Client(headers=self._headers, follow_redirects=True, timeout=timeout) as client:
+        with (
+            self._locked(waiting),
+            httpx.Client(headers=self._headers, follow_redirects=True, timeout=timeout) as client,
+        ):
+            self._notes = self._read_notes()
             for name, digest in checksums.items():
                 if self._is_there(name, digest):
                     continue
                 self._fetch(client, name, digest)
                 fetched += 1
         return fetched
+
+    @contextmanager
+    def _locked(self, waiting: Callable[[], None]) -> Iterator[None]:
+        """Holds the directory's lock, or takes names of its own for unfinished files where there are none."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno == errno.EROFS and self._directory.is_dir():
+                yield  # all of it may be there
+                return
+            raise UserError(f"{self._directory}: cannot be written to: {error.strerror}") from None
+        try:
+            self._part = ".part"
+            if not self._has_lock(descriptor, waiting):
+                self._part = f".{secrets.token_hex(4)}.part"
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _has_lock(self, descriptor: int, waiting: Callable[[], None]) -> bool:
+        """Waits for the lock; False: there are none here."""
+        said = False
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return False
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise UserError(f"{self._directory / LOCK}: {error.strerror}") from None
+            if not said:
+                waiting()
+                said = True
+            time.sleep(LOCK_POLL_S)
 
     def _is_there(self, name: str, digest: str) -> bool:
         path = self._directory / name
@@ -88,57 +148,80 @@ class Download:
         status = path.stat()
         note = [digest, status.st_size, status.st_mtime_ns]
         if self._notes.get(name) != note:
-            if _digest(path).hexdigest() != digest:
+            if self._digest(path, name) != digest:
                 return False
             self._note(name, digest)
         return True
 
     def _fetch(self, client: httpx.Client, name: str, digest: str) -> None:
         path = self._directory / name
-        part = path.with_name(f"{path.name}.part")
+        part = path.with_name(f"{path.name}{self._part}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            for attempt in range(1, ATTEMPTS + 1):
-                try:
-                    found = self._stream(client, name, part)
+            # What an earlier attempt left may be wrong: then once more, from the first byte.
+            for is_last in (not part.exists(), True):
+                self._complete(client, name, part)
+                found = self._digest(part, name)
+                if found == digest:
                     break
-                except httpx.HTTPError as error:
-                    if attempt == ATTEMPTS or _is_final(error):
-                        raise UserError(f"{name}: {self._base}/{name}: {_words(error)}") from None
-                    time.sleep(self._retry_s * attempt)
-            if found != digest:
                 part.unlink()
-                raise UserError(f"{name}: its SHA-256 is {found}, expected {digest}")
+                if is_last:
+                    raise UserError(f"{name}: its SHA-256 is {found}, expected {digest}")
             part.replace(path)
+            _sync(path.parent)
         except OSError as error:
             raise UserError(f"{name}: cannot be written to {self._directory}: {error.strerror}") from None
+        finally:
+            if self._part != ".part":
+                part.unlink(missing_ok=True)  # a name that no later attempt would look for
         self._note(name, digest)
 
-    def _stream(self, client: httpx.Client, name: str, part: Path) -> str:
-        """Appends what is missing to `part`; the digest of all of it."""
+    def _complete(self, client: httpx.Client, name: str, part: Path) -> None:
+        """All of the file is in `part`, on the disk. Raises UserError."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self._stream(client, name, part)
+                break
+            except httpx.HTTPError as error:
+                if attempt == ATTEMPTS or _is_final(error):
+                    raise UserError(f"{name}: {self._base}/{name}: {_words(error)}") from None
+                time.sleep(self._retry_s * attempt)
+        _sync(part)
+
+    def _stream(self, client: httpx.Client, name: str, part: Path) -> None:
+        """Appends what is missing to `part`."""
         begin = part.stat().st_size if part.exists() else 0
         headers = {"Range": f"bytes={begin}-"} if begin else {}
         with client.stream("GET", f"{self._base}/{quote(name)}", headers=headers) as answer:
             if answer.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
-                return _digest(part).hexdigest()
+                return
             answer.raise_for_status()
             if begin and answer.status_code != httpx.codes.PARTIAL_CONTENT:
                 begin = 0
-            digest = _digest(part) if begin else hashlib.sha256()
             total = begin + int(answer.headers.get("Content-Length", 0))
             with part.open("ab" if begin else "wb") as file:
                 done = begin
                 for chunk in answer.iter_raw():
                     file.write(chunk)
-                    digest.update(chunk)
                     done += len(chunk)
                     self._progress(name, done, total)
+
+    def _digest(self, path: Path, name: str) -> str:
+        """Of what lies on the disk, as far as the kernel can be asked to read it again."""
+        digest, total = hashlib.sha256(), path.stat().st_size
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+                self._progress(f"{name}: comparing", file.tell(), total)
         return digest.hexdigest()
 
     def _note(self, name: str, digest: str) -> None:
         status = (self._directory / name).stat()
         self._notes[name] = [digest, status.st_size, status.st_mtime_ns]
-        (self._directory / NOTES).write_text(json.dumps(self._notes), encoding="utf-8")
+        made = self._directory / f"{NOTES}{self._part}"
+        made.write_text(json.dumps(self._notes), encoding="utf-8")
+        made.replace(self._directory / NOTES)
 
     def _read_notes(self) -> dict[str, list[object]]:
         try:
@@ -148,12 +231,13 @@ class Download:
         return found if isinstance(found, dict) else {}
 
 
-def _digest(path: Path) -> hashlib._Hash:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest
+def _sync(path: Path) -> None:
+    """What was written there, or to names in it, survives the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _is_final(error: httpx.HTTPError) -> bool:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +31,8 @@ class Hub(ThreadingHTTPServer):
         self.breaks = 0
         self.status = 200
         self.redirect = ""
+        # Seconds between pieces of 64 KiB.
+        self.pause_s = 0.0
         self.seen: list[tuple[str, str, str]] = []
 
     @property
@@ -53,7 +60,12 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.breaks:
             hub.breaks -= 1
             body = body[: len(body) // 2]
-        self.wfile.write(body)
+        try:
+            for begin in range(0, len(body), 2**16):
+                self.wfile.write(body[begin : begin + 2**16])
+                time.sleep(hub.pause_s)
+        except OSError:
+            return  # the client was killed
 
     def log_message(self, *_: object) -> None:
         """Quiet."""
@@ -92,6 +104,109 @@ def test_a_changed_file_is_fetched_again_and_a_wrong_one_refused(hub: Hub, tmp_p
     with pytest.raises(UserError, match=f"b.bin: its SHA-256 is {DIGEST}, expected {'0' * 64}"):
         download(hub, tmp_path, b_bin="0" * 64)
     assert {path.name for path in tmp_path.iterdir() if "download" not in path.name} == {"a.bin"}
+
+
+class Spoilt(Download):
+    """A disk that keeps other bytes than those that came."""
+
+    spoils = 1
+
+    def _stream(self, client: Any, name: str, part: Path) -> None:
+        super()._stream(client, name, part)
+        if self.spoils:
+            self.spoils -= 1
+            with part.open("r+b") as file:
+                file.seek(5)
+                file.write(b"!")
+
+
+def test_what_lies_on_the_disk_is_compared(hub: Hub, tmp_path: Path) -> None:
+    """The digest of the bytes that came would be right here. Nothing is left, so that the next
+    try is whole."""
+    with pytest.raises(UserError, match=r"a.bin: its SHA-256 is \w+, expected"):
+        Spoilt(tmp_path, hub.url).run({"a.bin": DIGEST})
+    assert not list(tmp_path.glob("a.bin*"))
+    assert download(hub, tmp_path, a_bin=DIGEST) == 1
+
+
+def test_a_wrong_beginning_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    """What an earlier attempt left is continued, and given up when the whole is then another file."""
+    (tmp_path / "a.bin.part").write_bytes(b"x" * 1000)
+    assert download(hub, tmp_path, a_bin=DIGEST) == 1
+    assert [ranged for _, ranged, _ in hub.seen] == ["bytes=1000-", ""]
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+
+
+def start(hub: Hub, directory: Path, sums: Path) -> subprocess.Popen[str]:
+    """`moebius models download` as in a Pod."""
+    command = [sys.executable, "-m", "moebius", "models", "download", str(directory)]
+    command += ["--base-url", hub.url, "--checksums", str(sums)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def until(condition: Any) -> None:
+    """Within a minute."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["both end", "one is killed"])
+def test_two_pods_share_a_claim(hub: Hub, tmp_path: Path, is_killed: bool) -> None:
+    """One downloads, the other waits, and goes on where a killed one stopped; each file is whole and is
+    fetched once."""
+    hub.pause_s = 0.1
+    directory, sums = tmp_path / "claim", tmp_path / "sums"
+    sums.write_text(f"{DIGEST}  a.bin\n{DIGEST}  b.bin\n")
+    first = start(hub, directory, sums)
+    part = directory / "a.bin.part"
+    until(lambda: part.exists() and part.stat().st_size > 0)
+    second = start(hub, directory, sums)
+    if is_killed:
+        assert second.stderr is not None
+        line = ""
+        while "another process downloads there" not in line:
+            line = second.stderr.readline()
+            assert line
+        first.kill()
+        hub.pause_s = 0.0
+    outputs = [process.communicate(timeout=100)[0] for process in (first, second)]
+    assert first.returncode == (-9 if is_killed else 0)
+    assert second.returncode == 0
+    fetched = (None, 2) if is_killed else (2, 0)
+    for output, count in zip(outputs, fetched, strict=True):
+        assert count is None or f"2 files, {count} of them fetched now" in output
+    for name in ("a.bin", "b.bin"):
+        assert (directory / name).read_bytes() == CONTENT
+    paths = [path for path, *_ in hub.seen]
+    assert paths == ["/org/model/a.bin"] * (1 + is_killed) + ["/org/model/b.bin"]
+    assert hub.seen[1][1].startswith("bytes=") == is_killed
+    assert not list(directory.glob("*.part"))
+
+
+def test_without_locks_each_has_files_of_its_own(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system refuses them, what two fetch at once is whole all the same."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    hub.pause_s = 0.02
+    counts: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: counts.append(download(hub, tmp_path, a_bin=DIGEST)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == [1, 1]
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_the_token_stays_with_its_host(hub: Hub, tmp_path: Path) -> None:

@@ -266,7 +266,13 @@ def download(
     except OSError as error:
         raise UserError(f"--token-file {token_file}: {error.strerror}") from None
     with rich_progress() as progress:
-        fetched = Download(directory, base_url, token, progress).run(wanted)
+
+        def waiting() -> None:
+            print(
+                f"{directory}: another process downloads there; waiting for it", file=sys.stderr, flush=True
+            )
+
+        fetched = Download(directory, base_url, token, progress).run(wanted, waiting)
     print(f"{directory}: {len(wanted)} files, {fetched} of them fetched now")
 
 
