@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 # Containers often set it; the hundreds of processes of the tests would each compile the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-fast test-all test-fuzz test-tls test-kernels-all setup kernels lint types unit protos wheels-gpu wheel recipes docs clean
+.PHONY: demo serve test test-fast test-all test-newest test-fuzz test-tls test-kernels-all setup lock kernels lint types unit protos wheels-gpu wheel recipes docs clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo    answer one chat request on this machine, GPU or not"
@@ -25,9 +25,15 @@ test: setup lint types unit
 
 # A system's Python that was replaced takes its environments with it.
 $(shell test ! -e $(READY) || $(BIN)/python -c "" 2>/dev/null || rm -f $(READY))
-$(READY): pyproject.toml CMakeLists.txt tools/setup $(shell find kernels -name '*.cc' -o -name '*.h')
+$(READY): pyproject.toml CMakeLists.txt tools/setup $(wildcard deploy/locks/*/*.txt) $(shell find kernels -name '*.cc' -o -name '*.h')
 	@PYTHON=$(PYTHON) tools/setup $(VENV)
 setup: $(READY)
+
+# deploy/locks: what is installed, by developers and in images. UPGRADE=transformers takes a newer one, UPGRADE=all of everything.
+UPGRADE ?=
+lock:
+	@test -e $(BIN)/uv || $(MAKE) setup
+	$(BIN)/python tools/lock $(if $(UPGRADE),--upgrade $(filter-out all,$(UPGRADE)))
 
 lint: setup
 	$(BIN)/ruff check .
@@ -49,6 +55,12 @@ test-fast: setup lint
 
 test-all: setup lint types
 	$(PYTEST) --full
+
+# The newest release of every package within pyproject.toml's ranges, or with BEYOND=1 whatever they say, in build/newest: all
+# of `make test` (TESTS="tests/parity -k llama4" takes a part), and which package breaks what. Status 1: one does.
+TESTS ?=
+test-newest: setup
+	$(BIN)/python -m tests.tools.try_newest $(if $(BEYOND),--beyond) --numprocesses $(WORKERS) --dist loadfile $(TESTS)
 
 # The tests that draw their cases, with all of them: sanitizers, requests, parsers, families' configurations, and every
 # property that hypothesis checks.
@@ -93,8 +105,12 @@ docs: setup
 
 # Everything that an install on a CUDA machine without a network needs (docs/install-gpu.md), about 3 GB.
 WHEELS ?= wheels
+WHEELS_PYTHON = $(or $(PYTHON),python3)
+LOCKS = deploy/locks/python$(shell $(WHEELS_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 wheels-gpu:
-	$(or $(PYTHON),python3) -m pip wheel --wheel-dir $(WHEELS) '.[gpu,vision]'
+	$(WHEELS_PYTHON) -m pip wheel --wheel-dir $(WHEELS) --require-hashes --only-binary :all: \
+	  -r $(LOCKS)/serve.txt -r $(LOCKS)/cuda.txt -r $(LOCKS)/gpu.txt
+	$(WHEELS_PYTHON) -m pip wheel --wheel-dir $(WHEELS) --no-deps .
 	@du -sh $(WHEELS)
 
 clean:

@@ -13,46 +13,29 @@ from typing import Any
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from moebius.config_loader import load_config
 from tests.helpers.chart import ROOT
+from tests.helpers.locks import SETS, locked, pythons
 from tests.k8s.commands import check_command
 
 DEPLOY = ROOT / "deploy"
 
 
-def locked() -> dict[str, str]:
-    """Name -> version."""
-    lines = (DEPLOY / "constraints.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
-
-
-def test_every_requirement_is_locked_within_its_range() -> None:
-    """`tools/lock` was run after the last change of pyproject.toml."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    versions = locked()
-    for text in (*project["dependencies"], *extras["gpu"], *extras["vision"]):
-        wanted = Requirement(text)
-        name = canonicalize_name(wanted.name)
-        assert name in versions, f"{name}: run tools/lock"
-        assert wanted.specifier.contains(versions[name], prereleases=True), (
-            f"{name}=={versions[name]}: {text}"
+def test_images_have_the_packages_that_developers_have() -> None:
+    """All comes from deploy/locks, by its hash, but torch's CPU build, which is of the locked version."""
+    torch = {locked(python, "cuda")["torch"] for python in pythons()}
+    assert re.findall(r"torch==([\d.]+)", (DEPLOY / "Dockerfile.cpu").read_text()) == list(torch)
+    assert "torch==" not in (DEPLOY / "Dockerfile.cuda").read_text()
+    for name, kinds in (("Dockerfile.cpu", SETS["CPU image"]), ("Dockerfile.cuda", SETS["CUDA image"])):
+        (taken,) = re.findall(
+            r"moebius/bin/pip install [^&]*--require-hashes([^&]*)", " ".join(instructions(name))
         )
-
-
-def test_images_have_the_torch_that_developers_have() -> None:
-    """One version, named in the set-up and in both Dockerfiles."""
-    setup = re.search(r"torch==([\d.]+)", (ROOT / "tools/setup").read_text())
-    assert setup is not None
-    found = {
-        version
-        for name in ("Dockerfile.cpu", "Dockerfile.cuda")
-        for version in re.findall(r"torch==([\d.]+)", (DEPLOY / name).read_text())
-    }
-    assert found == {setup[1], locked()["torch"]}
+        assert re.findall(r"\$locks/(\w+)\.txt", taken) == list(kinds)
+        (built,) = re.findall(
+            r"build/bin/pip install [^&]*--require-hashes([^&]*)", " ".join(instructions(name))
+        )
+        assert re.findall(r"\$locks/(\w+)\.txt", built) == list(SETS["building"])
 
 
 DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.cuda")
@@ -100,7 +83,8 @@ def test_what_a_dockerfile_names_exists(name: str) -> None:
                 assert (ROOT / file).exists(), file
                 assert file == "." or f"!{file}" in ignored, file
     text = " ".join(found)
-    assert set(re.findall(r"pip install .*?(torch==[\d.]+)", text)) == {f"torch=={locked()['torch']}"}
+    unlocked = [one for one in re.findall(r"pip install ([^&]*)", text) if "--require-hashes" not in one]
+    assert [one for one in unlocked if "torch==" not in one] == ["--no-cache-dir --no-deps dist/*.whl "]
     packages = {
         word
         for line in re.findall(r"apt-get install ([^&]*)", text)
@@ -125,14 +109,14 @@ def test_the_cuda_image_is_the_cpu_image_with_cuda() -> None:
     same = ("WORKDIR", "COPY", "USER", "LABEL", "ENTRYPOINT", "CMD")
     for words in same:
         assert [one for one in cpu if one.startswith(words)] == [one for one in cuda if one.startswith(words)]
-    build = [one for one in cpu if "--no-deps ." in one]
+    build = [one for one in cpu if "pip wheel" in one]
     assert len(build) == 1
-    assert build == [one for one in cuda if "--no-deps ." in one]
-    for command in ("python3 -m venv /opt/moebius", "torch==", "cyclonedx-bom==", "useradd --uid 10001"):
+    assert build == [one for one in cuda if "pip wheel" in one]
+    for command in ("python3 -m venv /opt/moebius", '"$locks/build.txt"', "useradd --uid 10001"):
         pattern = re.escape(command) + r"\S*"
         assert re.findall(pattern, " ".join(cpu)) == re.findall(pattern, " ".join(cuda)), command
     bases = re.findall(r"nvidia/cuda:(\d+)\.[\d.]+-devel-ubuntu24.04", " ".join(cuda))
-    assert set(bases) == {locked()["nvidia-cuda-nvrtc"].partition(".")[0]}
+    assert set(bases) == {locked("3.12", "cuda")["nvidia-cuda-nvrtc"].partition(".")[0]}
     assert len(bases) == 2
 
 
