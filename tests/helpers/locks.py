@@ -33,6 +33,23 @@ def pythons() -> list[str]:
     return [name[1] for name in names if name]
 
 
+def asked_for(python: str, is_building: bool) -> dict[str, set[str]]:
+    """Package -> who asks for it, by the files' comments; `pyproject.toml` for ourselves.
+
+    What builds is resolved apart from the rest.
+    """
+    found: dict[str, set[str]] = {}
+    for path in (LOCKS / f"python{python}").iterdir():
+        if (path.stem == "build") != is_building:
+            continue
+        blocks = re.split(r"^(?=[a-z0-9])", path.read_text(), flags=re.MULTILINE)
+        for block in blocks:
+            via = re.search(r"# via (.*)$", block, re.MULTILINE)
+            if via:
+                found.setdefault(block.partition("==")[0], set()).update(via[1].split(", "))
+    return found
+
+
 def locked(python: str, *kinds: str) -> dict[str, str]:
     """Name -> version. Raises AssertionError for a package that two of the files have."""
     found: dict[str, str] = {}

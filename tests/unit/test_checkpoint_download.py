@@ -31,8 +31,9 @@ class Hub(ThreadingHTTPServer):
         self.breaks = 0
         self.status = 200
         self.redirect = ""
-        # Seconds between pieces of 64 KiB.
-        self.pause_s = 0.0
+        # Answers stop behind the first 64 KiB until it is set.
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self.seen: list[tuple[str, str, str]] = []
 
     @property
@@ -63,7 +64,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             for begin in range(0, len(body), 2**16):
                 self.wfile.write(body[begin : begin + 2**16])
-                time.sleep(hub.pause_s)
+                self.wfile.flush()
+                hub.goes_on.wait(60)
         except OSError:
             return  # the client was killed
 
@@ -144,33 +146,26 @@ def start(hub: Hub, directory: Path, sums: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def until(condition: Any) -> None:
-    """Within a minute."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("is_killed", [False, True], ids=["both end", "one is killed"])
 def test_two_pods_share_a_claim(hub: Hub, tmp_path: Path, is_killed: bool) -> None:
     """One downloads, the other waits, and goes on where a killed one stopped; each file is whole and is
     fetched once."""
-    hub.pause_s = 0.1
+    hub.goes_on.clear()
     directory, sums = tmp_path / "claim", tmp_path / "sums"
     sums.write_text(f"{DIGEST}  a.bin\n{DIGEST}  b.bin\n")
     first = start(hub, directory, sums)
-    part = directory / "a.bin.part"
-    until(lambda: part.exists() and part.stat().st_size > 0)
+    part, end = directory / "a.bin.part", time.monotonic() + 60
+    while not part.exists() or part.stat().st_size == 0:
+        assert time.monotonic() < end
+        time.sleep(0.02)
     second = start(hub, directory, sums)
+    assert second.stderr is not None
+    while "another process downloads there" not in (line := second.stderr.readline()):
+        assert line
     if is_killed:
-        assert second.stderr is not None
-        line = ""
-        while "another process downloads there" not in line:
-            line = second.stderr.readline()
-            assert line
         first.kill()
-        hub.pause_s = 0.0
+        first.wait()
+    hub.goes_on.set()
     outputs = [process.communicate(timeout=100)[0] for process in (first, second)]
     assert first.returncode == (-9 if is_killed else 0)
     assert second.returncode == 0
@@ -194,7 +189,7 @@ def test_without_locks_each_has_files_of_its_own(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    hub.pause_s = 0.02
+    hub.goes_on.clear()
     counts: list[int] = []
     threads = [
         threading.Thread(target=lambda: counts.append(download(hub, tmp_path, a_bin=DIGEST)))
@@ -202,6 +197,9 @@ def test_without_locks_each_has_files_of_its_own(
     ]
     for thread in threads:
         thread.start()
+    while len(hub.seen) < 2:
+        time.sleep(0.01)
+    hub.goes_on.set()
     for thread in threads:
         thread.join()
     assert counts == [1, 1]

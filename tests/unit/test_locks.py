@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.helpers.locks import LOCKS, SETS, locked, project, pythons
+from tests.helpers.locks import LOCKS, SETS, asked_for, locked, project, pythons
 
 KINDS = ("serve", "dev", "cpu", "cuda", "gpu", "build")
 
@@ -38,6 +38,7 @@ def test_each_python_has_its_files() -> None:
             text = path.read_text()
             assert "//" not in text, path
             lines = [line for line in text.splitlines() if not line.startswith("#")]
+            lines = [line for line in lines if not line.startswith("    # via ")]
             packages = "\n".join(lines).replace(" \\\n    ", " ").splitlines()
             for line in packages:
                 assert re.fullmatch(r"[a-z0-9-]+==[\w.!+]+( --hash=sha256:[0-9a-f]{64})+", line), (path, line)
@@ -69,9 +70,18 @@ def test_what_runs_is_the_same_everywhere() -> None:
             assert building[package] == developers[package]
 
 
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("python", pythons())
+def test_a_set_has_all_that_its_packages_ask_for(python: str, name: str) -> None:
+    """Else pip, which takes nothing without a hash, refuses the whole. What torch asks for is its build's."""
+    versions, parents = locked(python, *SETS[name]), asked_for(python, name == "building")
+    missing = {package: wanting for package, wanting in parents.items() if package not in versions}
+    assert {package: wanting for package, wanting in missing.items() if wanting & set(versions)} == {}
+    assert sum(len(wanting) for wanting in parents.values()) > 30
+
+
 def test_nothing_is_missing_of_what_packages_ask_for() -> None:
-    """Else pip, which takes nothing without a hash, refuses the whole. Looked up in this environment,
-    where it has the locked version."""
+    """The same by what packages say that are installed here at the locked version."""
     python = "{}.{}".format(*sys.version_info[:2])
     versions = locked(python, *SETS["developer"]) | {"torch": locked(python, "cuda")["torch"]}
     looked_at = 0
