@@ -158,9 +158,9 @@ class WrittenModel:
             return
         norms = f"{stem}.input_layernorm", f"{stem}.post_attention_layernorm"
         for half, place, norm in zip(halves, ("attn", "ffn"), norms, strict=True):
-            own = [self.weights[f"{stem}.{place}_hc.{part}"] for part in ("fn", "base", "scale")]
+            fn, base, scale = (self.weights[f"{stem}.{place}_hc.{part}"] for part in ("fn", "base", "scale"))
             sizes = config.rms_norm_eps, hyper.eps, hyper.iterations, hyper.magnitude
-            read, post, comb = collapse_streams.reference(streams, *own, *sizes)
+            read, post, comb = collapse_streams.reference(streams, fn, base, scale, *sizes)
             mix_streams.reference(half(self._norm(norm, read)), streams, post, comb)
 
     def _mixed(self, stem: str, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,12 +279,12 @@ class WrittenModel:
         latent = normed("kv_a_layernorm", compressed[:, : mla.kv_lora_rank])
         expanded = (latent @ self.weights[f"{stem}.kv_b_proj.weight"].T).view(tokens, heads, -1)
         shared = compressed[:, None, mla.kv_lora_rank :]
-        plain, turned = query.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+        plain, turned = query[..., : mla.qk_nope_head_dim], query[..., mla.qk_nope_head_dim :]
         if rope is not None:
             shared, turned = self._rotate(shared, rope), self._rotate(turned, rope)
         query = torch.cat((plain, turned), -1)
         query = query if rope is None else self._grown(query, rope)
-        key, value = expanded.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=-1)
+        key, value = expanded[..., : mla.qk_nope_head_dim], expanded[..., mla.qk_nope_head_dim :]
         key = torch.cat((key, shared.expand(-1, heads, -1)), -1)
         scores = torch.einsum("thd,shd->hts", query, key) * mla.softmax_scale
         attended = torch.einsum(

@@ -102,6 +102,7 @@ def _rope(**values: Any) -> Change:
     def change(config: ModelConfig) -> ModelConfig:
         turn = partial(replace, **values)
         ropes = tuple(None if rope is None else turn(rope) for rope in config.layer_ropes)
+        assert config.rope is not None
         return replace(config, rope=turn(config.rope), layer_ropes=ropes)
 
     return change
