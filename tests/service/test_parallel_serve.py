@@ -12,20 +12,33 @@ from pathlib import Path
 import pytest
 
 from moebius.app.supervisor.supervisor import Supervisor
+from moebius.mailbox import server_health
 from tests.helpers.rank_serving import LIMIT_S, TOKENS, back, generate, planned, watch
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
 MODEL = TinyModel("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2})
 
 
+def _kill_successor(mailbox: str, former: int) -> None:
+    """Once more, when the next process begins to serve: ranks are comparing it with its predecessor."""
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        (found,) = server_health(mailbox)
+        if found.pid not in (0, former) and found.state == "ready":
+            os.kill(found.pid, signal.SIGKILL)
+            return
+        time.sleep(0.001)
+
+
 def test_ranks_share_experts_and_come_back_together(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """An expert server killed while ranks decode delays the tokens; a killed rank restarts all ranks."""
+    """An expert server killed while ranks decode, and again as soon as it is back, delays the tokens; a rank
+    that is killed restarts all ranks."""
     write_tiny_model(MODEL, tmp_path / "model", seed=5)
     serve = planned(tmp_path / "model", tmp_path / "s", 2, device="cpu")
     address = serve.config.gpu.gpu_address
-    with Supervisor(serve.plan, serve.timing) as supervisor, ThreadPoolExecutor(1) as pool:
+    with Supervisor(serve.plan, serve.timing) as supervisor, ThreadPoolExecutor(2) as pool:
         assert supervisor.wait_ready()
         expected = generate(address)
         assert len(expected) == TOKENS
@@ -34,16 +47,18 @@ def test_ranks_share_experts_and_come_back_together(
         begun = threading.Event()
         delayed = pool.submit(generate, address, begun=begun)
         assert begun.wait(LIMIT_S)
-        os.kill(expert.pid or 0, signal.SIGKILL)
+        former = expert.pid or 0
+        os.kill(former, signal.SIGKILL)
+        pool.submit(_kill_successor, serve.config.experts.mailbox, former)
         watch(supervisor, delayed.done)
         assert delayed.result() == expected
-        assert [process.restarts for process in (*ranks, expert)] == [0, 0, 1]
+        assert [process.restarts for process in (*ranks, expert)] == [0, 0, 2]
         os.kill(by_name["gpu-1"].pid or 0, signal.SIGKILL)
         watch(supervisor, back(ranks))
         assert generate(address) == expected
-        assert expert.restarts == 1
+        assert expert.restarts == 2
     log = capfd.readouterr().err
-    assert "the step is run again" in log
+    assert "expert servers are ready again" in log
     assert "rank 1" in log
     assert "the group of ranks ends" in log
 
