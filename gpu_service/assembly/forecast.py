@@ -16,6 +16,7 @@ from gpu_service.assembly.rank_plan import RankPlan
 from gpu_service.assembly.vision import vision_memory
 from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.layers.gated_streams import NGramRows
+from gpu_service.layers.linear import Linear
 from gpu_service.loader.load import shape_weights
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import (
@@ -59,6 +60,8 @@ class RankForecast:
     moe_layers: tuple[int, ...]
     # In addition to the parameters on a CPU: the packed copy of an embedding that is the head as well.
     packed_head_bytes: int
+    # On a CPU that does not multiply bfloat16: what linear layers and that copy take more, packed as float32.
+    widened_bytes: int
     activation_bytes: int
 
 
@@ -147,6 +150,9 @@ def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheSha
     embedding = model.model.embed_tokens.weight if model.model.embed_tokens is not None else None
     on_cpu = shape.device.type == "cpu"
     packs = on_cpu and tied and embedding is not None and can_pack(torch.empty(0, dtype=embedding.dtype))
+    head = [embedding] if packs and embedding is not None else []
+    linears = [module.weight for module in model.modules() if isinstance(module, Linear)] if on_cpu else []
+    widened = [weight for weight in (*linears, *head) if weight.dtype == torch.bfloat16]
     return RankForecast(
         rank=rank,
         stage=model.parallel.stage,
@@ -159,9 +165,8 @@ def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheSha
         page_bytes=shape.page_bytes,
         state_bytes=all_states_bytes(config.gpu, model.rank_config),
         moe_layers=tuple(layer for layer in model.config.moe_layer_ids if layer in held),
-        packed_head_bytes=embedding.numel() * embedding.element_size()
-        if packs and embedding is not None
-        else 0,
+        packed_head_bytes=sum(map(_nbytes, head)),
+        widened_bytes=sum(map(_nbytes, widened)),  # as much again
         activation_bytes=activation_bytes(
             model.config, StepSize.largest(config.gpu), model.parallel, has_resident_experts=False
         ),

@@ -18,6 +18,7 @@ from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_s
 from gpu_service.cache.fp8 import dequantise_into
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardInputs
+from gpu_service.ops.linear import widened
 from moebius.models.config import ModelConfig
 
 
@@ -189,9 +190,9 @@ def attend(
         # Of strided keys torch 2.11's memory-efficient kernel gives the last of 64 n + 1 rows wrongly.
         key, value = key.contiguous(), value.contiguous()
     if sinks is None:
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
-        )
+        q, k, v, added = widened(query, key, value, mask)
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=added, is_causal=mask is None, scale=scale)
+        return attended.to(query.dtype)
     fused = attend_with_lse if query.device.type == "cpu" else attend_with_lse_unfused
     output, lse = fused(query, key, value, mask, scale)
     # Of exp(lse) + exp(sink) the keys hold this share, and the sink's value is nothing.
@@ -202,22 +203,24 @@ def attend_with_lse(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `attend` computes without sinks, and float32 `[B, N, L]`: the scores' log-sum-exp. CPU only."""
+    q, k, v, added = widened(query, key, value, mask)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
+        q, k, v, 0.0, mask is None, attn_mask=added, scale=scale
     )
-    return output, lse
+    return output.to(query.dtype), lse
 
 
 def attend_with_lse_unfused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same on any device, with all scores in memory."""
-    scores = (query @ key.transpose(-1, -2)).float() * scale
+    q, k, v = widened(query, key, value)
+    scores = (q @ k.transpose(-1, -2)).float() * scale
     if mask is None:
         length, num_keys = scores.shape[-2:]
         mask = torch.full((length, num_keys), float("-inf"), device=query.device).triu_(1)
     scores = scores + mask
-    return scores.softmax(-1).to(value.dtype) @ value, scores.logsumexp(-1)
+    return (scores.softmax(-1).to(v.dtype) @ v).to(value.dtype), scores.logsumexp(-1)
 
 
 def block_mask(layer: AttentionLayer, num_keys: int, dtype: torch.dtype) -> torch.Tensor:

@@ -19,6 +19,7 @@ from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import RMSNorm
+from gpu_service.ops.linear import widened
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -137,8 +138,8 @@ class GroupedProjection(nn.Module):
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """`[T, heads, head_dim]` to `[T, groups * rank]`."""
         grouped = heads.reshape(heads.shape[0], self._groups, -1).transpose(0, 1)
-        weight = self.weight.view(self._groups, -1, self._columns)
-        return torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1).flatten(1)
+        rows, weight = widened(grouped, self.weight.view(self._groups, -1, self._columns))
+        return torch.bmm(rows, weight.transpose(1, 2)).transpose(0, 1).flatten(1).to(heads.dtype)
 
 
 class _Sizes(NamedTuple):

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values, up_project
 from gpu_service.cache.kv_cache import IndexKeys
@@ -18,6 +17,7 @@ from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import LayerNorm, RMSNorm
 from gpu_service.ops.kv import pool_index_keys
+from gpu_service.ops.linear import linear
 from gpu_service.ops.rope import RopeTable, apply_rope, half_split, learned_query_scales
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, query_heads
@@ -142,7 +142,7 @@ class Indexer(nn.Module):
         if offsets is None or gate is None:
             index_keys.append(self._index_layer, keys, inputs.slot_mapping)
             return
-        rows = torch.cat((keys, functional.linear(hidden_states, gate)), dim=1)
+        rows = torch.cat((keys, linear(hidden_states, gate, None)), dim=1)
         index_keys.append(self._index_layer, rows, inputs.slot_mapping)
         starts = inputs.query_start_loc_tensor
         where = inputs.positions, inputs.slot_mapping, inputs.block_table, starts, index_keys.page_size

@@ -22,6 +22,7 @@ from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from gpu_service.ops.linear import linear
 from gpu_service.ops.router import choose_by_kind, route, weigh_chosen, zero_experts
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, even_shard
@@ -131,7 +132,7 @@ class Router(nn.Module):
         Ids from `num_experts` on are choices without weights.
         """
         valid_rows = inputs.valid_rows
-        logits = functional.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
+        logits = linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
         bias = self.e_score_correction_bias
         if self.tid2eid is not None:
             chosen = self.tid2eid.index_select(0, inputs.input_ids)

@@ -7,6 +7,11 @@ torch's own compiler emits for frozen weights.
 oneDNN compiles a kernel for every number of rows that a weight meets, about half a MiB each, and two caches
 keep them: steps of every size from 1 to 512 would take hundreds of MiB that never come back, and a pause
 for each new size. Rows are therefore padded to few sizes.
+
+Of bfloat16, oneDNN needs a CPU with AVX-512 (BW, VL, DQ) or AVX-NE-CONVERT. Elsewhere it packs none, and
+torch's own products are loops that take longer with every row: a weight is packed as float32 there, which is
+exact and takes twice the memory, rows are widened and results rounded once. Figures: "Dense layers without
+AVX-512" in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -35,9 +40,36 @@ def can_pack(weight: torch.Tensor) -> bool:
     )
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has what oneDNN needs to multiply bfloat16; asks oneDNN, which asks the CPU."""
+    return bool(_backend.is_available()) and bool(_onednn._is_mkldnn_bf16_supported())
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What this machine's CPU multiplies values of a dtype as: itself, or float32 in place of bfloat16."""
+    return torch.float32 if dtype == torch.bfloat16 and not multiplies_bfloat16() else dtype
+
+
+def widened(*operands: torch.Tensor | None) -> tuple[Any, ...]:
+    """The operands of a product as this machine multiplies them: on a CPU in `product_dtype`; None is None.
+
+    The caller rounds the product to the dtype that it wants.
+    """
+    return tuple(
+        operand.to(product_dtype(operand.dtype))
+        if operand is not None and operand.device.type == "cpu"
+        else operand
+        for operand in operands
+    )
+
+
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Weight `[out, in]` in oneDNN's blocked layout: opaque, same shape; `.to_dense()` undoes it."""
-    packed: torch.Tensor = _onednn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+    """Weight `[out, in]` in oneDNN's blocked layout: opaque, same shape, in `product_dtype` of its dtype.
+
+    `.to_dense()` undoes it.
+    """
+    values = weight.to(product_dtype(weight.dtype))
+    packed: torch.Tensor = _onednn._reorder_linear_weight(values, _PACKED_FOR_ROWS)
     return packed
 
 
@@ -48,14 +80,20 @@ def padded_rows(rows: int) -> int:
 
 
 def linear(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x W^T + b`: hidden_states `[T, in]`, weight `[out, in]` plain or packed, bias `[out]`; `[T, out]`."""
+    """`x W^T + b`: hidden_states `[T, in]`, weight `[out, in]` plain or packed, bias `[out]`; `[T, out]`.
+
+    The result has the dtype of `hidden_states`, whatever a packed weight has.
+    """
     if weight.is_mkldnn:
-        rows = hidden_states.shape[0]
-        padding = padded_rows(rows) - rows
+        num_rows = hidden_states.shape[0]
+        padding = padded_rows(num_rows) - num_rows
         padded = functional.pad(hidden_states, (0, 0, 0, padding)) if padding else hidden_states
-        output: torch.Tensor = _onednn._linear_pointwise(padded, weight, bias, "none", [], "")
-        return output[:rows] if padding else output
-    return functional.linear(hidden_states, weight, bias)
+        offset = None if bias is None else bias.to(weight.dtype)
+        product = _onednn._linear_pointwise(padded.to(weight.dtype), weight, offset, "none", [], "")
+        output: torch.Tensor = product.to(hidden_states.dtype)
+        return output[:num_rows] if padding else output
+    rows, plain, offset = widened(hidden_states, weight, bias)
+    return functional.linear(rows, plain, offset).to(hidden_states.dtype)
 
 
 # Columns of a weight that share a scale.
@@ -82,5 +120,6 @@ def fp8_linear(
     columns of a row; column 0 of the weight is number `first_column` (below 128) of its group. Rows of a
     128 x 128 block repeat its scale: three percent of the weight, for which rows may be cut anywhere.
     """
+    # Rounded to the model's dtype, so that the product is the same on every device.
     values = dequantise(weight, scales, first_column).to(hidden_states.dtype)
-    return functional.linear(hidden_states, values, bias)
+    return linear(hidden_states, values, bias)

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels/bindings/bindings.h"
+#include "kernels/bindings/released_gil.h"
 #include "kernels/bindings/source_arrays.h"
 #include "kernels/format/dequantise.h"
 #include "kernels/format/expert_packing.h"
@@ -31,7 +32,7 @@ Bytes pack_matrix(const std::string& format, const py::object& source, bool has_
   const uint32_t panels = panels_of(arrays.matrix.rows);
   Bytes packed(static_cast<py::ssize_t>(panels * layout.panel_bytes));
   auto* const target = reinterpret_cast<std::byte*>(packed.mutable_data());
-  const py::gil_scoped_release release;
+  const ReleasedGil release;
   for (uint32_t panel = 0; panel < panels; ++panel) {
     (reference ? pack_panel_reference : pack_panel)(arrays.matrix, layout, panel, target + panel * layout.panel_bytes);
   }
@@ -59,7 +60,7 @@ py::tuple unpack(const std::string& format, const Bytes& bytes, int64_t num_rows
   std::vector<float> bias(size_t{panels} * kPanelColumns);
   const auto* source = reinterpret_cast<const std::byte*>(bytes.data());
   {
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     for (uint32_t panel = 0; panel < panels; ++panel) {
       const size_t column = size_t{panel} * kPanelColumns;
       unpack_panel(packed.layout, source + panel * packed.layout.panel_bytes, &weights[column * packed.layout.k],
@@ -89,7 +90,7 @@ py::tuple requantise_matrix(const std::string& format, const py::object& source)
   auto* const target = reinterpret_cast<std::byte*>(packed.mutable_data());
   PackError sum;
   {
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     for (uint32_t panel = 0; panel < panels; ++panel) {
       const PackError error = requantise_panel(matrix, layout, panel, target + panel * layout.panel_bytes);
       sum.squared_error += error.squared_error;
@@ -104,7 +105,7 @@ py::array_t<float> dequantise_matrix(const py::object& source) {
   const SourceMatrix& matrix = arrays.matrix;
   py::array_t<float> result({static_cast<py::ssize_t>(matrix.rows), static_cast<py::ssize_t>(matrix.cols)});
   float* const target = result.mutable_data();
-  const py::gil_scoped_release release;
+  const ReleasedGil release;
   dequantise_rows(matrix, 0, matrix.rows, target, matrix.cols);
   return result;
 }
@@ -126,7 +127,7 @@ py::tuple pack_expert_matrices(const std::string& gate_up_format, const std::str
   auto* const target = reinterpret_cast<std::byte*>(packed.mutable_data());
   PackError sum;
   {
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     for (uint64_t part = 0; part < count; ++part) {
       const auto begin = static_cast<uint32_t>(part * total / count);
       const auto end = static_cast<uint32_t>((part + 1) * total / count);
@@ -215,7 +216,7 @@ void take_gguf_part(const std::string& type, const std::string& name, const py::
   const GgufRows rows{reinterpret_cast<const std::byte*>(blocks.data()), blocks.strides(0),
                       static_cast<uint32_t>(blocks.shape(0)), static_cast<uint32_t>(count)};
   auto* const target = static_cast<std::byte*>(const_cast<void*>(output.data()));
-  const py::gil_scoped_release release;
+  const ReleasedGil release;
   part.take(rows, target);
 }
 

@@ -4,6 +4,7 @@
 
 #include "kernels/bindings/bindings.h"
 #include "kernels/bindings/mailbox_errors.h"
+#include "kernels/bindings/released_gil.h"
 #include "kernels/mailbox/mailbox.h"
 #include "kernels/mailbox/segment.h"
 #include "kernels/mailbox/server.h"
@@ -14,7 +15,7 @@ namespace moebius {
 namespace {
 
 using namespace mailbox;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+using Unlocked = py::call_guard<ReleasedGil>;
 
 uint64_t submit(Mailbox& box, uint32_t slot, uint32_t layer, uintptr_t hidden_states, uintptr_t topk_ids,
                 uintptr_t topk_weights, uint32_t rows) {
@@ -176,7 +177,7 @@ void bind_server(py::module_& m) {
       .def(py::init([](const std::string& name, uint32_t server_index, const std::shared_ptr<ExpertBackend>& backend,
                        double attach_timeout_s, double heartbeat_s, int64_t spin_ns, uint32_t num_threads,
                        const std::string& identity) {
-             const py::gil_scoped_release release;
+             const ReleasedGil release;
              const ServerOptions options{attach_timeout_s, heartbeat_s, spin_ns, num_threads, identity};
              return std::make_unique<MailboxServer>(name, server_index, *backend, options);
            }),

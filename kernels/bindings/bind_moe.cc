@@ -2,6 +2,7 @@
 
 #include "kernels/bindings/bindings.h"
 #include "kernels/bindings/numpy_checks.h"
+#include "kernels/bindings/released_gil.h"
 #include "kernels/bindings/source_arrays.h"
 #include "kernels/gemm/registry.h"
 #include "kernels/isa/isa.h"
@@ -87,7 +88,7 @@ py::tuple load_expert(ExpertEngine& engine, int64_t layer, int64_t expert, const
   const uint32_t expert_index = unsigned_option(expert, "expert");
   PackError error;
   {
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     error = engine.load_expert(layer_index, expert_index, source);
   }
   return py::make_tuple(error.squared_error, error.squared_reference);
@@ -132,7 +133,7 @@ py::array_t<float> forward(ExpertEngine& engine, int64_t layer, const py::array&
                               hidden.array.data(), ids.data(), weights.data(), static_cast<uint32_t>(top_k)};
   float* const target = result.mutable_data();
   {
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     engine.forward(request, target);
   }
   return result;
@@ -165,7 +166,7 @@ py::dict stats(const ExpertEngine& engine) {
 // (spans [n, 7] with the fields of TaskSpan, how many more there were).
 py::tuple stop_trace(ExpertEngine& engine) {
   const auto [spans, dropped] = [&] {
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     return engine.stop_trace();
   }();
   py::array_t<int64_t> result({static_cast<py::ssize_t>(spans.size()), py::ssize_t{7}});
@@ -199,7 +200,7 @@ py::object segment_found(const ExpertEngine& engine) {
 // Rows of PlanRow in moebius/kernels.py.
 py::list plan(const ExpertEngine& engine) {
   KernelPlan current = [&] {
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     return engine.plan();
   }();
   py::list rows;
@@ -247,24 +248,24 @@ void bind_moe(py::module_& m) {
       .def("load_expert", &load_expert, py::arg("layer"), py::arg("expert"), py::arg("gate"), py::arg("up"),
            py::arg("down"))
       .def("packed_expert", &packed_expert, py::arg("layer"), py::arg("expert"))
-      .def("calibrate", &ExpertEngine::calibrate, py::call_guard<py::gil_scoped_release>())
+      .def("calibrate", &ExpertEngine::calibrate, py::call_guard<ReleasedGil>())
       .def("plan", &plan)
       .def("restore_plan", &ExpertEngine::restore_plan, py::arg("choices"))
       .def("finish_load", &ExpertEngine::finish_load, py::arg("load_record"))
       .def("verify_expert", &ExpertEngine::verify_expert, py::arg("layer"), py::arg("expert"),
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<ReleasedGil>())
       .def("segment_error", &segment_error, py::arg("layer"), py::arg("expert"))
       .def_property_readonly("segment_found", &segment_found)
       .def("forward", &forward, py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"),
            py::arg("topk_weights"), py::arg("output") = py::none())
       .def("stats", &stats)
-      .def("start_trace", &ExpertEngine::start_trace, py::arg("most"), py::call_guard<py::gil_scoped_release>())
+      .def("start_trace", &ExpertEngine::start_trace, py::arg("most"), py::call_guard<ReleasedGil>())
       .def("stop_trace", &stop_trace)
       .def_property_readonly("weights_digest",
                              [](const ExpertEngine& engine) { return engine.store().weights_digest(); })
       .def_property_readonly("packed_bytes", [](const ExpertEngine& engine) { return engine.store().packed_bytes(); })
       .def("huge_page_bytes", [](const ExpertEngine& engine) { return engine.store().huge_page_bytes(); },
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<ReleasedGil>())
       .def_property_readonly("numa_bound", [](const ExpertEngine& engine) { return engine.store().numa_bound(); })
       .def_property_readonly("num_threads", &ExpertEngine::num_threads)
       .def_property_readonly("spin_microseconds",

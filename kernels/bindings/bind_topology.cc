@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include "kernels/bindings/bindings.h"
+#include "kernels/bindings/released_gil.h"
 #include "kernels/topology/memory.h"
 #include "kernels/topology/topology.h"
 
@@ -35,7 +36,7 @@ void bind_topology(py::module_& m) {
   m.def(
       "bind_range",
       [](uintptr_t address, size_t bytes, int node) {
-        const py::gil_scoped_release release;
+        const ReleasedGil release;
         return bind_range(reinterpret_cast<void*>(address), bytes, node);
       },
       py::arg("address"), py::arg("nbytes"), py::arg("node"));

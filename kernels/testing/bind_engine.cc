@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include "kernels/bindings/released_gil.h"
 #include "kernels/pool/limits.h"
 #include "kernels/testing/bindings.h"
 #include "kernels/testing/pool_stress.h"
@@ -15,14 +16,14 @@ py::tuple pool_stress(uint32_t threads, uint64_t runs, int64_t spin_microseconds
   if (threads == 0) throw std::invalid_argument("threads is 0; it must be at least 1");
   pool::StressResult result;
   {
-    py::gil_scoped_release release;
+    const ReleasedGil release;
     result = pool::stress({threads, runs, std::chrono::microseconds(spin_microseconds), throw_every, pause_every});
   }
   return py::make_tuple(result.tasks, result.exceptions, result.seconds);
 }
 
 void fill_layer(ExpertEngine& engine, uint32_t layer, uint64_t seed) {
-  const py::gil_scoped_release release;
+  const ReleasedGil release;
   fill_random(engine, layer, seed);
 }
 

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "kernels/bindings/numpy_checks.h"
+#include "kernels/bindings/released_gil.h"
 #include "kernels/moe/engine_options.h"
 #include "kernels/testing/bindings.h"
 #include "kernels/testing/gemm_emulated.h"
@@ -143,7 +144,7 @@ py::array_t<float> gemm(const std::string& kernel_name, const std::string& forma
   const GemmWork work{&layout, panel_copy.get(), panels, prepared.pointers.data(), prepared.stride,
                          scales.data(), count, reinterpret_cast<float*>(result.get()), columns, scratch.get()};
   {
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     kernel.run(work);
   }
   py::array_t<float> output({num_rows, static_cast<py::ssize_t>(columns)});

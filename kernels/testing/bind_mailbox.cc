@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "kernels/bindings/mailbox_errors.h"
+#include "kernels/bindings/released_gil.h"
 #include "kernels/mailbox/wait_policy.h"
 #include "kernels/testing/bindings.h"
 #include "kernels/testing/echo_backend.h"
@@ -13,7 +14,7 @@ namespace moebius {
 namespace {
 
 using namespace mailbox;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+using Unlocked = py::call_guard<ReleasedGil>;
 
 void bind_echo(py::module_& m) {
   py::class_<EchoBackend, ExpertBackend, std::shared_ptr<EchoBackend>>(m, "EchoBackend")

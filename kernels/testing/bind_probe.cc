@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include "kernels/bindings/released_gil.h"
 #include "kernels/isa/isa.h"
 #include "kernels/testing/bindings.h"
 #include "kernels/testing/probe.h"
@@ -10,7 +11,7 @@ namespace moebius {
 namespace {
 
 using namespace probe;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+using Unlocked = py::call_guard<ReleasedGil>;
 
 PrefetchHint parse_hint(const std::string& name) {
   if (name == "t0") return PrefetchHint::kT0;

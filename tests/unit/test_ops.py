@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +85,29 @@ def test_a_packed_weight_gives_the_plain_product(rows: int, bias: bool) -> None:
     expected = torch.nn.functional.linear(x.double(), weight.double()) + (0 if offset is None else offset)
     torch.testing.assert_close(linear(x, packed, offset), expected.float(), rtol=0, atol=2e-5)
     torch.testing.assert_close(linear(x, weight, offset), expected.float(), rtol=0, atol=2e-5)
+
+
+WITHOUT_AVX512 = """
+import torch
+from gpu_service.ops.linear import can_pack, fp8_linear, linear, multiplies_bfloat16, pack_weight
+torch.manual_seed(1)
+weight, offset = torch.randn(40, 24).bfloat16(), torch.randn(40).bfloat16()
+assert not multiplies_bfloat16()
+packed = pack_weight(weight) if can_pack(weight) else weight
+for rows in (1, 2, 7, 130):
+    x = torch.randn(rows, 24).bfloat16()
+    exact = (x.double() @ weight.double().T + offset.double()).bfloat16()
+    for held in (weight, packed):
+        found = linear(x, held, offset)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, exact, rtol=2**-8, atol=1e-6)
+"""
+
+
+def test_a_cpu_without_avx512_multiplies_bfloat16_weights() -> None:
+    """oneDNN is asked what the CPU has: packed or plain, products are those of the exact values, rounded once."""
+    limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    subprocess.run([sys.executable, "-c", WITHOUT_AVX512], env=os.environ | limits, check=True, timeout=120)
 
 
 def test_packed_products_meet_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,25 +137,28 @@ def test_the_mailbox_is_as_large_as_planned(geometry: MailboxGeometry) -> None:
         Mailbox.unlink(name)
 
 
+@pytest.mark.parametrize(("dtype", "multiplies"), [("auto", True), ("bfloat16", False)])
 @pytest.mark.parametrize("name", DENSE_MODELS)
-def test_the_engine_takes_what_was_planned(tmp_path: Path, name: str) -> None:
-    """Dense weights, a tied head's packed copy, KV pages, resident experts: all loaded for real."""
+def test_the_engine_takes_what_was_planned(
+    tmp_path: Path, name: str, dtype: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense weights, in 16 bits or widened where the CPU needs it, a tied head's packed copy, KV pages,
+    resident experts: all loaded for real.
+    """
+    monkeypatch.setattr("gpu_service.ops.linear.multiplies_bfloat16", lambda: multiplies)
     make_tiny_model(name, tmp_path)
-    config = settings(
-        tmp_path,
-        gpu_experts="2",
-        kv_cache_gib="0.01",
-        device="cpu",
-        expert_dtype="int8",
-        drop_resident="drop",
-    )
-    plan = Planner(config, on_gpu=False).plan(hardware(sockets=1, ram_gib=8))
+    given = {"gpu_experts": "2", "kv_cache_gib": "0.01", "device": "cpu", "expert_dtype": "int8"}
+    config = settings(tmp_path, dtype=dtype, drop_resident="drop", **given)
+    host = hardware(sockets=1, ram_gib=8, multiplies_bfloat16=multiplies)
+    plan = Planner(config, on_gpu=False).plan(host)
     planned = {part.part: part.nbytes for part in plan.components}
     model = build_model(Forecast(config, on_gpu=False).model_config, device="cpu")
     load_weights(model, tmp_path)
     copies = [] if model._packed_tied_head is None else [model._packed_tied_head]
-    assert planned["engine: dense weights"] == parameter_bytes(model)
-    assert planned.get("engine: packed head", 0) == sum(c.numel() * c.element_size() for c in copies)
+    parts = ("dense weights", "dense weights packed as float32", "packed head")
+    taken = parameter_bytes(model) + sum(c.numel() * c.element_size() for c in copies)
+    assert sum(planned.get(f"engine: {part}", 0) for part in parts) == taken
+    assert ("engine: dense weights packed as float32" in planned) is not multiplies
     shape = cache_shape(config.gpu, model.rank_config, torch.device("cpu"))
     pages = SharedKvMemory(config, shape).num_pages(model, None, None)
     assert plan.kv.pages == pages

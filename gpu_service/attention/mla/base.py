@@ -17,16 +17,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from gpu_service.attention.base import PlannedAttention
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs
+from gpu_service.ops.linear import linear, widened
 
 
 def absorb_query(query_nope: torch.Tensor, key_weight: torch.Tensor) -> torch.Tensor:
     """`[T, H, nope_dim]` through `[H, nope_dim, latent_dim]`: `[T, H, latent_dim]`."""
-    return torch.bmm(query_nope.transpose(0, 1), key_weight).transpose(0, 1)
+    query, weight = widened(query_nope, key_weight)
+    return torch.bmm(query.transpose(0, 1), weight).transpose(0, 1).to(query_nope.dtype)
 
 
 def project_values(attended: torch.Tensor, value_weight: torch.Tensor) -> torch.Tensor:
     """`[T, H, latent_dim]` through `[H, value_dim, latent_dim]`: `[T, H, value_dim]`."""
-    return torch.bmm(attended.transpose(0, 1), value_weight.transpose(1, 2)).transpose(0, 1)
+    latents, weight = widened(attended, value_weight)
+    return torch.bmm(latents.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).to(attended.dtype)
 
 
 def up_project(
@@ -38,7 +41,7 @@ def up_project(
     Returns keys `[T, H, nope_dim + rope_dim]` and values `[T, H, value_dim]`, both contiguous.
     """
     num_heads, rows, _ = weight.shape
-    heads = (latent @ weight.flatten(0, 1).T).view(-1, num_heads, rows)
+    heads = linear(latent, weight.flatten(0, 1), None).view(-1, num_heads, rows)
     shared = key_rope[:, None].expand(-1, num_heads, -1)
     return torch.cat((heads[..., :nope_dim], shared), dim=-1), heads[..., nope_dim:].contiguous()
 
@@ -174,7 +177,7 @@ class MlaAttentionBackend(PlannedAttention):
         """Plain causal attention of each request to itself, by torch."""
         output = torch.empty_like(value, memory_format=torch.contiguous_format)
         for begin, end in pairwise(self._planned.query_start_loc):
-            q, k, v = (part[begin:end].transpose(0, 1) for part in (query, key, value))
+            q, k, v = (part[begin:end].transpose(0, 1) for part in widened(query, key, value))
             attended = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.dimensions.softmax_scale
             )

@@ -16,6 +16,7 @@ from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions
 from gpu_service.attention.torch_reference import attend_with_lse_unfused
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs
+from gpu_service.ops.linear import widened
 
 # Products of all heads, float32, that are alive at a time.
 _MAX_PRODUCTS = 2**24
@@ -122,9 +123,9 @@ class TorchMlaAttention(MlaAttentionBackend):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         output = torch.empty_like(query)
-        query = torch.cat((query, query_rope), dim=-1)
+        (query,) = widened(torch.cat((query, query_rope), dim=-1))
         for span in self._spans:
-            keys, mask = self._keys_of(span, layer_id, selection)
+            keys, mask = widened(*self._keys_of(span, layer_id, selection))
             # A single row's heads stand in the place of positions: one GEMM for all of them.
             rows = query[span.rows] if span.mask is None else query[span.rows].transpose(0, 1)
             shared = keys.expand(rows.shape[0], -1, -1)

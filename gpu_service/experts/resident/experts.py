@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import structlog
 import torch
-from torch.nn import functional
 
 from gpu_service.experts.local_client import EXPERT_ACTIVATIONS
 from gpu_service.experts.resident.panels import LayerFormat, PanelViews, views
 from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.experts.resident.unpack import UnpackedMatrix, unpack_expert
+from gpu_service.ops.linear import linear
 from moebius.checkpoint.reader import SliceReader
 from moebius.models.geometry import MoeGeometry
 
@@ -179,7 +179,7 @@ class TorchResidentKernels(ResidentKernels):
 
 
 def _linear(rows: torch.Tensor, matrix: UnpackedMatrix) -> torch.Tensor:
-    return functional.linear(rows, matrix.weight, matrix.bias)
+    return linear(rows, matrix.weight, matrix.bias)
 
 
 def make_kernels(geometry: MoeGeometry, device: torch.device) -> ResidentKernels:

@@ -47,6 +47,8 @@ class Hardware:
     bandwidth: float
     cpu_flops: float
     isa: str  # Instruction set of the kernels; a key of ASSUMED_CORE_FLOPS.
+    # Whether the engine's dense layers may stay in 16 bits on these CPUs.
+    multiplies_bfloat16: bool = True
     # What expert servers measured here; empty when they did not, or when options describe other processors.
     kernel_times: tuple[PanelTimes, ...] = ()
     # Field -> "given", "detected", "measured", "table" or "assumed".
@@ -147,6 +149,7 @@ def hardware(options: HardwareOptions, root: Path = Path("/")) -> Hardware:
         bandwidth=_bandwidth(options, sockets, cores, origin),
         cpu_flops=_cpu_flops(options, cores, isa, origin),
         isa=isa,
+        multiplies_bfloat16=_multiplies_bfloat16(options),
         kernel_times=_kernel_times(options, origin),
         origin=origin,
     )
@@ -250,6 +253,15 @@ def _isa(options: HardwareOptions) -> str:
         raise UserError(f"--isa: {options.isa!r} is not allowed; allowed: auto, {known}")
     level = isa_level()
     return next((name for name in ASSUMED_CORE_FLOPS if level.startswith(name)), "scalar")
+
+
+def _multiplies_bfloat16(options: HardwareOptions) -> bool:
+    """As this host's oneDNN says, or as the given instruction set has it."""
+    if options.isa != "auto":
+        return options.isa not in ("avx2", "scalar")
+    from gpu_service.ops.linear import multiplies_bfloat16
+
+    return multiplies_bfloat16()
 
 
 def _kernel_times(options: HardwareOptions, origin: dict[str, str]) -> tuple[PanelTimes, ...]:

@@ -335,6 +335,9 @@ class Planner:
                 held = self._held(rank.rank, residency)
                 parts = {
                     "dense weights": rank.dense_bytes,
+                    "dense weights packed as float32": 0
+                    if hardware.multiplies_bfloat16
+                    else rank.widened_bytes,
                     "packed head": rank.packed_head_bytes,
                     "vision tower": self.forecast.vision_bytes,
                     "resident experts": held.count * held.bytes_each,

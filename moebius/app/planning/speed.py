@@ -247,7 +247,9 @@ def make_work(
         num_experts=geometry.num_experts,
         top_k=geometry.mean_top_k,
         hidden_size=geometry.hidden_size,
-        dense_bytes=sum(rank.read_bytes for rank in busiest),
+        dense_bytes=sum(
+            rank.read_bytes + (0 if hardware.multiplies_bfloat16 else rank.widened_bytes) for rank in busiest
+        ),
         dense_elements=sum(rank.read_elements for rank in busiest),
         kv_token_bytes=sum(rank.page_bytes for rank in busiest) / config.gpu.page_size,
         attention_width=_attention_width(model) // ranks,
