@@ -110,7 +110,7 @@ def panel_times(
             of_matrix = points.setdefault((row.format, row.row_type, k), {})
             # Matrices of the same shape: either measurement will do.
             of_matrix[row.rows_from] = min(row.nanoseconds, of_matrix.get(row.rows_from, math.inf))
-    # One row alone says nothing of more: it is measured also where there is no choice of kernels.
+    # One row alone says nothing of more: a measurement that ran out of time.
     return tuple(
         PanelTimes(on, *key, tuple(sorted(found.items()))) for key, found in points.items() if len(found) > 1
     )

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import structlog
 import torch
 
 from gpu_service.device import dtype_name
@@ -48,6 +49,8 @@ from moebius.models.config import ModelConfig
 from moebius.models.registry import vision_family
 from moebius.models.tied_head import is_stored_as_head
 from moebius.progress import Progress, phase
+
+_log = structlog.get_logger(__name__)
 
 # Memory takes no more, and each holds a tensor.
 _MAX_THREADS = 16
@@ -240,8 +243,17 @@ def load_weights(model: CausalLM, directory: str | Path, *, keep_fp8: bool = Fal
     with phase("loading dense weights", weights, "GB") as progress:
         _fill_all([(target, sources[name]) for name, target in expected.items()], model.device, progress)
     _check_no_meta(model)
+    loaded_bytes = _held_bytes(model)
     with phase("packing dense weights"):
         model.pack()
+    more = _held_bytes(model) - loaded_bytes
+    if more > 0:
+        text = "this CPU does not multiply bfloat16: dense layers are kept in float32"
+        _log.info(text, more_mib=more >> 20)
+
+
+def _held_bytes(model: CausalLM) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _row_bytes(target: Target) -> int:

@@ -10,8 +10,8 @@ for each new size. Rows are therefore padded to few sizes.
 
 Of bfloat16, oneDNN needs a CPU with AVX-512 (BW, VL, DQ) or AVX-NE-CONVERT. Elsewhere it packs none, and
 torch's own products are loops that take longer with every row: a weight is packed as float32 there, which is
-exact and takes twice the memory, rows are widened and results rounded once. Figures: "Dense layers without
-AVX-512" in docs/benchmarks.md.
+exact and takes twice the memory, rows are widened and results rounded once. Figures: "Without AVX-512"
+in docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -165,9 +165,9 @@ class MatrixCalibration {
     std::vector<std::pair<const GemmKernel*, int>> slow;  // kernel, ranges running in which it was hopeless
     MatrixPlan::Choice last{nullptr, 0.0};
     for (size_t range = 0; range < kRowRanges.size(); ++range) {
+      // Measured without a choice, too: one row is the roofline that a live view shows, all of them are what
+      // `moebius plan` predicts from (kernel_times.py), and below AVX-512 there is one kernel.
       const auto candidates = plan.candidates(range);
-      // One row is measured without a choice, too: it is the roofline that a live view shows.
-      if (candidates.size() < 2 && range > 0) continue;
       if (last.kernel != nullptr && Clock::now() > deadline) {
         if (std::find(candidates.begin(), candidates.end(), last.kernel) != candidates.end()) {
           plan.choose(range, {last.kernel, 0.0});

@@ -105,7 +105,7 @@ for rows in (1, 2, 7, 130):
 
 
 def test_a_cpu_without_avx512_multiplies_bfloat16_weights() -> None:
-    """oneDNN is asked what the CPU has: packed or plain, products are those of the exact values, rounded once."""
+    """oneDNN is asked what the CPU has: packed or plain, products are the exact values, rounded once."""
     limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     subprocess.run([sys.executable, "-c", WITHOUT_AVX512], env=os.environ | limits, check=True, timeout=120)
 

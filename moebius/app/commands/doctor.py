@@ -62,7 +62,7 @@ def doctor(
         raise UserError(f"--role: {role!r} is not allowed; allowed: engine, expert, server")
     try:
         facts = read_facts()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise UserError(str(error)) from None
     findings = list(check_host(facts))
     if kubernetes:

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from moebius.app.supervisor.placement import find_gpus, runs_on_gpus
 from moebius.app.supervisor.plan import ServePlan, process_names
 from moebius.app.supervisor.supervisor import State, Supervisor
-from moebius.errors import StartupError
+from moebius.errors import ConfigError, StartupError
+from moebius.instruction_sets import cpu_flags, what_it_costs
+from moebius.kernels import isa_level
 from moebius.progress import amounts_of_text
 from moebius.tls import configure_tls
 
@@ -36,6 +39,7 @@ def running(serve_plan: ServePlan) -> Iterator[Supervisor]:
     """
     configure_tls(serve_plan.config.security)  # the supervisor asks its processes for their health
     with _start_view(serve_plan) as view:
+        view.on_processor(*_processor(serve_plan))
         # JSON lines stay what the processes log.
         on_waiting = None if serve_plan.plan.json_logs else view.on_waiting
         supervisor = Supervisor(
@@ -73,6 +77,10 @@ class StartView(ABC):
         return
 
     @abstractmethod
+    def on_processor(self, isa: str, cost: str) -> None:
+        """Comes first: the instruction-set level of this host's kernels, and its cost, empty for none."""
+
+    @abstractmethod
     def on_event(self, name: str, state: State) -> None:
         """A process is in another state."""
 
@@ -88,6 +96,9 @@ class LineView(StartView):
         self._write, self._clock = write, clock
         self._begin = self._written_at = clock()
         self._phases: set[str] = set()
+
+    def on_processor(self, isa: str, cost: str) -> None:
+        self._write(processor_line(isa, cost))
 
     def on_event(self, name: str, state: State) -> None:
         self._write(f"{name}: {state} after {self._clock() - self._begin:.1f} s")
@@ -122,6 +133,9 @@ class BarView(StartView):
             name: display.add_task("waiting", total=None, start=False, process=name) for name in names
         }
         self._kept: dict[str, deque[str]] = {name: deque(maxlen=_KEPT_LINES) for name in names}
+
+    def on_processor(self, isa: str, cost: str) -> None:
+        self._print(processor_line(isa, cost))
 
     def on_event(self, name: str, state: State) -> None:
         if state == "starting":
@@ -162,11 +176,28 @@ class LogView(StartView):
     def __init__(self) -> None:
         self._log = structlog.get_logger(__name__)
 
+    def on_processor(self, isa: str, cost: str) -> None:
+        self._log.info("processor", isa=isa, cost=cost)
+
     def on_event(self, name: str, state: State) -> None:
         self._log.info("process state", name=name, state=state)
 
     def on_waiting(self, waiting: Mapping[str, str]) -> None:
         """The processes themselves log what they do."""
+
+
+def processor_line(isa: str, cost: str) -> str:
+    """For people: the level as the kernels name it, and its cost."""
+    return f"CPU kernels: {isa}" + (f": {cost}" if cost else "")
+
+
+def _processor(serve_plan: ServePlan) -> tuple[str, str]:
+    """Of this host, where remote expert servers do not run. Raises ConfigError for a wrong MOEBIUS_ISA."""
+    try:
+        level = isa_level()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return level, what_it_costs(level, cpu_flags(), runs_on_gpus(serve_plan.config, find_gpus()))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from moebius.app.doctor.facts import HUGE_PAGE, Facts, GpuLink, Volume
 from moebius.config import SecurityConfig
 from moebius.errors import ConfigError
+from moebius.instruction_sets import what_it_costs
 from moebius.topology import format_cpu_list, node_of_cpus
 
 Status = Literal["ok", "warning", "failure"]
@@ -56,6 +57,9 @@ def _as(ok: bool, bad: Status, check: str, found: str, fix: str) -> Finding:
 
 def check_host(facts: Facts) -> Iterator[Finding]:
     """Of a machine that serves without Kubernetes, or of a node as seen from a Pod."""
+    # Nothing mends it, so it is no warning.
+    cost = what_it_costs(facts.isa, facts.cpu_flags, facts.num_gpus > 0)
+    yield Finding("instruction set", "ok", facts.isa + (f": {cost}" if cost else ""))
     nodes = facts.topology.nodes
     usable = {node.id: facts.topology.usable_cpus(node.id) for node in nodes}
     listed = "; ".join(f"node {node}: {format_cpu_list(cpus)}" for node, cpus in usable.items())

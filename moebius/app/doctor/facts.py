@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moebius.app.supervisor.placement import find_gpus
+from moebius.instruction_sets import cpu_flags
+from moebius.kernels import isa_level
 from moebius.limits import MOST_FILES
 from moebius.topology import Topology, parse_cpu_list
 
@@ -53,6 +55,9 @@ class Facts:
     """One look; filled by `read_facts`."""
 
     topology: Topology
+    # Instruction-set level of our kernels, and the processor's flags; empty: not known.
+    isa: str
+    cpu_flags: frozenset[str]
     # Nodes whose memory this process may use.
     memory_nodes: tuple[int, ...]
     # Bytes; None: no limit.
@@ -81,7 +86,10 @@ class Facts:
 
 
 def read_facts(root: Path = Path("/")) -> Facts:
-    """Reads files below `root`, and the process's own limits. Raises RuntimeError as `Topology.detect`."""
+    """Reads files below `root`, and the process's own limits.
+
+    Raises RuntimeError as `Topology.detect`, ValueError as `isa_level`.
+    """
     sys, proc = root / "sys", root / "proc"
     topology = Topology.detect(str(sys), str(proc), str(sys / "fs/cgroup"))
     status = _text(proc / "self/status")
@@ -96,6 +104,8 @@ def read_facts(root: Path = Path("/")) -> Facts:
     cgroup_marks = ("kubepods", "docker", "libpod", "containerd")
     return Facts(
         topology=topology,
+        isa=isa_level(),
+        cpu_flags=cpu_flags(proc / "cpuinfo"),
         memory_nodes=tuple(node for node in allowed if node in known),
         memory_limit=read_memory_limit(root),
         throttled=_throttled(root),

@@ -1,0 +1,51 @@
+"""What a CPU's instruction set means for serving, in words: for `moebius doctor` and the start's first lines.
+
+Experts are computed by our kernels, whose level `moebius.kernels.isa_level` names. Dense layers of an engine
+without a GPU are computed by torch and oneDNN (`gpu_service.ops.linear`), which need other parts of AVX-512.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Any of these sets of flags lets oneDNN multiply bfloat16, as its `bf16` data type asks.
+_BFLOAT16_PRODUCTS = (
+    {"avx512bw", "avx512vl", "avx512dq"},
+    {"avx_ne_convert", "avx_vnni_int8"},
+)
+
+# Measured on one host at each level: "Without AVX-512" in docs/benchmarks.md.
+_MISSING = {
+    "scalar": "no AVX2: experts are computed value by value, for trying things out",
+    "avx2": "no AVX-512: experts of 8 and 16 bits decode 3 to 16 % slower, of 4 bits half as fast; "
+    "long prompts take 4 to 7 times as long as with AMX",
+    "avx512": "no VNNI and no bfloat16 products: prompts and 4-bit experts take longer",
+    "avx512_vnni": "no bfloat16 products: prompts take longer",
+    "avx512_bf16": "",
+    "amx": "",
+}
+_IN_FLOAT32 = "dense layers of 16-bit models are kept in float32 on this CPU, at twice their memory"
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """The first processor's flags, as Linux names them; empty where the file does not say."""
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    found = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(found.partition(":")[2].split())
+
+
+def has_bfloat16_products(flags: frozenset[str]) -> bool:
+    """Whether dense layers stay in bfloat16 on a CPU with these flags."""
+    return any(needed <= flags for needed in _BFLOAT16_PRODUCTS)
+
+
+def what_it_costs(level: str, flags: frozenset[str], on_gpu: bool) -> str:
+    """What a host of this level lacks, in one line; empty: nothing.
+
+    level: as `isa_level` names it; flags: as `cpu_flags`, empty where they are not known; on_gpu: whether
+    GPUs compute the dense layers.
+    """
+    parts = [_MISSING.get(level, "")]
+    if flags and not on_gpu and not has_bfloat16_products(flags):
+        parts.append(_IN_FLOAT32)
+    return "; ".join(part for part in parts if part)
