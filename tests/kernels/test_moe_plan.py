@@ -119,6 +119,16 @@ def test_float32_requests_are_not_measured() -> None:
     assert all(row.nanoseconds == 0 for row in wide)
 
 
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in ("scalar", "avx2")])
+def test_times_are_measured_where_there_is_one_kernel(isa: Isa) -> None:
+    """Below AVX-512 there is no choice, but the planner needs times of more than one row all the same."""
+    plan = calibrated(engine_of("int4_g32", isa=isa)).plan()
+    for matrix in ("gate_up", "down"):
+        narrow = [row for row in plan if (row.matrix, row.row_type) == (matrix, "bfloat16")]
+        assert len({row.kernel for row in narrow}) == 1
+        assert sum(row.nanoseconds > 0 for row in narrow) > 1
+
+
 def test_calibration_measures_loaded_experts() -> None:
     """Choices of loaded formats are measured, one by one where there are several; others stay."""
     for loaded in (False, True):

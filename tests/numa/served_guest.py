@@ -111,8 +111,11 @@ def check_served() -> bool:
     """A server with two expert servers, asked over HTTP."""
     command = ["serve", MODEL, "--served-model-name", "guest", "--expert-servers", "2"]
     command += ["--port", str(PORT), "--max-num-seqs", "2", *PATIENCE]
-    begin = time.monotonic()
-    server = subprocess.Popen(moebius(*command))
+    begin, log = time.monotonic(), Path("/tmp/server.log")
+    print(f"$ moebius {' '.join(command)}", flush=True)
+    # Not on the console: what moves on a terminal costs an emulated CPU more than loading.
+    with log.open("wb") as sink:
+        server = subprocess.Popen(moebius(*command), stdout=sink, stderr=sink)
     try:
         while not is_ready():
             if server.poll() is not None:
@@ -123,7 +126,9 @@ def check_served() -> bool:
         return check("a server answers", "Paris" in text, repr(text))
     finally:
         server.terminate()
-        check("the server stops", server.wait(300) == 0, server.returncode)
+        stopped = server.wait(300) == 0
+        print(log.read_text(), flush=True)
+        check("the server stops", stopped, server.returncode)
 
 
 def is_ready() -> bool:
