@@ -21,6 +21,7 @@ from prometheus_client import REGISTRY
 
 from gpu_service.build import Built, WarmUpGate, build_engine, model_info
 from gpu_service.engine.interface import NullObserver
+from gpu_service.experts.adaptive import metrics as placement_metrics
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.live import make_live_experts
 from gpu_service.memory.ledger import export
@@ -324,6 +325,8 @@ def _warm_up(
     built.memory.seal()
     if built.memory.ledger is not None:
         export(built.memory.ledger, name)
+    if built.placement is not None:
+        placement_metrics.export(built.placement, name)
 
 
 def run_follower(config: MoebiusConfig) -> int:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from gpu_service.experts.adaptive import placement as placement_module
 from gpu_service.experts.adaptive import policy
+from gpu_service.experts.adaptive.metrics import export
 from gpu_service.experts.adaptive.record import RoutingRecord
 from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig, PlacementConfig
@@ -93,6 +95,11 @@ def test_answers_do_not_depend_on_exchanges(
             assert exchanges(engine) > 0
             figures = engine.built.placement.figures()  # type: ignore[union-attr]
             assert 0 < figures.hits < figures.chosen
+            registry = CollectorRegistry()
+            export(engine.built.placement, "tiny", registry)  # type: ignore[arg-type]
+            scraped = generate_latest(registry).decode()
+            labels = '{engine="0",model_name="tiny"}'
+            assert f"moebius:expert_exchanges_total{labels} {float(figures.exchanges)}" in scraped
             learnt = {layer: set(resident.experts(layer)) for layer in resident.slots}
         resident.check_integrity()
         record = RoutingRecord(read_geometry(model), checkpoint_fingerprint(open_index(str(model))))
