@@ -4,6 +4,7 @@ fits.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,10 @@ def test_a_small_gpu_gets_what_fits_beside_a_cache(monkeypatch: pytest.MonkeyPat
         assert keeps_residents(found)
         counts.append(found.gpu_experts)
     assert 0 < counts[0] < counts[1] < counts[2] < 128
-    config = settings(qwen, expert_dtype="int4")
-    planned = Planner(config, on_gpu=True).plan(hardware("4090", gpu_memory_gib=16.0, ram_gib=64, sockets=1))
+    config, host = settings(qwen, expert_dtype="int4"), hardware("4090", ram_gib=64, sockets=1)
+    assert host.gpu is not None
+    smaller = replace(host, gpu=replace(host.gpu, memory_bytes=16 * GIB))
+    planned = Planner(config, on_gpu=True).plan(smaller)
     assert max(planned.residency.by_layer.values()) == counts[1]
     assert planned.kv.tokens >= 4 * 8192
 
