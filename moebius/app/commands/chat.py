@@ -96,6 +96,7 @@ def _add_run(app: typer.Typer) -> None:
         from moebius.app.chat.conversation import Conversation, image_url
         from moebius.app.commands.models import check_files, with_checkpoint
         from moebius.app.commands.once import ask_once, quiet
+        from moebius.app.planning.fill import with_filled_gpus
         from moebius.app.supervisor.plan import plan_processes
         from moebius.telemetry import configure_logging
 
@@ -109,7 +110,7 @@ def _add_run(app: typer.Typer) -> None:
         config = with_checkpoint(quiet(config))
         check_files(config)
         configure_logging(config.telemetry, "supervisor")
-        serve_plan = plan_processes(config)
+        serve_plan = plan_processes(with_filled_gpus(config))
         name = serve_plan.config.model.served_model_name
         conversation = Conversation(_body(name, max_tokens, temperature), system, images=images)
         conversation.ask(prompt)

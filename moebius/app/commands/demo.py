@@ -40,12 +40,13 @@ def register(app: typer.Typer) -> None:
         prompt: Annotated[str, typer.Option(help="What to ask")] = "What is the capital of France?",
     ) -> None:
         """Start the demo model, answer one question, stop. The model is built if need be."""
+        from moebius.app.planning.fill import with_filled_gpus
         from moebius.app.supervisor.plan import plan_processes
         from moebius.telemetry import configure_logging
 
         config = _demo_settings(config)
         configure_logging(config.telemetry, "supervisor")
-        _answer(plan_processes(config), prompt)
+        _answer(plan_processes(with_filled_gpus(config)), prompt)
 
 
 def _demo_settings(config: MoebiusConfig) -> MoebiusConfig:
