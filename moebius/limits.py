@@ -97,6 +97,12 @@ def _pid_groups(root: Path) -> list[Path]:
     return found
 
 
+def total_memory(root: Path = Path("/")) -> int:
+    """Bytes of the machine, whatever a container may use of them."""
+    total = _table(root / "proc/meminfo").get("MemTotal:", 0) * 1024
+    return total or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that can be allocated without swapping: the kernel's estimate, at most what the cgroup leaves.
 

@@ -16,7 +16,7 @@ from moebius import _kernels
 from moebius.app.commands.serve import container_note
 from moebius.app.doctor.facts import Volume
 from moebius.app.supervisor.placement import usable_cpus
-from moebius.app.supervisor.plan import _shared_memory_problem
+from moebius.app.supervisor.shortages import shared_memory_shortage
 from moebius.errors import StartupError, UserError, shortage
 from moebius.limits import check_limits, out_of_memory_kills
 from moebius.mailbox import Mailbox, MailboxError, MailboxGeometry
@@ -143,14 +143,15 @@ def test_what_runs_out_later_names_the_limit(cause: str, said: str, monkeypatch:
 def test_shared_memory_says_what_is_wrong_with_it() -> None:
     """Containers have 64 MiB unless told otherwise: the message has the sizes and each system's way."""
     small = Volume(Path("/dev/shm"), True, True, "tmpfs", 64 << 20, 60 << 20)
-    said = _shared_memory_problem(100 << 20, "No space left on device", small)
-    assert "share 100 MiB of memory in /dev/shm, but it holds 64 MiB, and 60 MiB are free" in said
+    said = str(shared_memory_shortage(100 << 20, small, "No space left on device"))
+    assert "share 100 MiB of memory in /dev/shm, but it holds 64 MiB, and 60 MiB are free. " in said
     assert "--shm-size=1g" in said
     assert "medium: Memory" in said
-    assert "it does not exist" in _shared_memory_problem(1, "an error", replace(small, exists=False))
-    assert "it is read-only" in _shared_memory_problem(1, "an error", replace(small, writable=False))
-    assert "but an error." in _shared_memory_problem(1, "an error", small)
-    assert "--shm-size=3g;" in _shared_memory_problem(2100 << 20, "No space left", small)
+    assert "it does not exist" in str(shared_memory_shortage(1, replace(small, exists=False)))
+    assert "it is read-only" in str(shared_memory_shortage(1, replace(small, writable=False)))
+    assert "but an error. " in str(shared_memory_shortage(1, small, "an error"))
+    assert "--shm-size=3g;" in str(shared_memory_shortage(2100 << 20, small))
+    assert shared_memory_shortage(1, small) is None
 
 
 def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from moebius.errors import UserError
 if TYPE_CHECKING:
     from moebius.app.doctor.checks import Expectation, Finding
     from moebius.app.doctor.facts import Facts
+    from moebius.app.supervisor.shortages import Shortage
 
 MIB = 2**20
 MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
@@ -29,7 +30,7 @@ def register(app: typer.Typer) -> None:
     app.command()(doctor)
 
 
-@with_settings("model", "experts", "speculative_method", "num_draft_tokens")
+@with_settings("model", "gpu", "experts", "parallel", "placement")
 def doctor(
     config: MoebiusConfig,
     kubernetes: Annotated[
@@ -64,12 +65,12 @@ def doctor(
         facts = read_facts()
     except (RuntimeError, ValueError) as error:
         raise UserError(str(error)) from None
-    findings = list(check_host(facts))
+    findings = [*check_host(facts), _limits(role)]
     if kubernetes:
         expected, checkpoint = _expectation(config, role, expect_gpus, expect_weights_mib)
         findings += [*checkpoint, *_pod_findings(config, facts, expected, kubelet_config)]
     elif config.model.model:
-        findings.append(_checkpoint(config))
+        findings += _model_findings(config)
     if measure:
         findings += _measured(facts)
     for finding in findings:
@@ -110,17 +111,77 @@ def _expectation(
     return Expectation(**values), [check_model(config.model.model, error, IN_A_POD)]
 
 
-def _checkpoint(config: MoebiusConfig) -> Finding:
-    """Whether MODEL can be served, as far as its configuration, headers and tokenizer say."""
-    from moebius.app.commands.models import check_files, with_checkpoint
-    from moebius.app.doctor.checks import check_model
+def _limits(role: str) -> Finding:
+    """Whether a process may start at all: what every command checks that starts one."""
+    from moebius.app.doctor.checks import check_process_limits
+    from moebius.limits import check_limits
 
-    error = ""
     try:
-        check_files(with_checkpoint(config, needs_weights=False), needs_weights=False)
+        check_limits("gpu" if role == "engine" else "expert")
+    except UserError as error:
+        return check_process_limits(str(error))
+    return check_process_limits("")
+
+
+def _model_findings(config: MoebiusConfig) -> list[Finding]:
+    """Whether `moebius serve MODEL` would start here: files, then sizes, then the memory plan."""
+    from moebius.app.commands.models import check_files, with_checkpoint
+    from moebius.app.doctor.checks import check_model, check_plan, check_shortages
+
+    given, error = config.model.model, ""
+    try:
+        config = with_checkpoint(config, needs_weights=False)
+        check_files(config, needs_weights=False)
     except (UserError, ValueError, OSError) as found:
         error = str(found)
-    return check_model(config.model.model, error, "`moebius plan` takes the same MODEL, and says more")
+    findings = [check_model(given, error, "`moebius plan` takes the same MODEL, and says more")]
+    if error:
+        return findings
+    try:
+        shortages = _shortages(config)
+    except (UserError, ValueError) as found:
+        return [*findings, check_plan(str(found))]
+    findings += check_shortages(shortages)
+    # Its estimate says the same once more, and less of the cause.
+    return findings if shortages else [*findings, _memory_plan(config)]
+
+
+def _shortages(config: MoebiusConfig) -> list[Shortage]:
+    """As `moebius serve` finds them. Raises UserError or ValueError for settings that cannot be."""
+    from moebius.app.cli_options import check_device
+    from moebius.app.supervisor.plan import expert_placements
+    from moebius.app.supervisor.shortages import find_shortages, needs_of
+    from moebius.served_model import read_served_geometry
+
+    check_device(config)
+    model = read_served_geometry(config)
+    count = len(expert_placements(config, model))
+    uses_mailbox = count > 0 and config.experts.expert_transport == "mailbox"
+    changed = {
+        "expert_servers": count,
+        "split_count": max(1, count),
+        "mailbox": (config.experts.mailbox or "moebius") if uses_mailbox else "",
+    }
+    planned = config.model_copy(update={"experts": config.experts.model_copy(update=changed)})
+    return list(find_shortages(needs_of(config, planned, model), config.experts.expert_weights_dir))
+
+
+def _memory_plan(config: MoebiusConfig) -> Finding:
+    """What `moebius serve --dry-run` says of the memory that is free now."""
+    from moebius.app.doctor.checks import check_plan
+    from moebius.app.planning.capacity import Wish
+    from moebius.app.planning.hardware import HardwareOptions, hardware
+    from moebius.app.planning.planner import plan_capacity
+    from moebius.app.planning.report import quiet
+
+    if config.experts.expert_transport == "local":
+        return check_plan("", "none for expert_transport local")
+    try:
+        with quiet():
+            plan_capacity(config, hardware(HardwareOptions()), Wish(), fill=False)
+    except (UserError, ValueError) as error:
+        return check_plan(" ".join(str(error).split()))
+    return check_plan("")
 
 
 def _sizes(config: MoebiusConfig, role: str) -> dict[str, Any]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from moebius.app.doctor.facts import HUGE_PAGE, Facts, GpuLink, Volume
 from moebius.config import SecurityConfig
 from moebius.errors import ConfigError
 from moebius.instruction_sets import what_it_costs
 from moebius.topology import format_cpu_list, node_of_cpus
+
+if TYPE_CHECKING:
+    from moebius.app.supervisor.shortages import Shortage
 
 Status = Literal["ok", "warning", "failure"]
 GIB, MIB = 2**30, 2**20
@@ -326,6 +329,27 @@ def check_kubelet(settings: Mapping[str, Any], expected: Expectation) -> Iterato
 def check_model(path: str, error: str, fix: str) -> Finding:
     """`error`: why the checkpoint cannot be used; empty: it can."""
     return _as(not error, "failure", "checkpoint", error or path, fix)
+
+
+def check_process_limits(error: str) -> Finding:
+    """`error`: which limit is too low for a process of ours, and how it is raised; empty: none."""
+    problem, _, fix = error.partition("; needed: ")
+    fix = f"needed: {fix}" if fix else "raise this limit"
+    return _as(not error, "failure", "limits of a process", problem or "enough to start", fix)
+
+
+def check_shortages(shortages: Sequence[Shortage]) -> Iterator[Finding]:
+    """What `moebius serve MODEL` refuses to start with."""
+    for shortage in shortages:
+        yield Finding(f"{shortage.of} for this model", "failure", shortage.problem, shortage.remedy)
+    if not shortages:
+        yield Finding("shared memory, address space and RAM for this model", "ok", "enough")
+
+
+def check_plan(error: str, found: str = "fits") -> Finding:
+    """`error`: what the planner refuses of the model with these settings; empty: nothing."""
+    fix = "`moebius plan` with other settings says what would fit"
+    return _as(not error, "failure", "memory plan", error or found, fix)
 
 
 def check_certificates(settings: SecurityConfig) -> Iterator[Finding]:

@@ -163,7 +163,7 @@ def run(
     Raises typer.Exit with status 1, after one line on stderr, when it does not fit; UserError for all else.
     """
     try:
-        with _quiet():
+        with quiet():
             host = hardware(options)
             _refuse_incomplete(config)
             found = plan_capacity(config, host, wish, fill)
@@ -197,7 +197,7 @@ def _refuse_incomplete(config: MoebiusConfig) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keys of config.json that nothing reads are reported when a model is loaded, not when it is planned."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))

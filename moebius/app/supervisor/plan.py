@@ -18,7 +18,7 @@ from pathlib import Path
 
 import structlog
 
-from moebius.app.doctor.facts import Volume, read_volume
+from moebius.app.doctor.facts import read_volume
 from moebius.app.supervisor.health import (
     GrpcProbe,
     HttpProbe,
@@ -42,6 +42,7 @@ from moebius.app.supervisor.placement import (
     usable_cpus,
 )
 from moebius.app.supervisor.runfile import SHARED_MEMORY, clean_up_stale, own_state_directory
+from moebius.app.supervisor.shortages import refuse_shortages, shared_memory_shortage
 from moebius.app.supervisor.weight_files import WeightFile, free_reserved_bytes
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig, Section
@@ -78,7 +79,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
     """Decides everything about the processes; cleans up what killed predecessors left on the way.
 
     Raises ConfigError (settings that cannot be served), CheckpointError (a model we do not know) and
-    StartupError (state directory or port unusable).
+    StartupError (state directory or port unusable, or a host that is too small).
     """
     model = read_served_geometry(config)
     chosen = config.supervisor.state_dir
@@ -87,8 +88,9 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
     clean_up_stale(state_dir)
     config = _with_port(config)
     directory = state_dir / f"serve-{config.gateway.port}"
-    placements = () if _is_all_resident(config, model) else _placements(config)
+    placements, given = expert_placements(config, model), config
     config = _shared_settings(config, directory, len(placements))
+    refuse_shortages(given, config, model)
     members = _members(config, placements, place_ranks(config, find_gpus(), usable_cpus()[0]))
     host = _reachable(config.gateway.host)
     scheme = "http" if http_files(config.security) is None else "https"
@@ -262,11 +264,14 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-def _placements(config: MoebiusConfig) -> tuple[ServerBinding, ...]:
-    """One placement per expert server to start.
+def expert_placements(config: MoebiusConfig, model: MoeGeometry) -> tuple[ServerBinding, ...]:
+    """One placement per expert server that `serve` starts on this host.
 
     None when gpu_service computes the experts itself, or reaches servers that somebody else started.
+    Raises ConfigError for shares that do not fit.
     """
+    if _is_all_resident(config, model):
+        return ()
     experts = config.experts
     if experts.expert_addresses and experts.expert_transport != "grpc":
         raise ConfigError(
@@ -382,29 +387,11 @@ def _mailbox(config: MoebiusConfig, model: MoeGeometry) -> Segment:
         try:
             return Mailbox.create(name, geometry)
         except MailboxError as error:
-            raise StartupError(
-                _shared_memory_problem(geometry.regions().total, str(error), read_volume(SHARED_MEMORY))
-            ) from None
+            found = read_volume(SHARED_MEMORY)
+            shortage = shared_memory_shortage(geometry.regions().total, found, str(error))
+            raise StartupError(str(shortage)) from None
 
     return Segment(name, create)
-
-
-def _shared_memory_problem(needed: int, error: str, found: Volume) -> str:
-    """Why the mailbox could not be made, and what mends that; `needed`: its bytes."""
-    from moebius.mailbox import more_shared_memory
-
-    needed_mib, free_mib = -(-needed // 2**20), found.free_bytes // 2**20
-    reason = error
-    if not found.exists:
-        reason = "it does not exist"
-    elif not found.writable:
-        reason = "it is read-only, or another user's"
-    elif found.free_bytes < needed:
-        reason = f"it holds {found.total_bytes // 2**20} MiB, and {free_mib} MiB are free"
-    return (
-        f"the processes share {needed_mib} MiB of memory in {SHARED_MEMORY}, but {reason}. "
-        f"{more_shared_memory(needed)}"
-    )
 
 
 def _socket(directory: Path, name: str) -> str:
