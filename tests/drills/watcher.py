@@ -19,6 +19,8 @@ from tests.helpers.stack import Stack, mailboxes_of
 
 MIB = 2**20
 SHARED_MEMORY = Path("/dev/shm")
+# Younger processes are still starting: what they use says nothing of growth.
+GROWN_UP_S = 3.0
 # Part of a drill whose samples are left out: caches fill, allocators settle.
 WARM_UP = 0.1
 
@@ -69,7 +71,8 @@ def _name(command: Sequence[str]) -> str | None:
 
 def look(stack: Stack) -> Sample:
     """All numbers now."""
-    processes = {name: _usage(members) for name, members in processes_of(stack).items()}
+    found = {name: _grown_up(members) for name, members in processes_of(stack).items()}
+    processes = {name: _usage(members) for name, members in found.items() if members}
     shared = 0.0
     for name in mailboxes_of(stack):
         with contextlib.suppress(OSError):
@@ -79,6 +82,10 @@ def look(stack: Stack) -> Sample:
         (load.num_used_tokens, load.num_cached_tokens, load.num_total_reqs) if load else (None, None, None)
     )
     return Sample(time.monotonic(), processes, shared, used, cached, requests)
+
+
+def _grown_up(members: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [member for member in members if time.time() - member.create_time() >= GROWN_UP_S]
 
 
 def _usage(members: Sequence[psutil.Process]) -> Usage:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from gpu_service.experts.client import ExpertRefused, ExpertUnavailable
+from gpu_service.experts.servers import CheckedExperts
 from moebius.errors import WRONG_IDENTITY_EXIT, WrongIdentity
 from moebius.models.checkpoint import open_index
 from protos import expert_pb2
@@ -18,6 +21,7 @@ from tests.helpers.expert_cluster import (
     READY_S,
     Cluster,
     compute,
+    freeze,
     make_config,
     random_routing,
     start_expert,
@@ -140,3 +144,36 @@ def test_an_engine_of_other_files_is_refused_at_its_start(cluster: Cluster, tmp_
     )
     with pytest.raises(WrongIdentity, match="checkpoint is "):
         Cluster(config, cluster.geometry, cluster.log).client("grpc")
+
+
+@pytest.mark.parametrize("fault", ["killed", "frozen"])
+@pytest.mark.parametrize("transport", ["mailbox", "grpc"])
+def test_a_second_fault_during_the_check_is_waited_for(cluster: Cluster, transport: str, fault: str) -> None:
+    """A server that has just returned is killed, or stands still, while it is compared: the recovery goes on,
+    and what is computed then is what was before."""
+    client = cluster.client(transport, mailbox_deadline_ms=1500)
+    checked = CheckedExperts(client)
+    routing = random_routing(cluster.geometry, 5)
+    before = compute(checked, 1, routing)
+    checks: list[int] = []
+
+    def check() -> str:
+        checks.append(cluster.processes[1].pid)
+        if fault == "killed" and len(checks) < 3:
+            kill(cluster, 1)
+            cluster.start(1)
+        if fault == "frozen" and len(checks) == 1:
+            freeze(cluster.processes[1])
+            threading.Timer(3.0, cluster.processes[1].send_signal, (signal.SIGCONT,)).start()
+        return "" if torch.equal(compute(checked, 1, routing), before) else "another answer"
+
+    checked.check_with(check)
+    kill(cluster, 1)
+    with pytest.raises(ExpertUnavailable):
+        compute(checked, 1, routing)
+    cluster.start(1)
+    checked.recover(4 * READY_S)
+    assert len(checks) >= 2
+    assert checked.problem() == ""
+    assert torch.equal(compute(checked, 1, routing), before)
+    checked.close()
