@@ -1,9 +1,13 @@
-"""A limit on requests in flight: beyond it clients get 429 and retry later, so that latency stays bounded."""
+"""A limit on requests in flight: beyond it clients get 429 and retry later, so that latency stays bounded.
+
+One that has less than an equal share of the places is let in all the same: nobody is kept out by others.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.errors import ApiError
 from gateway.telemetry import GatewayMetrics
 from gateway.workers.shared import Places
+from moebius.fair_shares import is_below_share
 
 RETRY_AFTER_S = 1
 
@@ -25,15 +30,17 @@ class Admission:
         self._limit = limit
         self._metrics = metrics
         self._places = places or Places()
+        self._taken: Counter[str] = Counter()  # by client, of this process: each has its part of a share
 
     @property
     def in_flight(self) -> int:
         """Requests that have a place, those of other processes included."""
         return self._places.total
 
-    def enter(self) -> None:
-        """Takes a place; ApiError 429 with Retry-After when all are taken."""
-        if self.in_flight >= self._limit:
+    def enter(self, client: str = "") -> None:
+        """Takes a place; ApiError 429 with Retry-After when all are taken and the client has its share."""
+        own_limit = self._limit // self._places.count
+        if self.in_flight >= self._limit and not is_below_share(self._taken, client, own_limit):
             self._metrics.rejected("gateway_queue_full")
             raise ApiError(
                 429,
@@ -41,10 +48,14 @@ class Admission:
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
+        self._taken[client] += 1
         self._places.add(+1)
 
-    def leave(self) -> None:
+    def leave(self, client: str = "") -> None:
         """Frees this request's place for the next one in the queue."""
+        self._taken[client] -= 1
+        if not self._taken[client]:
+            del self._taken[client]
         self._places.add(-1)
 
 

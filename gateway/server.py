@@ -128,6 +128,8 @@ def server_for(config: MoebiusConfig, shared: Shared | None = None) -> GatewaySe
         lifespan="on",
         http=secured(protocol, config, limits, metrics.connection_closed),  # type: ignore[arg-type]
         ws="none",
+        # Of a proxy on this machine, whose `X-Forwarded-For` is believed; not from the environment.
+        forwarded_allow_ips=["127.0.0.1", "::1"],
         backlog=limits.backlog,
         timeout_keep_alive=limits.idle_timeout_s,
         timeout_graceful_shutdown=_CLOSE_S,

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import telemetry
+from gateway.clients import client_of
 from gateway.errors import to_api_error
 from gateway.formats import Output, ResponseFormat, Usage
 from gateway.generation import merge
@@ -60,6 +61,7 @@ class RequestRun:
         )
         self._context = otel_context.get_current()
         self._admitted = False
+        self._client = ""  # as `client_of` has it
         self._key_use: KeyUse | None = None  # None: no keys are needed here
         self._first: asyncio.Future[bytes] | None = None
         self._events_ahead: AsyncGenerator[bytes, None] | None = None
@@ -75,7 +77,10 @@ class RequestRun:
             ClientGone: the client left.
         """
         self._key_use = getattr(request.state, "key_use", None)
-        self._gateway.admission.enter()
+        self._client = client_of(request.scope)
+        for job in self._jobs:
+            job.request.fairness_id = self._client
+        self._gateway.admission.enter(self._client)
         self._gateway.metrics.in_flight(+1)
         self._admitted = True
         if not self._stream:
@@ -115,7 +120,7 @@ class RequestRun:
                 used = self._usage()
                 self._key_use.took(used.prompt_tokens + used.completion_tokens)
             self._gateway.metrics.in_flight(-1)
-            self._gateway.admission.leave()
+            self._gateway.admission.leave(self._client)
 
     async def _in_band(
         self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]

@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from gateway.admission import Admission, Drain, shutting_down
 from gateway.apis.stored_responses import ResponseStore, check_store
+from gateway.clients import client_of
 from gateway.errors import ApiError
 from gateway.model import ServedModel, load_served_model
 from gateway.prompts.contract import Kind, ModelFiles, Prepared, WorkerSetup
@@ -196,7 +197,8 @@ class Gateway:
             int(images.max_images_per_request * images.max_image_mib * _MIB * 4 / 3) if takes_images else 0
         )
         async with self._bodies.receive(request, extra) as body:
-            return await run_until_disconnect(request, self._prompts.prepare(kind, body))
+            client = client_of(request.scope)
+            return await run_until_disconnect(request, self._prompts.prepare(kind, body, client))
 
     async def render_metrics(self) -> bytes:
         """Prometheus text, of all processes of this port, of all engines and of their expert servers."""

@@ -105,6 +105,7 @@ class Request:
     index: int = 0
     priority: int = 0
     cache_namespace: str = ""
+    fairness_id: str = ""  # whose request it is: clients get equal shares
     arrival: int = 0
     trace_context: dict[str, str] = field(default_factory=dict)
     # Of the trace that the call belongs to, hex, also when that is not recorded; filled by the servicer.
@@ -124,6 +125,8 @@ class Request:
     in_lane: bool = False
     # Tokens to compute by what was in the prefix tree when somebody first asked, while it waits; -1: nobody.
     expected_len: int = -1
+    # Positions that have counted for its client's share; cached ones do, too, at no cost.
+    charged_len: int = 0
 
     # Filled by the request cache. The epoch changes when pages other than appended ones change.
     pages: list[int] = field(default_factory=list)

@@ -54,6 +54,8 @@ def make_requests(
     """
     if not 1 <= len(message.request_id) <= 256:
         raise InvalidField("request_id", message.request_id[:300], "1 to 256 characters")
+    if len(message.fairness_id) > 256:
+        raise InvalidField("fairness_id", message.fairness_id[:300], "at most 256 characters")
     prompt, vision = _prompt(message, preparer)
     if not 1 <= len(prompt) < bounds.context_limit:
         raise InvalidField(
@@ -76,6 +78,7 @@ def make_requests(
             index=index,
             priority=message.priority,
             cache_namespace=message.cache_salt,
+            fairness_id=message.fairness_id,
             vision=vision,
             constraint=constraint,
         )

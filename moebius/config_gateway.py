@@ -69,7 +69,9 @@ class GatewayConfig(Section):
         description="Tokens (prompt and output) of one API key per minute",
     )
     max_queued_requests: int = Field(
-        default=256, ge=1, description="Requests in progress at once; more are answered with 429"
+        default=256,
+        ge=1,
+        description="Requests in progress at once; more get 429, unless of a client with less than its share",
     )
     max_connections: int | None = Field(
         default=None,

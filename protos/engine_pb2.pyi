@@ -86,7 +86,7 @@ class ImageInput(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., detail: _Optional[_Union[ImageDetail, str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "tokenized", "sampling_params", "stream", "trace_context", "priority", "cache_salt", "images", "constraint")
+    __slots__ = ("request_id", "tokenized", "sampling_params", "stream", "trace_context", "priority", "cache_salt", "images", "constraint", "fairness_id")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    FAIRNESS_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokenized: TokenizedInput
     sampling_params: SamplingParams
@@ -112,7 +113,8 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     images: _containers.RepeatedCompositeFieldContainer[ImageInput]
     constraint: Constraint
-    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: _Optional[bool] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., images: _Optional[_Iterable[_Union[ImageInput, _Mapping]]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
+    fairness_id: str
+    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: _Optional[bool] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., images: _Optional[_Iterable[_Union[ImageInput, _Mapping]]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., fairness_id: _Optional[str] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "regex", "lark", "json_object", "choice", "structural_tag", "ebnf", "after_token_ids", "start_token_ids", "max_reasoning_tokens", "forced_token_ids", "no_whitespace")

@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -37,6 +39,7 @@ from gateway.prompts.contract import (
 from gateway.prompts.prepare import too_large
 from gateway.prompts.worker import OUT_OF_MEMORY
 from gateway.streaming import ClientGone
+from moebius.fair_shares import FairShares, in_turns, is_below_share
 
 logger = structlog.get_logger(__name__)
 SMALL_BYTES = 2**16  # bodies up to this size have a process of their own
@@ -45,6 +48,7 @@ _PIECE = 2**18  # bytes written at once, so that the loop goes on in between
 _START_S = 120.0  # a large vocabulary on a busy machine takes many seconds
 _WALL_FACTOR = 10  # a request may wait for a processor this much longer than it may use one
 _RESTART_S = 1.0
+_LIKELY_S = 0.002  # of a request that has not been read: those that are picked together are divided by this
 _COMPRESSED = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"})
 
 
@@ -55,6 +59,7 @@ class _Job:
     kind: Kind
     body: Sequence[bytes]
     size: int
+    client: str  # whose request it is
     answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
     deaths: int = 0  # processes that ended in it by another's hand
     alone: bool = False  # a process ended in a group that it was in: whose fault that was is not known
@@ -185,6 +190,7 @@ class PromptPool:
         # ends: a process takes it, it is refused, or its client goes away.
         self._small: dict[_Job, None] = {}
         self._large: dict[_Job, None] = {}
+        self._shares = FairShares()  # seconds of processes
         self._changed = asyncio.Event()  # something waits
         self._running: dict[int, _Process] = {}
         # Numbers of those whose last start failed.
@@ -243,20 +249,22 @@ class PromptPool:
         await asyncio.gather(*(process.stop() for process in self._running.values()))
         self._running.clear()
 
-    async def prepare(self, kind: Kind, body: Sequence[bytes]) -> Prepared | bytes:
-        """The prepared request, or the JSON answer of one that needs no engine.
+    async def prepare(self, kind: Kind, body: Sequence[bytes], client: str = "") -> Prepared | bytes:
+        """The prepared request, or the JSON answer of one that needs no engine. `client`: whose it is.
 
         Raises:
             ApiError: the request is refused, costs too much, or too many wait.
         """
-        if self.waiting >= self._most_waiting:
+        if self.waiting >= self._most_waiting and not is_below_share(
+            Counter(job.client for job in (*self._small, *self._large)), client, self._most_waiting
+        ):
             raise ApiError(
                 429,
                 f"{self._most_waiting} requests wait to be read: try again later",
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
-        job = _Job(kind, body, sum(map(len, body)))
+        job = _Job(kind, body, sum(map(len, body)), client)
         self._queue(job)
         try:
             answer = await job.answer
@@ -294,7 +302,7 @@ class PromptPool:
             most = min(_GROUP, -(-len(queue) // self._count)) if queue is self._small else 1
             jobs: list[_Job] = []
             size = 0
-            for job in queue:
+            for job in self._in_turns(queue):
                 if job.answer.done():  # its client went away in this turn of the event loop
                     continue
                 size += job.size
@@ -308,6 +316,22 @@ class PromptPool:
             if jobs:
                 return jobs
         return []
+
+    def _in_turns(self, queue: Iterable[_Job]) -> Iterable[_Job]:
+        """As they came, of several clients in turns by the time that their requests took."""
+        queues: dict[str, list[_Job]] = {}
+        for job in queue:
+            queues.setdefault(job.client, []).append(job)
+        if len(queues) < 2:
+            return queue
+        self._shares.settle(queues)
+        each = {client: iter(jobs) for client, jobs in queues.items()}
+        return in_turns(each, self._shares.served, lambda _job: _LIKELY_S)
+
+    def _charge(self, jobs: Sequence[_Job], seconds: float) -> None:
+        """To their clients' shares."""
+        for job in jobs:
+            self._shares.charge(job.client, seconds / len(jobs))
 
     async def _serve(self, number: int) -> None:
         """Gives one process its requests, and the next process those after its end."""
@@ -325,12 +349,15 @@ class PromptPool:
                     self._queue(job)
                 await process.stop()
                 continue
+            began = time.monotonic()
             try:
                 answers = await process.run(jobs, self._limits().cpu_s * _WALL_FACTOR)
             except _Died as death:
                 del self._running[number]
                 self._bury(jobs, death)
                 continue
+            finally:
+                self._charge(jobs, time.monotonic() - began)
             for job, answer in zip(jobs, answers, strict=True):
                 job.end(answer)
             if process.leaving:

@@ -36,6 +36,11 @@ class Places:
         """Of all processes."""
         return sum(self._numbers)
 
+    @property
+    def count(self) -> int:
+        """Processes."""
+        return len(self._numbers)
+
     def clear(self, index: int) -> None:
         """The process with this number is gone, and its requests with it."""
         self._numbers[index] = 0

@@ -54,6 +54,7 @@ from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.request import FinishReason, Request, trace_fields
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused, refuse_impossible
 from gpu_service.scheduler.scheduler import Scheduler
+from gpu_service.scheduler.shares import may_wait
 from gpu_service.scheduler.turns import TurnPace
 from gpu_service.speculation.pace import DraftPace
 
@@ -167,7 +168,8 @@ class Engine:
                 f"{len(requests)} outputs of one request; at most {self._max_waiting} may wait"
             )
         waiting = self._inbox.num_added + len(self.scheduler.waiting)
-        if waiting + len(requests) > self._max_waiting:
+        is_full = waiting + len(requests) > self._max_waiting
+        if is_full and not may_wait(self.scheduler.waiting, requests, self._max_waiting):
             raise QueueFull(f"{waiting} outputs are waiting; at most {self._max_waiting} may")
         for request in requests:
             self._observer.submitted(request)

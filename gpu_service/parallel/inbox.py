@@ -85,7 +85,7 @@ def _encode_request(
     request: Request, output: ranks_pb2.Output, iteration: ranks_pb2.Iteration, images: dict[int, int]
 ) -> None:
     output.request_id, output.index, output.priority = request.request_id, request.index, request.priority
-    output.cache_namespace = request.cache_namespace
+    output.cache_namespace, output.fairness_id = request.cache_namespace, request.fairness_id
     if request.constraint is not None:
         output.constraint.CopyFrom(request.constraint.source)
     output.prompt_token_ids.extend(request.prompt_token_ids)
@@ -127,6 +127,7 @@ def _decode_request(
         index=output.index,
         priority=output.priority,
         cache_namespace=output.cache_namespace,
+        fairness_id=output.fairness_id,
         vision=locate(len(output.prompt_token_ids), placed, output.sees_ahead) if placed else None,
         constraint=constraint,
     )

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits, ends_by_length
+
+# Sort key of requests: what their client was served, then seniority.
+Rank = tuple[float, tuple[int, int, int]]
 
 
 def seniority(request: Request) -> tuple[int, int, int]:
@@ -83,6 +87,7 @@ def divide_budget(
     splits: bool = False,
     excluded: Callable[[Request, int], bool] = lambda request, need: False,
     budget: int | None = None,
+    rank: Callable[[Request], Any] = seniority,
 ) -> Division:
     """Who computes how much in the next step.
 
@@ -91,7 +96,8 @@ def divide_budget(
     half for itself; the other half goes to the shortest prompts first, whether they run already or wait
     (`newcomers`). So a short prompt starts at once however long the others are, and a long one is held up by
     at most as many tokens as it computes itself. Of prompts of one length the older is done first: sharing
-    evenly would delay the older and hasten nobody. `splits` as in `chunk_size`; `excluded` says, of a running
+    evenly would delay the older and hasten nobody. `rank`: which prompt is the oldest, where clients share.
+    `splits` as in `chunk_size`; `excluded` says, of a running
     request and the tokens that it needs, whether it is another step's; `budget` other than the usual one.
     """
     division = Division({}, [], limits.max_num_batched_tokens if budget is None else budget)
@@ -108,18 +114,23 @@ def divide_budget(
             division.left -= 1
     prompts = [Prompt(running[index], need, index) for index, need in needs.items() if need > 1]
     prompts += newcomers
-    _make_room(division, prompts, limits)
-    divide_among_prompts(division, prompts, limits, page_size, splits)
+    _make_room(division, prompts, limits, rank)
+    divide_among_prompts(division, prompts, limits, page_size, splits, rank)
     return division
 
 
 def divide_among_prompts(
-    division: Division, prompts: Sequence[Prompt], limits: SchedulerLimits, page_size: int, splits: bool
+    division: Division,
+    prompts: Sequence[Prompt],
+    limits: SchedulerLimits,
+    page_size: int,
+    splits: bool,
+    rank: Callable[[Request], Any] = seniority,
 ) -> None:
     """What is left of the budget, as `divide_budget` says."""
     if not prompts or division.left <= 0:
         return
-    oldest = min(prompts, key=lambda prompt: seniority(prompt.request))
+    oldest = min(prompts, key=lambda prompt: rank(prompt.request))
     reserved = max((division.left + 1) // 2, min(division.left, _least_cost(oldest, limits)))
     budget = division.left - reserved
     for prompt in sorted(prompts, key=turn):
@@ -148,11 +159,16 @@ def _least_cost(prompt: Prompt, limits: SchedulerLimits) -> int:
     return least_chunk(prompt.request, start) * token_cost(prompt.request, limits)
 
 
-def _make_room(division: Division, prompts: Sequence[Prompt], limits: SchedulerLimits) -> None:
+def _make_room(
+    division: Division,
+    prompts: Sequence[Prompt],
+    limits: SchedulerLimits,
+    rank: Callable[[Request], Any],
+) -> None:
     """Decoding waits for a step where the oldest prompt's next image would never fit beside it."""
     if not prompts:
         return
-    oldest = min(prompts, key=lambda prompt: seniority(prompt.request))
+    oldest = min(prompts, key=lambda prompt: rank(prompt.request))
     least = _least_cost(oldest, limits)
     while least > 1 and division.left < least and division.counts:
         division.counts.popitem()

@@ -25,10 +25,10 @@ from gpu_service.scheduler.admission import (
     next_chunk,
     seniority,
     token_cost,
-    turn,
 )
 from gpu_service.scheduler.lane import LaneBooks
 from gpu_service.scheduler.limits import SchedulerLimits, mark_finish, refuse_impossible
+from gpu_service.scheduler.shares import ClientShares
 from gpu_service.scheduler.turns import PromptTurns
 from gpu_service.speculation.policy import Speculation
 
@@ -64,6 +64,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.lane = LaneBooks()
+        self.shares = ClientShares()
         # Where there is no lane.
         self.turns = PromptTurns()
         # Whether a request that decodes sits out for now; set by the engine, alike on every rank.
@@ -82,6 +83,7 @@ class Scheduler:
         refuse_impossible(request.prompt_len, request.params.max_tokens, self.limits)
         request.arrival = self._arrivals
         self._arrivals += 1
+        self.shares.came(request)
         bisect.insort(self.waiting, request, key=seniority)
 
     def abort(self, request_id: str) -> list[Request]:
@@ -102,6 +104,7 @@ class Scheduler:
         request.error_message = error
         queue = self.running if request.slot >= 0 else self.waiting
         queue.remove(request)
+        self.shares.went(request)
         if request.in_lane:
             self.lane.leaving.append((request, keep))
         else:
@@ -113,6 +116,7 @@ class Scheduler:
             return None
         self.lane.lacks_pages = None
         self._weigh_lane()
+        self.shares.weigh(self.waiting, self.running)
         batch = self._take_turns() if self.turns.streams and self._decodes() else None
         batch = batch or self._schedule_main(self.lane.is_due, self.lane.excludes)
         if self.speculation is not None and batch is not None:
@@ -132,6 +136,7 @@ class Scheduler:
             cache.keeps_states,
             excluded=lambda request, need: excludes(request, need) or (need == 1 and self.holds(request)),
             budget=self._budget(),
+            rank=self.shares.rank,
         )
         return self._plan(division)
 
@@ -154,8 +159,8 @@ class Scheduler:
         """A step of long prompts alone, in the main lane."""
         cache = self.cache
         division = Division({}, [], self.turns.chunk or self.limits.prefill_chunk_max)
-        prompts = self._prompts_of(self._long_prompts)
-        divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states)
+        prompts, rank = self._prompts_of(self._long_prompts), self.shares.rank
+        divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states, rank)
         batch = self._plan(division)
         if batch is not None:
             batch.is_prompt_turn = True
@@ -179,9 +184,10 @@ class Scheduler:
         """
         assert self.lane.may_open, "the lane has an open step, or is not ready"
         self._weigh_lane()
+        self.shares.weigh(self.waiting, self.running)
         division = Division({}, [], self.limits.prefill_chunk_max)
-        prompts, cache = self._lane_prompts(), self.cache
-        divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states)
+        prompts, cache, rank = self._lane_prompts(), self.cache, self.shares.rank
+        divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states, rank)
         batch = self._plan(division)
         if batch is not None:
             self.lane.open(batch)
@@ -270,6 +276,7 @@ class Scheduler:
         self.lane.check_integrity(self.running)
         holders = [*self.running, *(request for request, _ in self.lane.leaving)]
         self.cache.check_integrity(holders)
+        self.shares.check_integrity([*self.waiting, *self.running])
         slots = sorted([*self._free_slots, *(r.slot for r in holders)])
         assert slots == list(range(self.limits.max_num_seqs)), f"slots lost or doubled: {slots}"
         for queue in (self.running, self.waiting):
@@ -350,20 +357,21 @@ class Scheduler:
         return choose(prompts + self._newcomers(choose_waiting))
 
     def _newcomers(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
-        """Waiting requests that may start now: the oldest, then the shortest; none while the oldest can not.
+        """Waiting requests that may start now: a client's oldest, then its shortest, of clients in turns.
 
-        As long as the oldest one lacks pages nobody overtakes it, or it could wait for ever. `choose`: which
-        of them the step takes, in the same order.
+        As long as the one whose turn it is lacks pages nobody overtakes it, or it could wait for ever.
+        `choose`: which of them the step takes, in the same order.
         """
         if not (self._free_slots and self.waiting and self.cache.has_free_state):
             return []
         candidates = list(admissible(self.waiting, self.running, self.cache))
-        if not candidates or not self._fits(candidates[0], self.cache.probe(candidates[0])):
+        if not candidates:
+            return []
+        oldest = self.shares.oldest(candidates)
+        if not self._fits(oldest, self.cache.probe(oldest)):
             return []
         prompts = choose([Prompt(request, self._expected(request)) for request in candidates])
-        if not prompts:
-            return []
-        return [prompts[0], *heapq.nsmallest(len(self._free_slots) - 1, prompts[1:], key=turn)]
+        return self.shares.choose(prompts, len(self._free_slots))
 
     def _expected(self, request: Request) -> int:
         """How many tokens a waiting request will compute, asked of the prefix tree once."""
@@ -405,6 +413,7 @@ class Scheduler:
         self.cache.attach(request, handle)
         request.slot = heapq.heappop(self._free_slots)
         request.expected_len = -1
+        request.charged_len = max(request.charged_len, request.cached_len)
         bisect.insort(self.running, request, key=seniority)
         batch.admitted.append(request)
 
@@ -419,6 +428,7 @@ class Scheduler:
         if self.cache.states is not None:
             self.cache.states.advance(request, batch)
         request.scheduled_len += count
+        self.shares.computes(request, request.scheduled_len)
         request.inflight_tokens += samples
         request.last_step = batch.step
 
