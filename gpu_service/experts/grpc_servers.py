@@ -185,8 +185,12 @@ def _ask_info(channel: grpc.Channel) -> Any:
     return make_stub(channel).Info.future(expert_pb2.InfoRequest(), timeout=_INFO_TIMEOUT_S)
 
 
+_WORDS = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: "it does not answer",
+    grpc.StatusCode.UNAVAILABLE: "it can not be reached",
+}
+
+
 def _status_text(error: Any) -> str:
-    """Why there is no answer; the library's own words only where they say more."""
-    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "it does not answer"
-    return f"it can not be asked ({error.code().name}: {error.details()})"
+    """Why there is no answer, for clients of the gateway, too: the library's own words name addresses."""
+    return _WORDS.get(error.code(), f"it can not say whether it is ready ({error.code().name})")

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from gpu_service.image_pieces import GatheredRequest
 from moebius.grpc_channels import listen
+from moebius.operations import NOT_READY_METADATA
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 
@@ -337,12 +338,24 @@ def _input_logprobs(request: pb.GenerateRequest) -> pb.InputLogProbs:
     )
 
 
+class ExplainedHealth(health.HealthServicer):
+    """Says why it does not serve, where that is set, as the engine's does."""
+
+    not_ready = ""
+
+    def Check(self, request: Any, context: Any) -> Any:
+        """As the standard says."""
+        if self.not_ready:
+            context.set_trailing_metadata(((NOT_READY_METADATA, self.not_ready.encode()),))
+        return super().Check(request, context)
+
+
 @contextlib.contextmanager
-def serving(engine: FakeEngine, address: str) -> Iterator[health.HealthServicer]:
+def serving(engine: FakeEngine, address: str) -> Iterator[ExplainedHealth]:
     """Serves `engine` at `address` (unix:path); yields its health service, which reports SERVING."""
     server = grpc.server(ThreadPoolExecutor(48))
     cast(Any, engine_pb2_grpc.add_EngineServicer_to_server)(engine, server)
-    health_service = health.HealthServicer()
+    health_service = ExplainedHealth()
     health_service.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     listen(server, address)

@@ -14,10 +14,10 @@ import grpc
 import httpx
 import openai
 import pytest
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
 from tokenizers import Tokenizer
 
-from tests.helpers.fake_engine import MODEL, SERVICE, FakeEngine, Script, serving
+from tests.helpers.fake_engine import MODEL, SERVICE, ExplainedHealth, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.openai_checks import client_for
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
@@ -34,7 +34,7 @@ class Setup:
     directory: Path
     tokenizer: Tokenizer
     engine: FakeEngine
-    health: health.HealthServicer
+    health: ExplainedHealth
 
 
 @pytest.fixture(scope="module")
@@ -197,13 +197,23 @@ def test_silence_is_filled_with_comments(setup: Setup) -> None:
 
 
 def test_ready_follows_the_engines_health(setup: Setup) -> None:
-    """/ready is 503 while the engine does not serve; /health only says that the gateway lives."""
+    """/ready is 503 while the engine does not serve, with the engine's reason; /health only says that the
+    gateway lives."""
     setup.health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
     try:
-        assert httpx.get(f"{setup.url}/ready").status_code == 503
+        for reason in (
+            "",
+            "expert server 1: it was started anew and is refused: checkpoint is b, expected a",
+        ):
+            setup.health.not_ready = reason
+            answer = httpx.get(f"{setup.url}/ready")
+            assert answer.status_code == 503
+            said = reason or "it is starting, stopping or gone"
+            assert answer.json()["error"]["message"] == f"the engine is not serving: {said}"
         assert httpx.get(f"{setup.url}/health").status_code == 200
     finally:
         setup.health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        setup.health.not_ready = ""
     assert httpx.get(f"{setup.url}/ready").status_code == 200
 
 
