@@ -1,7 +1,8 @@
 """Expert work of sampled steps as OpenTelemetry spans.
 
-A span per layer and token would drown every collector, so all calls of one step (they carry the same
-parent span) become one span with an event per layer.
+A span per layer and token would drown every collector, so all calls of one step become one span with an
+event per layer. Calls carry the span of their request, so a step is over when the request's layers begin
+anew: a span of a whole answer would lose most of its events, as a span has a limit of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 _log = structlog.get_logger(__name__)
-# A step whose parent was not heard of for this long is over.
+# A step is over, too, when its request was not heard of for this long.
 QUIET_NS = 500_000_000
 
 
@@ -38,21 +39,30 @@ class SpanRecorder:
 
     attributes: dict[str, str | int]
     _calls: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
+    _layers: set[int] = field(default_factory=set)  # that were ever asked for
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, call: Call) -> None:
         """Remember one call."""
         with self._lock:
+            self._layers.add(call.layer)
             self._calls.setdefault((call.trace_id, call.span_id), []).append(call)
 
     def flush(self, now_unix_ns: int | None = None) -> int:
-        """Export steps that have been quiet for 0.5 s (all of them when `now_unix_ns` is 0); how many."""
+        """Export steps that are followed by another one of their request, or have been quiet for 0.5 s (all
+        of them when `now_unix_ns` is 0); how many."""
         now = time.time_ns() if now_unix_ns is None else now_unix_ns
+        finished: list[list[Call]] = []
         with self._lock:
-            over = [key for key, calls in self._calls.items() if not now or _end(calls) < now - QUIET_NS]
-            finished = [self._calls.pop(key) for key in over]
-        for calls in finished:
-            self._export(calls)
+            for key, calls in list(self._calls.items()):
+                steps = steps_of(calls, len(self._layers) == 1)
+                if now and _end(calls) >= now - QUIET_NS:
+                    self._calls[key] = steps.pop()
+                else:
+                    del self._calls[key]
+                finished += steps
+        for step in finished:
+            self._export(step)
         return len(finished)
 
     def _export(self, calls: list[Call]) -> None:
@@ -70,17 +80,37 @@ class SpanRecorder:
                 "moebius.expert.compute_ns": sum(call.duration_ns for call in calls),
             },
         )
-        for call in calls:
-            attributes = {"layer": call.layer, "rows": call.rows, "duration_ns": call.duration_ns}
-            span.add_event("moebius.expert.layer", attributes, timestamp=call.start_unix_ns)
+        layers: dict[int, list[Call]] = {}
+        for call in calls:  # long steps ask for a layer in several pieces
+            layers.setdefault(call.layer, []).append(call)
+        for layer, pieces in layers.items():
+            attributes = {
+                "layer": layer,
+                "rows": sum(piece.rows for piece in pieces),
+                "duration_ns": sum(piece.duration_ns for piece in pieces),
+                "calls": len(pieces),
+            }
+            span.add_event("moebius.expert.layer", attributes, timestamp=pieces[0].start_unix_ns)
         span.end(end_time=_end(calls))
         _log.debug(
             "sampled step",
             trace_id=trace.format_trace_id(first.trace_id),
-            layers=len(calls),
+            layers=len(layers),
             rows=first.rows,
             compute_ms=round(sum(call.duration_ns for call in calls) / 1e6, 3),
         )
+
+
+def steps_of(calls: list[Call], has_one_layer: bool) -> list[list[Call]]:
+    """Calls of one request, in the order in which they began, by step: layers ascend within one. Of a model
+    that has one such layer each call is a step."""
+    ordered = sorted(calls, key=lambda call: call.start_unix_ns)
+    steps: list[list[Call]] = []
+    for call in ordered:
+        if not steps or has_one_layer or call.layer < steps[-1][-1].layer:
+            steps.append([])
+        steps[-1].append(call)
+    return steps
 
 
 def _end(calls: list[Call]) -> int:

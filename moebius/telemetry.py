@@ -25,7 +25,7 @@ import grpc
 import structlog
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler, TraceIdRatioBased
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -136,6 +136,7 @@ EXPORT_INTERVAL_MS = 1000
 EXPORT_TIMEOUT_MS = 5000
 MAX_QUEUED_SPANS = 8192
 MAX_BATCH_SPANS = 512
+MAX_SPAN_EVENTS = 1024
 
 
 def configure_tracing(
@@ -153,6 +154,8 @@ def configure_tracing(
         sampler=_sampler(settings),
         resource=process_resource(service_name, attributes or {}),
         shutdown_on_exit=True,
+        # One for each layer of experts; the library's own limit, 128, is also read from the environment.
+        span_limits=SpanLimits(max_events=MAX_SPAN_EVENTS),
     )
     if settings.otlp_endpoint:
         provider.add_span_processor(
