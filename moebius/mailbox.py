@@ -87,8 +87,8 @@ class ServerLost(MailboxError):
 
     @property
     def reason(self) -> str:
-        """The message; under the name that callers report."""
-        return str(self)
+        """The message without the server's name, for callers that report `server_index`, too."""
+        return str(self).removeprefix(f"expert server {self.server_index} lost: ")
 
 
 class ExpertComputeError(MailboxError):

@@ -173,7 +173,8 @@ class MailboxExpertClient(ExpertClient):
             )
         except (ServerLost, StaleEpoch, ShutDown) as error:
             self._tell_peers(error, chunk)
-            raise ExpertUnavailable(error.server_index, str(error)) from error
+            reason = error.reason if isinstance(error, ServerLost) else str(error)
+            raise ExpertUnavailable(error.server_index, reason) from error
         except ExpertComputeError as error:
             self._tell_peers(error, chunk)
             raise ExpertComputeFailed(f"expert server {error.server_index}: {error}") from error

@@ -111,7 +111,7 @@ class MailboxServers:
                 return self._mailbox.wait_servers_ready(min(max(remaining, 0.0), _SLICE_S))
             except ServerLost as error:
                 if remaining <= _SLICE_S:
-                    raise ExpertUnavailable(error.server_index, str(error)) from error
+                    raise ExpertUnavailable(error.server_index, error.reason) from error
             except ShutDown as error:
                 raise ExpertUnavailable(error.server_index, str(error)) from error
 

@@ -47,8 +47,10 @@ def test_killed_server_is_named_and_the_replay_is_equal(cluster: Cluster, transp
     with pytest.raises(ExpertUnavailable) as caught:
         client.collect(ticket)
     assert caught.value.server_index == 1
-    with pytest.raises(ExpertUnavailable):
+    assert str(caught.value).count("expert server 1") == 1, "named once"
+    with pytest.raises(ExpertUnavailable) as late:
         client.recover(0.1)
+    assert str(late.value).count("expert server 1") == 1, "named once"
     cluster.start(1)
     client.recover(READY_S)
     assert torch.equal(compute(client, 1, routing), before)
