@@ -24,12 +24,9 @@ from expert_service.segment import (
 )
 from moebius.errors import StartupError
 from moebius.expert_slices import (
-    CHECKPOINT,
     ExpertSlice,
     SliceRequest,
-    checkpoint_fingerprint,
     expert_identity,
-    identity_part,
     plan_slice,
 )
 from moebius.kernels import (
@@ -39,6 +36,14 @@ from moebius.kernels import (
     SegmentError,
     SegmentSettings,
     float32_isa,
+)
+from moebius.model_identity import (
+    CHECKPOINT,
+    IdentityRecord,
+    check_unchanged,
+    expert_fingerprint,
+    expert_parts,
+    identity_part,
 )
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import left_out
@@ -64,6 +69,8 @@ class LoadSettings:
     batch_invariant_experts: bool = False
     # Where packed experts outlive this process, see `segment_path`; empty: in its own memory.
     expert_weights_dir: str = ""
+    # `model.identity_file`.
+    identity_file: str = ""
 
 
 class Packing(Protocol):
@@ -286,7 +293,10 @@ class ExpertHost:
         for rounding in plan.roundings:
             log.warning("packing rounds", what=rounding, exact="--expert-dtype float32, at 32 bits a weight")
         part = plan_slice(model, request, plan.group)
-        fingerprint = checkpoint_fingerprint(plan.checkpoint.layout.index)
+        index = plan.checkpoint.layout.index
+        parts = expert_parts(index, request.model_path, request.expert_checkpoint)
+        IdentityRecord(self._settings.identity_file).check(parts)
+        fingerprint = expert_fingerprint(parts)
         identity = expert_identity(request, model, fingerprint, self._settings.batch_invariant_experts)
         engine, held = self._make_engine(plan, part, request, identity, path)
         self._on_engine(engine, model, request, identity)
@@ -302,6 +312,7 @@ class ExpertHost:
             num_servers=request.split_count,
         )
         errors = {done.layer: done.relative_error for done in layers if self._accept(done, engine, plan)}
+        check_unchanged(parts, lambda: expert_parts(index, request.model_path, request.expert_checkpoint))
         if self.placement.numa_node >= 0 and not engine.numa_bound:
             log.warning("memory could not be bound to the NUMA node", numa_node=self.placement.numa_node)
         self._choose_kernels(engine, None, part)

@@ -78,6 +78,7 @@ class ExpertProcess:
             experts.calibrate_kernels,
             experts.batch_invariant_experts,
             experts.expert_weights_dir,
+            config.model.identity_file,
         )
         self._damage = ""
         self._serving = False

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from moebius.checkpoint.gguf.files import companion_directory
-from moebius.expert_slices import CHECKPOINT, SliceRequest, expert_identity, identity_part
+from moebius.expert_slices import SliceRequest, expert_identity
 from moebius.kernels import ExpertEngine
+from moebius.model_identity import CHECKPOINT, identity_part
 from moebius.models.geometry import MoeGeometry
 from moebius.weight_segment import WeightSegment, WeightSegmentError
 

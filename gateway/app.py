@@ -42,6 +42,7 @@ from gateway.workers.shared import Shared
 from moebius import __version__
 from moebius.api_keys import ApiKeys, KeyLimits
 from moebius.config import MoebiusConfig
+from moebius.errors import UserError
 from moebius.web_origins import ANY, WebOrigins, origin_pattern
 
 logger = structlog.get_logger(__name__)
@@ -101,8 +102,8 @@ def _is_open(path: str) -> bool:
 _CLIENT_CLOSED = 499  # nginx's number; nobody reads the answer, but the log line does
 
 
-def _log_broken(reason: str) -> None:
-    logger.error("the gateway cannot serve", reason=reason)
+def _log_broken(error: UserError) -> None:
+    logger.error("the gateway cannot serve", reason=str(error))
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
@@ -111,7 +112,7 @@ async def _on_client_gone(_request: Request, _error: Exception) -> Response:
 
 def create_app(
     config: MoebiusConfig,
-    on_broken: Callable[[str], None] = _log_broken,
+    on_broken: Callable[[UserError], None] = _log_broken,
     shared: Shared | None = None,
 ) -> FastAPI:
     """The application; it connects to the engine when started and answers 503 until the engine does.

@@ -146,8 +146,9 @@ class ChoiceFormat(ResponseFormat):
     chunk_object: str  # `object` of a stream's chunks
     prompt_of_response = False  # what is said of the prompt is part of the response, rather than of a choice
 
-    def __init__(self, model: str, tokenizer: Tokenizer, prepared: Prepared) -> None:
-        """`model` is the served one's name."""
+    def __init__(self, model: str, tokenizer: Tokenizer, prepared: Prepared, fingerprint: str = "") -> None:
+        """`model` is the served one's name; `fingerprint` as in `ServedModel`."""
+        self._fingerprint = fingerprint or None
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._model = model
@@ -223,6 +224,7 @@ class ChoiceFormat(ResponseFormat):
             "object": kind,
             "created": self.created,
             "model": self._model,
+            "system_fingerprint": self._fingerprint,
             "choices": choices,
         }
 
@@ -312,8 +314,8 @@ class ChatFormat(ChoiceFormat):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, prepared: Prepared) -> None:
-        super().__init__(model, tokenizer, prepared)
+    def __init__(self, model: str, tokenizer: Tokenizer, prepared: Prepared, fingerprint: str = "") -> None:
+        super().__init__(model, tokenizer, prepared, fingerprint)
         # The client sent `functions`, from before there were tools, and knows no `tool_calls`.
         self._in_functions = prepared.speaks_functions
 

@@ -67,7 +67,7 @@ def run(config: MoebiusConfig) -> int:
         end_metrics()
         tracing.shutdown()  # sends the last spans
     if server.broken is not None:
-        raise StartupError(server.broken)
+        raise server.broken
     return 0 if server.started else 1
 
 

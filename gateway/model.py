@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request
 from gateway.parsers.detection import chosen_parsers
 from gateway.text.tokenizer import Tokenizer
+from moebius import __version__
 from moebius.parser_names import AUTO
 from protos import engine_pb2
 
@@ -35,6 +37,7 @@ class ServedModel:
     tool_parser: str | None = None  # names of `gateway/parsers/registry.py`; None: nothing is read
     reasoning_parser: str | None = None
     max_waiting_outputs: int = 0  # most the engine ever queues; 0: it did not tell
+    fingerprint: str = ""  # of all that makes an answer; empty: the engine does not say what it has read
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     def card(self) -> dict[str, Any]:
@@ -48,6 +51,7 @@ class ServedModel:
             "parent": None,
             "max_model_len": self.max_context_length,
             "capabilities": {"vision": self.supports_vision},
+            "system_fingerprint": self.fingerprint or None,
         }
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
@@ -119,4 +123,14 @@ def load_served_model(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         max_waiting_outputs=info.max_waiting_requests,
+        fingerprint=_fingerprint(info.identity, tokenizer),
     )
+
+
+def _fingerprint(identity: str, tokenizer: Tokenizer) -> str:
+    """OpenAI's `system_fingerprint`: another one when other files, templates or versions answer."""
+    if not identity:
+        return ""
+    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
+    made_of = "\0".join((identity, template, __version__))
+    return f"fp_{hashlib.blake2b(made_of.encode(), digest_size=6).hexdigest()}"

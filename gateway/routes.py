@@ -52,7 +52,9 @@ async def _generated(request: Request, kind: Kind) -> Response:
     model = gateway.model()
     await add_images(prepared.jobs[0], prepared.images, gateway.config.images)
     is_chat = isinstance(prepared.fields, ChatCompletionRequest)
-    form = (ChatFormat if is_chat else CompletionFormat)(model.name, model.tokenizer, prepared)
+    form = (ChatFormat if is_chat else CompletionFormat)(
+        model.name, model.tokenizer, prepared, model.fingerprint
+    )
     return await RequestRun(gateway, model, prepared, form).respond(request)
 
 

@@ -21,6 +21,7 @@ from gateway.telemetry import GatewayMetrics
 from gateway.tls import secured
 from gateway.workers.shared import Shared
 from moebius.config import MoebiusConfig
+from moebius.errors import UserError
 
 logger = structlog.get_logger(__name__)
 _POLL_S = 0.05
@@ -31,7 +32,7 @@ _CLOSE_S = 1  # for connections without a request, once all answers are sent
 class GatewayServer(uvicorn.Server):
     """Stops on SIGTERM and SIGINT and returns, where uvicorn would kill its process with the signal again."""
 
-    broken: str | None = None  # why it ended by itself; set by `end_broken`
+    broken: UserError | None = None  # why it ended by itself; set by `end_broken`
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_s: float) -> None:
         """Requests that run at the end may go on for `drain_s` seconds."""
@@ -58,9 +59,9 @@ class GatewayServer(uvicorn.Server):
             connection.shutdown()
         self.should_exit = True
 
-    def end_broken(self, reason: str) -> None:
+    def end_broken(self, error: UserError) -> None:
         """Ends the server because it could never answer a request."""
-        self.broken = reason
+        self.broken = error
         self.should_exit = True
 
     @contextlib.contextmanager
@@ -116,7 +117,7 @@ def server_for(config: MoebiusConfig, shared: Shared | None = None) -> GatewaySe
     Raises ConfigError.
     """
     limits = connection_limits(config.gateway)
-    app = create_app(config, on_broken=lambda reason: server.end_broken(reason), shared=shared)
+    app = create_app(config, on_broken=lambda error: server.end_broken(error), shared=shared)
     metrics: GatewayMetrics = app.state.gateway.metrics
     protocol = protocol_for(ConnectionTable(limits, metrics.connection_closed))
     settings = uvicorn.Config(

@@ -4,48 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
 import grpc
 import structlog
 from starlette.requests import Request
 
-from gateway.admission import Admission, Drain, shutting_down
+from gateway.admission import RETRY_AFTER_S, Admission, Drain, shutting_down
 from gateway.apis.stored_responses import ResponseStore, check_store
 from gateway.clients import client_of
 from gateway.errors import ApiError
 from gateway.model import ServedModel, load_served_model
+from gateway.model_files import ReadFiles, read_files
+from gateway.prompts.bodies import BodyReceiver
 from gateway.prompts.contract import Kind, ModelFiles, Prepared, WorkerSetup
-from gateway.prompts.pool import BodyReceiver, PromptPool
+from gateway.prompts.pool import PromptPool
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.streaming import run_until_disconnect
 from gateway.telemetry import GatewayMetrics, GenAiMetrics
-from gateway.text.tokenizer import Tokenizer
 from gateway.workers.metrics import engine_metrics
 from gateway.workers.shared import Shared, alone
 from moebius.config import MoebiusConfig
+from moebius.errors import StartupError, UserError, WrongIdentity
+from moebius.model_identity import IdentityRecord
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
 RETRY_S = 0.25
+REFUSED_S = 30.0  # so long it is looked whether the right files are back
+_LOOK_S = 2.0
 _LISTEN_S = 60.0  # a process that could not serve for so long says so itself
 _MIB = 2**20
 _TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize"})
-
-
-class ModelFilesError(Exception):
-    """Tokenizer or chat template cannot be read; the message names the file."""
 
 
 class Gateway:
     """Configuration, engine connection, admission, metrics; made by `create_app`, opened by its lifespan."""
 
     def __init__(
-        self, config: MoebiusConfig, on_broken: Callable[[str], None], shared: Shared | None = None
+        self, config: MoebiusConfig, on_broken: Callable[[UserError], None], shared: Shared | None = None
     ) -> None:
-        """`on_broken` is called, in the event loop, with the sentence that says why no model can be served:
+        """`on_broken` is called, in the event loop, with the error that says why no model can be served:
         its files are wrong, which waiting does not fix. `shared`: with other processes of the port."""
         self.shared = shared or alone()
         self.config = config
@@ -62,6 +63,8 @@ class Gateway:
         self._model: ServedModel | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._last_status = ""
+        self._settled = asyncio.Event()  # the model is known, or cannot be served
+        self._refusal = ""  # which files are not those that other processes have read
 
     @property
     def _max_body_bytes(self) -> int:
@@ -91,7 +94,8 @@ class Gateway:
         self._responses = ResponseStore.of(settings)
         self._connecting = asyncio.create_task(self._connect())
         if self.shared.listens_when_ready:
-            await asyncio.wait({self._connecting}, timeout=_LISTEN_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._settled.wait(), _LISTEN_S)
 
     async def close(self) -> None:
         """Stops connecting and closes the channel."""
@@ -105,43 +109,88 @@ class Gateway:
         await self.engine.close()
 
     async def _connect(self) -> None:
+        """Until a model is served, and on: that no other one is.
+
+        Files that are not those that other processes have read may come back, so it looks again for a while;
+        meanwhile requests and probes are answered with the reason. Then this process ends, and whoever
+        watches it learns that a restart of it alone does not help.
+        """
+        refused_at = None
+        try:
+            while not self.is_ready:
+                try:
+                    self._model = await self._served_model()
+                except WrongIdentity as error:
+                    await self._prompts.close()
+                    refused_at = refused_at or time.monotonic()
+                    if time.monotonic() > refused_at + REFUSED_S:
+                        raise
+                    self._refuse(str(error))
+                    await asyncio.sleep(_LOOK_S)
+            self._refusal = ""
+            self._announce(self._model)
+            self._settled.set()
+            await self._watch_engine()
+        except WrongIdentity as error:
+            self._on_broken(WrongIdentity(f"the model cannot be served: {error}"))
+        except Exception as error:
+            self._on_broken(StartupError(f"the model cannot be served: {error}"))
+        finally:
+            self._settled.set()
+
+    def _refuse(self, reason: str) -> None:
+        if reason != self._refusal:
+            logger.error("the model is not served", reason=reason)
+        self._refusal = reason
+
+    async def _served_model(self) -> ServedModel:
         """Reads the files, then asks until the engine answers: both are started together, in any order."""
         settings = self.config.model
-        try:
-            # Before the engine is there: loading it may take half an hour, and wrong files stay wrong.
-            tokenizer = await self._read_tokenizer(settings.model) if settings.model else None
-            if tokenizer is not None:
-                await self._prompts.spawn(self._model_files(settings.model))
-            info = await self._model_info()
-            directory = info.tokenizer_path or info.model_path
-            tokenizer = tokenizer or await self._read_tokenizer(directory)
-            model = load_served_model(
-                info, tokenizer, settings.served_model_name, settings.model_aliases, self._parsers
-            )
-            await self._prompts.start(self._worker_setup(info, settings.model or directory))
-            self._model = model
-        except Exception as error:
-            self._on_broken(f"the model cannot be served: {error}")
-            return
-        self.metrics.set_model(self._model.name)
+        # Before the engine is there: loading it may take half an hour, and wrong files stay wrong.
+        files = await self._read_files(settings.model) if settings.model else None
+        if files is not None:
+            await self._prompts.spawn(self._model_files(files))
+        info = await self._model_info()
+        files = files or await self._read_files(info.tokenizer_path or info.model_path)
+        files.check_engine(info.identity)
+        model = load_served_model(
+            info, files.tokenizer, settings.served_model_name, settings.model_aliases, self._parsers
+        )
+        await self._prompts.start(self._worker_setup(info, files))
+        return model
+
+    def _announce(self, model: ServedModel | None) -> None:
+        assert model is not None, "it is known"
+        self.metrics.set_model(model.name, model.fingerprint)
         logger.info(
             "model is known",
-            model=self._model.name,
-            max_model_len=self._model.max_context_length,
-            tool_call_parser=self._model.tool_parser or "none",
-            reasoning_parser=self._model.reasoning_parser or "none",
+            model=model.name,
+            max_model_len=model.max_context_length,
+            system_fingerprint=model.fingerprint or "none",
+            tool_call_parser=model.tool_parser or "none",
+            reasoning_parser=model.reasoning_parser or "none",
         )
 
-    async def _read_tokenizer(self, directory: str) -> Tokenizer:
-        """Tokenizer and chat template. Raises ModelFilesError naming the file or directory at fault."""
-        template = self.config.gateway.chat_template
-        try:
-            return await asyncio.to_thread(Tokenizer.from_dir, Path(directory), template)
-        except Exception as error:
-            # The libraries that read these files raise whatever they like, often without a name.
-            text, named = str(error) or type(error).__name__, (directory, template)
-            is_named = any(path and path in text for path in named)
-            raise ModelFilesError(text if is_named else f"{template or directory}: {text}") from error
+    async def _watch_engine(self) -> None:
+        """Raises WrongIdentity once nothing is answered for some time because files have changed: all engines
+        have been started anew with others, or no prompt process may be."""
+        since = None
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            reason = self._prompts.stands_still
+            if self.engine.other_model:  # a single engine is not asked by anybody else
+                reason = await self.engine.why_not_serving()
+            if not reason:
+                since = None
+                continue
+            since = since or time.monotonic()
+            if time.monotonic() > since + REFUSED_S:
+                raise WrongIdentity(reason)
+
+    async def _read_files(self, directory: str) -> ReadFiles:
+        """Tokenizer and chat template; see `read_files`."""
+        template, record = self.config.gateway.chat_template, self.config.model.identity_file
+        return await asyncio.to_thread(read_files, directory, template, record, self.shared.files)
 
     async def _model_info(self) -> engine_pb2.GetModelInfoResponse:
         """The engine's answer, however long it takes to be there."""
@@ -155,15 +204,15 @@ class Gateway:
                 self._last_status = status
                 await asyncio.sleep(RETRY_S)
 
-    def _model_files(self, tokenizer_dir: str) -> ModelFiles:
-        return ModelFiles(tokenizer_dir, self.config.gateway.chat_template)
+    def _model_files(self, files: ReadFiles) -> ModelFiles:
+        return ModelFiles(files.directory, self.config.gateway.chat_template, files.parts)
 
-    def _worker_setup(self, info: engine_pb2.GetModelInfoResponse, tokenizer_dir: str) -> WorkerSetup:
+    def _worker_setup(self, info: engine_pb2.GetModelInfoResponse, files: ReadFiles) -> WorkerSetup:
         """What the processes that prepare prompts need to know."""
         settings = self.config.gateway
         return WorkerSetup(
             model_info=info.SerializeToString(),
-            files=self._model_files(tokenizer_dir),
+            files=self._model_files(files),
             served_name=self.config.model.served_model_name,
             aliases=self.config.model.model_aliases,
             parsers=self._parsers,
@@ -223,19 +272,28 @@ class Gateway:
         if self.drain.has_begun:
             raise shutting_down()
         model = self.model()
-        if self.shared.all_ready is not None and not await self.shared.all_ready():
-            raise ApiError(503, "a gateway process is starting", code="engine_unavailable", retry_after_s=1)
-        if not await self.engine.is_serving():
-            raise ApiError(
-                503,
-                f"the engine is not serving: {self.engine.not_ready or 'it is starting, stopping or gone'}",
-                code="engine_unavailable",
-                retry_after_s=2,
-            )
+        if self._prompts.refusal:
+            raise _files_changed(self._prompts.refusal)
+        others = "" if self.shared.why_not_ready is None else await self.shared.why_not_ready()
+        if others:
+            raise ApiError(503, others, code="engine_unavailable", retry_after_s=1)
+        reason = await self.engine.why_not_serving()
+        if reason:
+            # Where processes note which files keep them from being started again.
+            record = IdentityRecord(self.config.model.identity_file)
+            why = "; ".join(filter(None, (reason, await asyncio.to_thread(record.refusal))))
+            raise ApiError(503, why, code="engine_unavailable", retry_after_s=2)
         return model
+
+    @property
+    def refusal(self) -> str:
+        """Which files are not those that other processes have read, so that not all is as it should be."""
+        return self._refusal or self._prompts.refusal
 
     def model(self) -> ServedModel:
         """The served model; ApiError 503 until the engine has described it."""
+        if self._model is None and self._refusal:
+            raise _files_changed(self._refusal)
         if self._model is None:
             raise ApiError(
                 503,
@@ -250,6 +308,10 @@ class Gateway:
         model = self.model()
         model.check_name(name)
         return model
+
+
+def _files_changed(reason: str) -> ApiError:
+    return ApiError(503, reason, code="model_files_changed", retry_after_s=RETRY_AFTER_S)
 
 
 def gateway_of(request: Request) -> Gateway:

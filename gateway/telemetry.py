@@ -164,6 +164,12 @@ class GatewayMetrics:
             registry=self.registry,
         )
 
+        self._model_info = Gauge(
+            "moebius:model_info",
+            "1; of all that makes an answer (files, template, version) a digest, as in system_fingerprint",
+            ["model_name", "system_fingerprint"],
+            registry=self.registry,
+        )
         self._ignored = Counter(
             "moebius:gateway_ignored_parameters",
             "Requests that sent a field without an effect, by field",
@@ -178,9 +184,11 @@ class GatewayMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
 
-    def set_model(self, name: str) -> None:
-        """The value of the `model_name` label from now on."""
+    def set_model(self, name: str, fingerprint: str = "") -> None:
+        """The value of the `model_name` label from now on; `fingerprint` as in `ServedModel`."""
         self._model = name
+        self._model_info.clear()
+        self._model_info.labels(name, fingerprint).set(1)
         self._of_model.clear()
         for histogram in (self._first_token, self._token):
             histogram.labels(name)

@@ -23,6 +23,7 @@ from gpu_service.assembly.experts import (
     rank_moe,
     rank_streaming,
 )
+from gpu_service.assembly.identity import read_identity
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
 from gpu_service.assembly.placement import known_routing, make_adaptive, routing_record
 from gpu_service.assembly.process import prepare_process
@@ -91,6 +92,7 @@ def build_engine(
     to the stream it was made on.
     """
     device = prepare_process(config)
+    identity = read_identity(config)
     model_config = read_served_model(config)
     if model_config.dtype == "float16" and family_of(model_config.model_type).overflows_float16:
         _log.warning(
@@ -99,15 +101,16 @@ def build_engine(
             model_type=model_config.model_type,
         )
     check_speculation(config.gpu, config.parallel, model_config)
-    group = join_group(config, device)
+    group = join_group(config, device, identity=identity.text)
     sizes = sizes_of(shard_config(model_config, group.parallel), STORAGE_DTYPES[config.gpu.kv_cache_dtype])
     shape = cache_shape(config.gpu, shard_config(model_config, group.parallel), device)
     backends.install(device, config.gpu.attention_backend, shape.dtype, sizes, shape.attention_modules)
     stream = device_stream(device)
     with stream.active(), ExitStack() as undo:
         built = _assemble(config, model_config, group, stream, observer, on_output, undo)
+        identity.confirm()
         undo.pop_all()
-        return built
+        return replace(built, identity=identity.parts)
 
 
 def _assemble(

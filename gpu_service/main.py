@@ -39,15 +39,17 @@ from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
 from moebius.grpc_channels import listen
 from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
+from moebius.model_identity import identity_digest
 from moebius.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
 from moebius.progress import note_imports, phase, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
 from moebius.tls import configure_tls
-from protos import engine_pb2_grpc, vllm_engine_pb2_grpc
+from protos import engine_pb2, engine_pb2_grpc, vllm_engine_pb2_grpc
 
 _log = structlog.get_logger(__name__)
 # What a user can mend, or what another process says: the message is the cause.
 _EXPECTED = (UserError, ValueError, OSError, MailboxError, ExpertUnavailable)
+_Loaded = tuple[Built, WarmUpGate, EngineTelemetry, engine_pb2.GetModelInfoResponse]
 _POLL_S = 0.05
 # For calls to send their last message, and for the step that is computed while the engine ends.
 _LAST_WORDS_S = 1.0
@@ -183,24 +185,29 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     if interrupted:
         _log.info("stopped while loading")
         return 0, False
-    built, gate, telemetry = loading.result()
+    built, gate, telemetry, info = loading.result()
     router = OutputRouter(loop)
     gate.open(router.on_output)
     bounds = Bounds(built.model_config.vocab_size, built.context_limit, config.gpu.random_seed)
-    info = model_info(config, built)
     preparer = None if built.vision is None else built.vision.preparer
     live = make_live_experts(config, built.recorder, built.streamer, built.experts, built.resident)
     profiler = _make_profiler(config, built, telemetry, has_experts=live is not None)
     servicer.service = Service(
         *(built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder),
-        *(preparer, live, built.compiler, profiler),
+        *(preparer, live, built.compiler, profiler, identity_digest(info.identity)),
     )
     readiness = Readiness(report, built.engine, built.experts)
     servicer.problem = lambda: readiness.problem
     built.engine.on_lost = lambda reason: _set_from_thread(loop, readiness.lost)
     watching = asyncio.create_task(readiness.watch())
     phases = take_phases()
-    _log.info("ready", address=config.gpu.gpu_address, model=info.served_model_name, phases=phases)
+    _log.info(
+        "ready",
+        address=config.gpu.gpu_address,
+        model=info.served_model_name,
+        identity=servicer.service.model_identity,
+        phases=phases,
+    )
     losing = asyncio.create_task(readiness.lost.wait())
     await asyncio.wait((stopping, losing), return_when=asyncio.FIRST_COMPLETED)
     await drain(servicer, readiness, config.supervisor.stop_timeout_s, signals.hurry)
@@ -258,13 +265,11 @@ def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> N
         loop.call_soon_threadsafe(event.set)
 
 
-def _start_loading(
-    config: MoebiusConfig, loop: asyncio.AbstractEventLoop
-) -> asyncio.Future[tuple[Built, WarmUpGate, EngineTelemetry]]:
+def _start_loading(config: MoebiusConfig, loop: asyncio.AbstractEventLoop) -> asyncio.Future[_Loaded]:
     """Loads in a daemon thread: a load cannot be interrupted, so it must not outlive a SIGTERM."""
-    future: asyncio.Future[tuple[Built, WarmUpGate, EngineTelemetry]] = loop.create_future()
+    future: asyncio.Future[_Loaded] = loop.create_future()
 
-    def settle(outcome: concurrent.futures.Future[tuple[Built, WarmUpGate, EngineTelemetry]]) -> None:
+    def settle(outcome: concurrent.futures.Future[_Loaded]) -> None:
         error = outcome.exception()
         if future.cancelled():
             return
@@ -274,7 +279,7 @@ def _start_loading(
             future.set_result(outcome.result())
 
     def load() -> None:
-        outcome: concurrent.futures.Future[tuple[Built, WarmUpGate, EngineTelemetry]]
+        outcome: concurrent.futures.Future[_Loaded]
         outcome = concurrent.futures.Future()
         try:
             outcome.set_result(_load(config))
@@ -287,7 +292,7 @@ def _start_loading(
     return future
 
 
-def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
+def _load(config: MoebiusConfig) -> _Loaded:
     """Everything slow, off the event loop, so that health checks are answered meanwhile."""
     name = config.model.served_model_name or served_name(Path(config.model.model).resolve())
     metrics = EngineMetrics(name)
@@ -296,6 +301,7 @@ def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
     note_imports()
     built = build_engine(config, telemetry, gate.on_output)
     try:
+        info = model_info(config, built)
         _warm_up(config, built, gate, metrics, name)
     except BaseException:
         # Alone: other ranks would take it for an end in order, and hide this cause with theirs.
@@ -303,7 +309,7 @@ def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
             built.close()
         raise
     telemetry.enabled = True
-    return built, gate, telemetry
+    return built, gate, telemetry, info
 
 
 def _warm_up(

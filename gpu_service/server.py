@@ -58,6 +58,7 @@ class Service:
     live: LiveExperts | None = None  # None: the model has no MoE layers.
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
     profiler: EngineProfiler | None = None  # None: in tests that ask for no profile.
+    model_identity: str = ""  # What requests bring that were made for this model; empty: all are taken.
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -79,6 +80,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         service = await self._ready(context)
         if self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is shutting down")
+        if service.model_identity and request.model_identity not in ("", service.model_identity):
+            reason = "model_identity: the request was made for other files of the model than are served"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         self.running += 1
         try:
             async with aclosing(self._generate(request, context, service)) as responses:

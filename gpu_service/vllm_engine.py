@@ -23,9 +23,9 @@ from tokenizers.decoders import DecodeStream
 
 from gpu_service.server import EngineServicer, Service
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.gguf.files import companion_directory, is_gguf
-from moebius.checkpoint.gguf.tokenizer import read_tokenizer
-from moebius.checkpoint.tiktoken_vocabulary import has_vocabulary, read_vocabulary
+from moebius.checkpoint.gguf.files import companion_directory
+from moebius.checkpoint.tokenizer import read_backend
+from moebius.model_identity import REMEDY, ROUTER_FILES, changes, identity_parts, model_parts
 from moebius.request_limits import MAX_STOP_STRING_CHARACTERS, MAX_STOP_STRINGS
 from protos import engine_pb2, smg_common_pb2, vllm_engine_pb2_grpc
 from protos import vllm_engine_pb2 as pb
@@ -34,12 +34,6 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 M = TypeVar("M", bound=Message)
 _Context = grpc.aio.ServicerContext[Any, Any]
 _CHUNK_BYTES = 1 << 20
-# What a router needs to read the tokenizer, render conversations and know the model's defaults.
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "tiktoken.model", "tokenization_kimi.py"),
-    *("chat_template.jinja", "chat_template.json", "config.json", "generation_config.json"),
-)
 _KINDS = {
     "json_schema": "json_schema",
     "regex": "regex",
@@ -123,11 +117,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _tokenizer_of(self, service: Service) -> Tokenizer:
         """The model's, read at first need; raises _Refused when there is none."""
         if self._tokenizer is None:
-            path = Path(service.info.tokenizer_path)
-            self._tokenizer = asyncio.create_task(asyncio.to_thread(_read_tokenizer, path))
+            self._tokenizer = asyncio.create_task(asyncio.to_thread(_read_tokenizer, service.info))
         try:
             return await asyncio.shield(self._tokenizer)
         except CheckpointError as error:
+            self._tokenizer = None
             raise _Refused(f"text and stop strings need a tokenizer: {error}") from error
 
     async def Embed(self, request: pb.EmbedRequest, context: _Context) -> pb.EmbedResponse:
@@ -201,7 +195,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[smg_common_pb2.GetTokenizerChunk]:
         """The archive in pieces, its hash with the last."""
         service = await self._service(context)
-        archive = await asyncio.to_thread(_archive, Path(service.info.tokenizer_path))
+        try:
+            archive = await asyncio.to_thread(_archive, service.info)
+        except CheckpointError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            raise AssertionError("abort returned") from error
         if not archive:
             reason = f"{service.info.tokenizer_path} holds no tokenizer.json and no tiktoken.model"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
@@ -257,29 +255,35 @@ def convert_constraint(params: pb.SamplingParams, converted: engine_pb2.Generate
         setattr(converted.constraint, _KINDS[kind], getattr(params, kind))
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint; raises CheckpointError."""
-    directory = companion_directory(path)
-    file = directory / "tokenizer.json"
-    if file.is_file():
-        return Tokenizer.from_file(str(file))
-    if is_gguf(path):
-        return read_tokenizer(path).backend
-    if has_vocabulary(directory):
-        return read_vocabulary(directory)
-    raise CheckpointError(f"{directory} holds no tokenizer.json")
+def _check_unchanged(info: engine_pb2.GetModelInfoResponse) -> None:
+    """Raises CheckpointError naming files that were written since this engine has read them."""
+    found = changes(identity_parts(info.identity), model_parts(info.tokenizer_path))
+    if found:
+        raise CheckpointError(f"{found} since the engine was started: {REMEDY}")
 
 
-def _archive(path: Path) -> bytes:
-    """A zip of the tokenizer's files, the same bytes every time; empty: there is no tokenizer among them."""
-    directory = companion_directory(path)
-    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+def _read_tokenizer(info: engine_pb2.GetModelInfoResponse) -> Tokenizer:
+    """The tokenizer of the served model; raises CheckpointError."""
+    tokenizer = read_backend(Path(info.tokenizer_path))
+    _check_unchanged(info)
+    return tokenizer
+
+
+def _archive(info: engine_pb2.GetModelInfoResponse) -> bytes:
+    """A zip of the tokenizer's files, the same bytes every time; empty: there is no tokenizer among them.
+
+    Raises CheckpointError naming files that are not those that this engine serves.
+    """
+    directory = companion_directory(info.tokenizer_path)
+    # What a router needs to read the tokenizer, render conversations and know the model's defaults.
+    files = [directory / name for name in ROUTER_FILES if (directory / name).is_file()]
     if not {"tokenizer.json", "tiktoken.model"} & {file.name for file in files}:
         return b""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in files:
             archive.writestr(zipfile.ZipInfo(file.name), file.read_bytes(), zipfile.ZIP_DEFLATED)
+    _check_unchanged(info)
     return buffer.getvalue()
 
 

@@ -64,6 +64,10 @@ class ModelConfigSection(Section):
         description="Prompt + output, tokens; unset: the checkpoint's; up to its original length, LongRoPE's "
         "short factors count",
     )
+    identity_file: str = Field(
+        default="",
+        description="Digests of the files read, compared at each restart of a process; empty: serve has one",
+    )
     language_model_only: bool = Field(
         default=False, description="Do not load the vision tower; requests with images are refused"
     )

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, get_args
 
-from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.split import equal_shares, split_bounds
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
+from moebius.model_identity import CHECKPOINT, identity_text
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import left_out
 
@@ -167,47 +165,6 @@ def rank_intermediate_range(
     return split_bounds(size, (1,) * count, wanted if size // wanted >= count else group)[rank]
 
 
-CHECKPOINT = "checkpoint"
-# Bytes looked at of each sampled place, and how many places of all files together.
-_BLOCK = 4096
-_BLOCKS = 512
-_LEAST_PER_FILE = 4
-
-
-def checkpoint_fingerprint(index: CheckpointIndex) -> str:
-    """32 hexadecimal digits of config.json, of every tensor's name, type and shape, and of sampled contents.
-
-    Reads at most about 2 MiB. Raises CheckpointError naming a file that cannot be read.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    files = sorted({info.file for info in index.tensors.values()}, key=lambda file: file.name)
-    try:
-        config = index.directory / "config.json"
-        if config.is_file():
-            digest.update(config.read_bytes())
-        for name, info in sorted(index.tensors.items()):
-            digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
-        for file in files:
-            digest.update(f"{file.stat().st_size}\n".encode())
-            for block in _samples(file, max(_LEAST_PER_FILE, _BLOCKS // len(files))):
-                digest.update(block)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or index.directory} cannot be read: {error}") from error
-    return digest.hexdigest()
-
-
-def _samples(file: Path, count: int) -> Iterator[bytes]:
-    """Evenly spread blocks, the first and the last bytes among them; a small file as a whole."""
-    size = file.stat().st_size
-    with file.open("rb", buffering=0) as stream:
-        if size <= count * _BLOCK:
-            yield stream.read()
-            return
-        for number in range(count):
-            stream.seek((size - _BLOCK) * number // (count - 1))
-            yield stream.read(_BLOCK)
-
-
 def expert_identity(request: SliceRequest, model: MoeGeometry, fingerprint: str, exact: bool) -> str:
     """Lines "name=value" that all servers of one model have in common; `exact`: `batch_invariant_experts`.
 
@@ -226,7 +183,7 @@ def expert_identity(request: SliceRequest, model: MoeGeometry, fingerprint: str,
         "mtp_heads": str(model.mtp_heads),
         "resident_experts": resident_fingerprint(request, model),
     }
-    return "".join(f"{name}={value}\n" for name, value in lines.items())
+    return identity_text(lines)
 
 
 def resident_fingerprint(request: SliceRequest, model: MoeGeometry) -> str:
@@ -234,12 +191,3 @@ def resident_fingerprint(request: SliceRequest, model: MoeGeometry) -> str:
     dropped = left_out(request.placement, model)
     held = [(layer, tuple(experts)) for layer, experts in sorted(dropped.items()) if experts]
     return hashlib.blake2b(repr(held).encode(), digest_size=8).hexdigest() if held else "none"
-
-
-def identity_part(identity: str, name: str) -> str:
-    """The value of one line; empty: there is none."""
-    for line in identity.splitlines():
-        found, _, value = line.partition("=")
-        if found == name:
-            return value
-    return ""

@@ -131,7 +131,8 @@ class ExpertServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Compute(self, request_iterator, context):
-        """One record in, one record out, in order; the same numbers as the mailbox gives.
+        """One record in, one record out, in order; the same numbers as the mailbox gives. With metadata
+        "moebius-instance-id" only that instance computes, and another one answers UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -28,16 +28,18 @@ class Frame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[str] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., iteration: _Optional[_Union[Iteration, _Mapping]] = ..., exchange: _Optional[_Union[Exchange, _Mapping]] = ..., fatal: _Optional[str] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "rank", "size", "fingerprint")
+    __slots__ = ("protocol", "rank", "size", "fingerprint", "identity")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     rank: int
     size: int
     fingerprint: str
-    def __init__(self, protocol: _Optional[int] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    identity: str
+    def __init__(self, protocol: _Optional[int] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., fingerprint: _Optional[str] = ..., identity: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("store_port",)

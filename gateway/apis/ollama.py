@@ -328,7 +328,7 @@ def card(model: ServedModel) -> dict[str, Any]:
         "model": name,
         "modified_at": _time(model.created),
         "size": 0,
-        "digest": hashlib.sha256(f"{model.name}\n{model.root}".encode()).hexdigest(),
+        "digest": hashlib.sha256(f"{model.name}\n{model.fingerprint or model.root}".encode()).hexdigest(),
         "details": _details(model),
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gateway.apis.stored_responses import ResponseStore
@@ -13,6 +13,7 @@ from gateway.prompts.data_images import DecodedImage
 from gateway.schemas.common import GenerationFields
 from gateway.schemas.requests import ImageUrl
 from moebius.config import ImageConfig
+from moebius.model_identity import Parts
 from moebius.parser_names import AUTO
 
 Kind = Literal[
@@ -40,6 +41,15 @@ class ModelFiles:
 
     tokenizer_dir: str
     template_file: str
+    # Digests that they had when the gateway read them; a process that finds others does not serve.
+    parts: Parts = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OtherFiles:
+    """What a process says in the place of `READY` when the files are not those that the gateway has read."""
+
+    changes: str  # by names of files, for people
 
 
 @dataclass(frozen=True)

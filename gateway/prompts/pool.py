@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import pickle
 import signal
@@ -12,12 +11,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import structlog
-from starlette.requests import ClientDisconnect, Request
 
 from gateway.admission import RETRY_AFTER_S
 from gateway.errors import ApiError
@@ -29,6 +27,7 @@ from gateway.prompts.contract import (
     Broken,
     Kind,
     ModelFiles,
+    OtherFiles,
     Prepared,
     Refused,
     WorkerSetup,
@@ -36,10 +35,10 @@ from gateway.prompts.contract import (
     too_expensive,
     too_much_memory,
 )
-from gateway.prompts.prepare import too_large
 from gateway.prompts.worker import OUT_OF_MEMORY
-from gateway.streaming import ClientGone
+from moebius.errors import WrongIdentity
 from moebius.fair_shares import FairShares, in_turns, is_below_share
+from moebius.model_identity import REMEDY
 
 logger = structlog.get_logger(__name__)
 SMALL_BYTES = 2**16  # bodies up to this size have a process of their own
@@ -49,7 +48,7 @@ _START_S = 120.0  # a large vocabulary on a busy machine takes many seconds
 _WALL_FACTOR = 10  # a request may wait for a processor this much longer than it may use one
 _RESTART_S = 1.0
 _LIKELY_S = 0.002  # of a request that has not been read: those that are picked together are divided by this
-_COMPRESSED = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"})
+_REFUSED_S = 2.0  # between two looks whether the right files are back
 
 
 @dataclass(eq=False)
@@ -121,11 +120,16 @@ class _Process:
         return process
 
     async def begin(self, setup: WorkerSetup) -> None:
-        """Waits until it can serve; _Died or TimeoutError when it cannot, and is stopped."""
+        """Waits until it can serve; _Died or TimeoutError when it cannot, and is stopped.
+
+        Raises WrongIdentity when it found other files of the model than the gateway has read.
+        """
         try:
             async with asyncio.timeout(_START_S):
                 await self._send([packed(setup)])
                 ready = await self._receive()
+            if isinstance(ready, OtherFiles):
+                raise WrongIdentity(f"{ready.changes} since the gateway has read it: {REMEDY}")
         except BaseException:
             await self.stop()
             raise
@@ -195,8 +199,20 @@ class PromptPool:
         self._running: dict[int, _Process] = {}
         # Numbers of those whose last start failed.
         self._failed_starts: set[int] = set()
+        # By number, of those that cannot be replaced because files have changed: which.
+        self._refused: dict[int, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._setup: WorkerSetup | None = None
+
+    @property
+    def refusal(self) -> str:
+        """Why processes cannot be replaced: which files of the model have changed; empty: they can."""
+        return next(iter(self._refused.values()), "")
+
+    @property
+    def stands_still(self) -> str:
+        """The same where no process runs, so that nothing is answered."""
+        return "" if self._running else self.refusal
 
     async def spawn(self, files: ModelFiles) -> None:
         """Starts the processes that do not run yet; they read the model's files while the engine may load.
@@ -215,6 +231,7 @@ class PromptPool:
 
         Raises:
             OSError: a process could not be started, or ended while it read the model's files.
+            WrongIdentity: these are not those that the gateway has read.
         """
         self._setup = setup
         try:
@@ -248,6 +265,7 @@ class PromptPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(process.stop() for process in self._running.values()))
         self._running.clear()
+        self._tasks = []
 
     async def prepare(self, kind: Kind, body: Sequence[bytes], client: str = "") -> Prepared | bytes:
         """The prepared request, or the JSON answer of one that needs no engine. `client`: whose it is.
@@ -255,6 +273,8 @@ class PromptPool:
         Raises:
             ApiError: the request is refused, costs too much, or too many wait.
         """
+        if self.stands_still:
+            raise ApiError(503, self.stands_still, code="model_files_changed", retry_after_s=RETRY_AFTER_S)
         if self.waiting >= self._most_waiting and not is_below_share(
             Counter(job.client for job in (*self._small, *self._large)), client, self._most_waiting
         ):
@@ -297,7 +317,8 @@ class PromptPool:
         group; empty: none waits."""
         queues = [self._large, self._small]
         if number == 0:
-            queues = [self._small] if self._count > 1 else [self._small, self._large]
+            has_others = not self._refused.keys() >= set(range(1, self._count))
+            queues = [self._small] if has_others else [self._small, self._large]
         for queue in queues:
             most = min(_GROUP, -(-len(queue) // self._count)) if queue is self._small else 1
             jobs: list[_Job] = []
@@ -380,17 +401,33 @@ class PromptPool:
         try:
             await self._replace(number, self._limits())
             self._failed_starts.discard(number)
+            self._refused.pop(number, None)
+        except WrongIdentity as error:
+            await self._refuse(number, str(error))
         except (OSError, _Died, TimeoutError) as error:
             logger.error("a process for prompts does not start", error=repr(error))
             if number not in self._failed_starts:  # it may have been killed; requests wait for one more try
                 self._failed_starts.add(number)
                 return
-            unavailable = Refused(503, "requests cannot be read at the moment", None, "unavailable")
-            for queue in (self._small, self._large):
-                for job in queue:
-                    job.end(unavailable)
-                queue.clear()
+            self._answer_all(Refused(503, "requests cannot be read at the moment", None, "unavailable"))
             await asyncio.sleep(_RESTART_S)
+
+    async def _refuse(self, number: int, reason: str) -> None:
+        """A process would read requests by other files. Those that run have the right ones, and go on."""
+        if reason != self._refused.get(number):
+            logger.error("a process for prompts may not start", reason=reason)
+        self._refused[number] = reason
+        self._changed.set()  # a process that runs may have to take more kinds of requests now
+        if not self._running:
+            self._answer_all(Refused(503, reason, None, "model_files_changed"))
+        await asyncio.sleep(_REFUSED_S)
+
+    def _answer_all(self, answer: Refused) -> None:
+        """Of all that wait."""
+        for queue in (self._small, self._large):
+            for job in queue:
+                job.end(answer)
+            queue.clear()
 
     def _bury(self, jobs: Sequence[_Job], death: _Died) -> None:
         """Answers the request whose process died, or gives it to another process once; of a group each one
@@ -418,62 +455,3 @@ class PromptPool:
         if job.deaths or death.status is None:
             return Refused(503, "the request could not be read in time", None, "unavailable")
         return None
-
-
-# Bodies of the largest size that may be in memory at once.
-_LARGEST_AT_ONCE = 16
-
-
-class BodyReceiver:
-    """Counts the bytes of all bodies between their receipt and the end of their preparation."""
-
-    def __init__(self, most: int) -> None:
-        """`most`: bytes of a body without images."""
-        self._most = most
-        self.held = 0  # bytes
-
-    @contextlib.asynccontextmanager
-    async def receive(self, request: Request, extra: int = 0) -> AsyncIterator[list[bytes]]:
-        """The body's pieces, counted as long as the context is open.
-
-        Args:
-            request: whose body has not been read.
-            extra: bytes allowed for images.
-        Raises:
-            ApiError: 413 as soon as it is known that the body is too large, 415 when it is compressed; 429
-                when too much is held.
-            ClientGone: the client left before it was complete.
-        """
-        most = self._most + extra
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > most:
-            raise too_large(most)
-        encoding = request.headers.get("content-encoding", "")
-        # By name, as there are clients that write a character set here.
-        if _COMPRESSED.intersection(part.strip() for part in encoding.lower().split(",")):
-            raise ApiError(
-                415,
-                f"the body has Content-Encoding {encoding[:40]!r}: send it uncompressed, without this header",
-                code="unsupported_content_encoding",
-            )
-        pieces: list[bytes] = []
-        size = 0
-        try:
-            async for piece in request.stream():
-                size += len(piece)
-                self.held += len(piece)
-                if size > most:
-                    raise too_large(most)
-                if self.held > _LARGEST_AT_ONCE * most:
-                    raise ApiError(
-                        429,
-                        "too many large requests at once: try again later",
-                        code="queue_full",
-                        retry_after_s=RETRY_AFTER_S,
-                    )
-                pieces.append(piece)
-            yield pieces
-        except ClientDisconnect:
-            raise ClientGone from None
-        finally:
-            self.held -= size

@@ -25,12 +25,15 @@ from gateway.prompts.contract import (
     READY,
     Answer,
     ModelFiles,
+    OtherFiles,
     WorkerSetup,
     packed_answer,
     too_much_memory,
 )
 from gateway.prompts.prepare import Preparer
 from gateway.text.tokenizer import Tokenizer
+from moebius.errors import WRONG_IDENTITY_EXIT
+from moebius.model_identity import changes, text_parts
 from protos import engine_pb2
 
 OUT_OF_MEMORY = 3  # exit code
@@ -101,15 +104,23 @@ def _has_grown(at_start: int) -> bool:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > most and _used("VmRSS") > most
 
 
-def _read_files(incoming: io.BufferedReader[socket.SocketIO]) -> Tokenizer | None:
+def _read_files(incoming: io.BufferedReader[socket.SocketIO]) -> Tokenizer | OtherFiles | None:
     """The tokenizer that the first message names; None when the gateway is gone."""
     data = _message(incoming)
     if data is None:
         return None
     files: ModelFiles = pickle.loads(data)
-    tokenizer = Tokenizer.from_dir(Path(files.tokenizer_dir), files.template_file)
-    _ = tokenizer.text_size  # now, rather than within the first request's time
-    return tokenizer
+    tokenizer = None
+    if not _changes(files):  # which takes no time, and files that are half written may not be readable
+        tokenizer = Tokenizer.from_dir(Path(files.tokenizer_dir), files.template_file)
+        _ = tokenizer.text_size  # now, rather than within the first request's time
+    # Again: what was read is what is there now, unless it is written in this moment.
+    changed = _changes(files)
+    return OtherFiles(changed) if changed or tokenizer is None else tokenizer
+
+
+def _changes(files: ModelFiles) -> str:
+    return changes(files.parts, text_parts(files.tokenizer_dir, files.template_file)) if files.parts else ""
 
 
 def main() -> int:
@@ -126,8 +137,12 @@ def main() -> int:
             return 0
         # The engine may still load, for as long as it takes.
         data = _message(incoming)
-        if data is not None:
-            _prepare_all(channel, incoming, pickle.loads(data), tokenizer)
+        if data is None:
+            return 0
+        if isinstance(tokenizer, OtherFiles):
+            channel.sendall(b"".join(packed_answer(tokenizer)))
+            return WRONG_IDENTITY_EXIT
+        _prepare_all(channel, incoming, pickle.loads(data), tokenizer)
     except MemoryError:
         return OUT_OF_MEMORY
     except (BrokenPipeError, ConnectionResetError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from gateway.engine_client import EngineClient
 from gateway.replicas.prefixes import SentPrefixes
+from moebius.model_identity import changes, identity_parts
 from protos import engine_pb2
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
@@ -37,7 +38,13 @@ def difference(wanted: engine_pb2.GetModelInfoResponse, found: engine_pb2.GetMod
                 str(list(value) if hasattr(value, "append") else value)[:100] for value in (ours, theirs)
             )
             return f"{name} is {other}, that of the others is {shown}"
-    return ""
+    return other_files(wanted, found)
+
+
+def other_files(wanted: engine_pb2.GetModelInfoResponse, found: engine_pb2.GetModelInfoResponse) -> str:
+    """Which files of the model an engine has read that are not those that are wanted; empty: none."""
+    changed = changes(identity_parts(wanted.identity), identity_parts(found.identity))
+    return f"the engine has read other files of the model than this gateway: {changed}" if changed else ""
 
 
 @dataclass(eq=False)
@@ -52,6 +59,7 @@ class Replica:
     is_serving: bool = True  # as it last reported; assumed until it was asked
     mismatch: str = ""  # why it cannot be used at all: its model is another one
     info: engine_pb2.GetModelInfoResponse | None = None
+    identity: str = ""  # digest of what it was compared by, which its requests bring
     is_leaving: bool = False  # its address is no longer one of the replicas'
     # From its last report: its outputs, running and waiting, and how many of them were ours.
     reported: int = 0

@@ -14,9 +14,10 @@ import structlog
 from gateway.engine_client import EngineClient, call_error
 from gateway.replicas.addresses import is_name, resolved
 from gateway.replicas.prefixes import block_digests
-from gateway.replicas.replica import Replica, difference
+from gateway.replicas.replica import Replica, difference, other_files
 from gateway.replicas.routing import choose, last_resort
 from gateway.telemetry import ReplicaMetrics
+from moebius.model_identity import identity_digest
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
@@ -47,6 +48,7 @@ class ReplicaSet:
         self._found: dict[str, list[str]] = {}  # by name: its addresses at the last look
         self.replicas: dict[str, Replica] = {}
         self._info: engine_pb2.GetModelInfoResponse | None = None  # what all have to agree with
+        self._identity = ""  # the digest of theirs
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -121,6 +123,7 @@ class ReplicaSet:
         self, replica: Replica, request: engine_pb2.GenerateRequest, context: Any, images: Sequence[bytes]
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
         """The call to one replica, and what it says about that."""
+        request.model_identity = replica.identity or self._identity
         replica.in_flight += 1
         self._metrics.in_flight(replica.address, +1)
         try:
@@ -134,6 +137,10 @@ class ReplicaSet:
             self._metrics.ended(replica.address, error.code().name.lower())
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                 replica.failed()
+            if error.code() == grpc.StatusCode.FAILED_PRECONDITION:  # it was started anew, with other files
+                await self._compare(replica)
+                reason = replica.mismatch or "it was started anew: try again"
+                raise call_error(grpc.StatusCode.UNAVAILABLE, reason) from error
             raise
         finally:
             replica.in_flight -= 1
@@ -152,24 +159,38 @@ class ReplicaSet:
         failure: grpc.aio.AioRpcError | None = None
         for replica in list(self.replicas.values()):  # others may come and go while one is asked
             try:
-                replica.info = await replica.client.model_info()
+                info = await replica.client.model_info()
             except grpc.aio.AioRpcError as error:
                 failure = failure or error
                 continue
-            self._info = replica.info
-            return self._info
+            self._note(replica, info)
+            return info
         assert failure is not None
         raise failure
 
-    async def is_serving(self) -> bool:
-        """Whether at least one replica would answer a request now."""
+    async def why_not_serving(self) -> str:
+        """Why no replica would answer a request now; empty: at least one would."""
+        if self._is_one:  # nobody else looks after it
+            (only,) = self.replicas.values()
+            if await only.client.is_serving() and await self._compare(only) and not only.mismatch:
+                return ""
+            return only.mismatch or self._not_serving
         usable = [one for one in self.replicas.values() if not (one.mismatch or one.is_leaving)]
-        return any(await asyncio.gather(*(replica.client.is_serving() for replica in usable)))
+        if any(await asyncio.gather(*(replica.client.is_serving() for replica in usable))):
+            return ""
+        return self.other_model or self._not_serving
 
     @property
-    def not_ready(self) -> str:
-        """Why a replica does not serve, as it said when it was last asked; empty: none gave a reason."""
-        return next((one.client.not_ready for one in self.replicas.values() if one.client.not_ready), "")
+    def other_model(self) -> str:
+        """Why none of the replicas can be used until this gateway is started anew; empty: one can."""
+        present = [one for one in self.replicas.values() if not one.is_leaving]
+        return self._why_none() if present and all(one.mismatch for one in present) else ""
+
+    @property
+    def _not_serving(self) -> str:
+        """Why, as a replica said when it was last asked, if one gave a reason."""
+        said = next((one.client.not_ready for one in self.replicas.values() if one.client.not_ready), "")
+        return f"the engine is not serving: {said or 'it is starting, stopping or gone'}"
 
     async def live(self, number: int = 0) -> engine_pb2.GetLiveResponse:
         """Of one replica, by its place among `replicas`: figures of experts are a replica's own."""
@@ -275,17 +296,24 @@ class ReplicaSet:
     async def _compare(self, replica: Replica) -> bool:
         """Whether its model is known now; another one than the others' is said once."""
         try:
-            replica.info = await replica.client.model_info()
+            info = await replica.client.model_info()
         except grpc.aio.AioRpcError:
             return False
-        self._info = self._info or replica.info
-        mismatch = difference(self._info, replica.info)
+        self._note(replica, info)
+        return True
+
+    def _note(self, replica: Replica, info: engine_pb2.GetModelInfoResponse) -> None:
+        """What a replica says of its model, compared with what all have to agree with."""
+        if self._info is None:
+            self._info, self._identity = info, identity_digest(info.identity)
+        # Of a single one facts may change with its restart, as with the memory that is free then.
+        mismatch = (other_files if self._is_one else difference)(self._info, info)
+        replica.info, replica.identity = info, identity_digest(info.identity)
         if mismatch and mismatch != replica.mismatch:
             logger.error(
                 "replica has another model and is not used", address=replica.address, reason=mismatch
             )
         replica.mismatch = mismatch
-        return True
 
 
 _ADDED = (

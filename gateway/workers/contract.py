@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.workers.metrics import Samples
 from moebius.config import MoebiusConfig
+from moebius.model_identity import Parts
 
 BEAT_S = 1.0  # between two signs of life
 
@@ -20,6 +21,7 @@ class MemberSetup:
     count: int  # of these
     places: int  # descriptor of their memory
     listens_when_ready: bool  # another one serves meanwhile
+    files: Parts = field(default_factory=dict)  # digests of what all of them have to read
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Beat:
 
     is_ready: bool  # the model is known: requests would be answered
     samples: Samples | None  # now and then: what it has counted
+    refusal: str = ""  # which files of the model have changed, so that it cannot serve, or parts of it
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

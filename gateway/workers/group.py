@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -25,8 +26,10 @@ from gateway.workers.channel import Channel, ChannelClosed
 from gateway.workers.contract import Beat, MemberSetup, bound_socket
 from gateway.workers.metrics import Samples, added, rendered, samples_of
 from gateway.workers.shared import KeyTable, Places, shared_memory
+from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
-from moebius.errors import StartupError
+from moebius.errors import UserError
+from moebius.model_identity import TEMPLATE_FILE, IdentityRecord, Parts, file_digest, text_parts
 
 logger = structlog.get_logger(__name__)
 _LOOK_S = 0.25
@@ -53,6 +56,7 @@ class _Process:
     started_at: float = field(default_factory=time.monotonic)
     beat_at: float | None = None  # its last sign of life
     samples: Samples = field(default_factory=dict)  # the last that it sent
+    refusal: str = ""  # which files have changed, as it said last
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def silent_s(self, now: float) -> float:
@@ -81,7 +85,9 @@ class Group:
         self._seats: list[_Process | None] = [None] * self._count
         self._processes: set[_Process] = set()
         self._gone: Samples = {}  # what processes had counted that are gone
-        self._broken: str | None = None
+        self._broken: UserError | None = None
+        self._files = _files_of(config)
+        self._refusals: dict[int, str] = {}  # by seat: why nobody could take it
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         # A SIGHUP has come that no replacement has begun for; and whether one runs.
@@ -113,7 +119,7 @@ class Group:
             shutil.rmtree(self._own_directory, ignore_errors=True)
         os.close(self._memory)
         if self._broken is not None:
-            raise StartupError(self._broken)
+            raise self._broken
         return 0
 
     def _spawn_task(self, work: Any) -> None:
@@ -139,7 +145,9 @@ class Group:
                 ours.close()
                 raise
         another = any(one.ready.is_set() for one in self._processes)
-        setup = pickle.dumps(MemberSetup(self._config, index, 2 * self._count, self._memory, another))
+        setup = pickle.dumps(
+            MemberSetup(self._config, index, 2 * self._count, self._memory, another, self._files)
+        )
         ours.sendall(struct.pack("!I", len(setup)) + setup)
         channel = Channel(lambda name, value: self._answer(process, name, value))
         process = _Process(seat, index, popen, channel, another)
@@ -153,18 +161,33 @@ class Group:
             assert isinstance(value, Beat)
             process.beat_at = time.monotonic()
             process.samples = value.samples or process.samples
+            process.refusal = value.refusal
             if value.is_ready:
                 process.ready.set()
+                self._refusals.pop(process.seat, None)
         elif name == "leaving":
             process.samples = value
-        elif name == "broken":
-            self._broken = str(value)
+        elif name == "broken" or (name == "refused" and not self._has_ready):
+            self._broken = value
             self._stop(None)
         elif name == "metrics":
             return await self.metrics()
-        elif name == "ready":
-            return all(one.ready.is_set() or one.listens_when_ready for one in self._processes)
+        elif name == "why_not_ready":
+            return self._why_not_ready()
         return None
+
+    def _why_not_ready(self) -> str:
+        """Why not every process that listens could answer, or could not be replaced; empty: they could."""
+        seated = [one for one in self._seats if one is not None]
+        refusals = [*self._refusals.values(), *(one.refusal for one in seated if one.refusal)]
+        if refusals:
+            return refusals[0]
+        known = all(one.ready.is_set() or one.listens_when_ready for one in self._processes)
+        return "" if known else "a gateway process is starting"
+
+    @property
+    def _has_ready(self) -> bool:
+        return any(one.ready.is_set() for one in self._processes)
 
     async def metrics(self) -> bytes:
         """Of all processes, those that are gone included, as Prometheus text."""
@@ -182,8 +205,7 @@ class Group:
         """Why a request sent now would not be answered; empty: it would."""
         answer = await self._ask_one("not_ready")
         if answer is None:
-            has_started = any(one.ready.is_set() for one in self._processes)
-            return "no gateway process answers" if has_started else "no gateway process has started yet"
+            return "no gateway process answers" if self._has_ready else "no gateway process has started yet"
         return str(answer)
 
     async def _ask_one(self, name: str) -> Any:
@@ -252,6 +274,8 @@ class Group:
             seconds=round(lived_s, 1),
         )
         self._seats[process.seat] = None
+        if process.refusal:
+            self._refusals[process.seat] = process.refusal
         self._spawn_task(self._restart(process.seat, 0.0 if lived_s > _STABLE_S else _pause_s(lived_s)))
 
     async def _restart(self, seat: int, pause_s: float) -> None:
@@ -292,6 +316,7 @@ class Group:
         try:
             while self._replacement_is_due:
                 self._replacement_is_due = False
+                self._read_anew()
                 logger.info("gateway processes are replaced")
                 for seat in range(self._count):
                     if self._seats[seat] is None:
@@ -300,6 +325,14 @@ class Group:
                         break
         finally:
             self._is_replacing = False
+
+    def _read_anew(self) -> None:
+        """What follows may differ from what was read before, as an operator has asked for that. Only the
+        engine's files may not: each new process compares them with what the engine has read."""
+        self._files = _files_of(self._config)
+        template = {name: value for name, value in self._files.items() if name == TEMPLATE_FILE}
+        if template:
+            IdentityRecord(self._config.model.identity_file).replace(template)
 
     async def _replace(self, seat: int) -> bool:
         """Whether a new process has the seat; if not, the present one goes on."""
@@ -339,6 +372,18 @@ class Group:
             logger.warning("gateway process does not end", pid=process.popen.pid)
             process.popen.kill()
             process.popen.wait()
+
+
+def _files_of(config: MoebiusConfig) -> Parts:
+    """Digests of what the processes are to read; of no files where they cannot be read: they say so."""
+    model, template = config.model.model, config.gateway.chat_template
+    try:
+        if model:
+            return text_parts(model, template)
+        return {TEMPLATE_FILE: file_digest(Path(template))} if template else {}
+    except CheckpointError as error:
+        logger.warning("the model's files cannot be read", reason=str(error))
+        return {}
 
 
 def _pause_s(lived_s: float) -> float:

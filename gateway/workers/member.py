@@ -21,9 +21,9 @@ from gateway.garbage import collect_rarely
 from gateway.server import GatewayServer, server_for
 from gateway.workers.channel import Channel, ChannelClosed
 from gateway.workers.contract import BEAT_S, Beat, MemberSetup, bound_socket
-from gateway.workers.metrics import samples_of
+from gateway.workers.metrics import Samples, samples_of
 from gateway.workers.shared import KeyTable, Places, Shared
-from moebius.errors import UserError
+from moebius.errors import UserError, WrongIdentity
 from moebius.telemetry import configure_logging, configure_tracing, export_metrics
 from moebius.tls import configure_tls
 
@@ -38,7 +38,10 @@ class Member:
         places = Places(setup.count, setup.index, setup.places)
         keys = KeyTable(setup.count, setup.index, setup.places)
         self._server: GatewayServer = server_for(
-            setup.config, Shared(places, keys, self._all_metrics, self._all_ready, setup.listens_when_ready)
+            setup.config,
+            Shared(
+                places, keys, self._all_metrics, self._why_not_ready, setup.listens_when_ready, setup.files
+            ),
         )
         self._setup = setup
 
@@ -56,7 +59,9 @@ class Member:
             await self._server.serve([bound_socket(gateway.host, gateway.port)])
             with contextlib.suppress(ChannelClosed):
                 if self._server.broken is not None:
-                    await self._channel.ask("broken", self._server.broken)
+                    # One that was never ready says nothing of those that are.
+                    is_own = isinstance(self._server.broken, WrongIdentity) and not self._server.is_ready
+                    await self._channel.ask("refused" if is_own else "broken", self._server.broken)
                 await self._channel.ask("leaving", samples_of(self._server.metrics.registry))
         finally:
             for task in (talking, beating):
@@ -73,9 +78,12 @@ class Member:
         while True:
             with contextlib.suppress(ChannelClosed):
                 samples = None if beats % _SAMPLES_EVERY else samples_of(self._server.metrics.registry)
-                self._channel.tell("beat", Beat(self._server.is_ready, samples))
+                self._channel.tell("beat", self._sign(samples))
             beats += 1
             await asyncio.sleep(BEAT_S)
+
+    def _sign(self, samples: Samples | None = None) -> Beat:
+        return Beat(self._server.is_ready, samples, self._server.gateway.refusal)
 
     async def _answer(self, name: str, _value: Any) -> Any:
         if name == "retire":
@@ -88,10 +96,10 @@ class Member:
         assert name == "samples", name
         return samples_of(self._server.metrics.registry)
 
-    async def _all_ready(self) -> bool:
+    async def _why_not_ready(self) -> str:
         if self._server.is_ready:  # the first process learns of it with the next sign of life otherwise
-            self._channel.tell("beat", Beat(True, None))
-        return bool(await self._channel.ask("ready"))
+            self._channel.tell("beat", self._sign())
+        return str(await self._channel.ask("why_not_ready"))
 
     async def _all_metrics(self) -> bytes:
         answer = await self._channel.ask("metrics")

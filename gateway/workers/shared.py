@@ -8,7 +8,9 @@ import mmap
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from moebius.model_identity import Parts
 
 _BYTES = 8
 ALLOWANCES = ("requests_per_minute", "tokens_per_minute")
@@ -148,10 +150,12 @@ class Shared:
     keys: KeyTable
     # The metrics of all processes, as Prometheus text; None: those of this process are all there are.
     metrics: Callable[[], Awaitable[bytes]] | None = None
-    # Whether every process that listens knows its model; None: there is only this one.
-    all_ready: Callable[[], Awaitable[bool]] | None = None
+    # Why not every process that listens could answer, or be replaced; empty: they could. None: only this one.
+    why_not_ready: Callable[[], Awaitable[str]] | None = None
     # Another process can serve meanwhile: this one listens once it can, rather than answer 503.
     listens_when_ready: bool = False
+    # Digests of files that the first process has found; those that are missing are not compared.
+    files: Parts = field(default_factory=dict)
 
 
 def alone() -> Shared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import SelfTestReport
 from moebius.checkpoint.gguf.files import companion_directory, served_name
 from moebius.config import MoebiusConfig
+from moebius.model_identity import Parts, check_unchanged, identity_text, model_parts
 from moebius.models.config import ModelConfig
 from moebius.models.read import read_config
 from protos import engine_pb2 as pb
@@ -47,6 +48,8 @@ class Built:
     placement: AdaptivePlacement | None = None  # None: what is resident stays.
     resident: ResidentExperts | None = None  # None: nothing is.
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
+    # Of all files that were read; filled by `build_engine` once they have proved to be unchanged.
+    identity: Parts = field(default_factory=dict)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Ends every request, then the engine, its experts and its rank's part in the group, in order.
@@ -75,7 +78,7 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
-    """Static facts for clients."""
+    """Static facts for clients. Raises WrongIdentity when files have been written since they were read."""
     directory = Path(config.model.model)
     model = built.model_config
     raw = read_config(directory)
@@ -83,6 +86,7 @@ def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
     sampling = sampling_defaults(
         json.loads(defaults.read_text(encoding="utf-8")) if defaults.exists() else {}
     )
+    check_unchanged(built.identity, lambda: model_parts(directory))
     pad = raw.get("pad_token_id")
     return pb.GetModelInfoResponse(
         model_path=str(directory),
@@ -100,5 +104,6 @@ def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
         default_sampling_params_json=json.dumps(sampling),
         supports_vision=model.vision is not None,
         max_waiting_requests=config.gpu.max_waiting_requests,
+        identity=identity_text(built.identity),
         image_token_id=-1 if built.vision is None else built.vision.preparer.layout.placeholder,
     )

@@ -19,7 +19,7 @@ from gpu_service.experts.streaming.ring import transfer_device
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.parallel.group import RankGroup
 from moebius.config import MoebiusConfig
-from moebius.expert_slices import checkpoint_fingerprint
+from moebius.model_identity import checkpoint_fingerprint
 from moebius.models.checkpoint import open_index
 from moebius.placement import ExpertStatistics, keeps_residents
 

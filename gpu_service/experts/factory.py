@@ -12,9 +12,9 @@ from gpu_service.experts.grpc_client import GrpcExpertClient
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.mailbox_client import MailboxExpertClient
 from moebius.config import MoebiusConfig
-from moebius.expert_slices import checkpoint_fingerprint
 from moebius.mailbox import Mailbox, open_mailbox
 from moebius.mailbox_plan import activation_dtype, mailbox_geometry, slots_of
+from moebius.model_identity import checkpoint_fingerprint
 from moebius.models.checkpoint import open_index
 from moebius.models.geometry import MoeGeometry
 

@@ -23,6 +23,7 @@ from gpu_service.parallel.control import ConnectionLost, RankConnection, RankCon
 from gpu_service.parallel.group import ProcessRankGroup, RankGroup, SoloGroup, make_process_groups
 from moebius.config import MoebiusConfig, ParallelConfig
 from moebius.errors import PEER_LOST_EXIT, ConfigError, UserError
+from moebius.model_identity import changes, identity_parts
 from moebius.tls import active_tls
 from protos import ranks_pb2
 
@@ -46,6 +47,8 @@ class Rendezvous:
     fingerprint: str  # Digest of all settings that every rank must share.
     # Longest wait for all ranks to be there; None: `timeout_s`.
     meet_timeout_s: float | None = None
+    # Of the model's files as this rank reads them; empty: not compared.
+    identity: str = ""
 
     @property
     def meet_s(self) -> float:
@@ -141,6 +144,9 @@ def _refusal(rendezvous: Rendezvous, hello: ranks_pb2.Hello, connections: dict[i
         return f"rank {hello.rank} has joined already"
     if hello.fingerprint != rendezvous.fingerprint:
         return f"the settings of rank {hello.rank} differ from those of rank 0"
+    changed = changes(identity_parts(rendezvous.identity), identity_parts(hello.identity))
+    if changed:
+        return f"rank {hello.rank} reads other files of the model than rank 0: {changed}"
     return ""
 
 
@@ -149,7 +155,11 @@ def _join(rendezvous: Rendezvous) -> tuple[RankConnection, ranks_pb2.Welcome]:
     # Rank 0 answers when the last one is there.
     connection = RankConnection(_connect(rendezvous, end), rendezvous.meet_s)
     hello = ranks_pb2.Hello(
-        protocol=_PROTOCOL, rank=rendezvous.rank, size=rendezvous.size, fingerprint=rendezvous.fingerprint
+        protocol=_PROTOCOL,
+        rank=rendezvous.rank,
+        size=rendezvous.size,
+        fingerprint=rendezvous.fingerprint,
+        identity=rendezvous.identity,
     )
     tls = active_tls()
     try:
@@ -240,9 +250,14 @@ def end_process(reason: str, own: bool) -> None:
 
 
 def join_group(
-    config: MoebiusConfig, device: torch.device, on_lost: Callable[[str, bool], None] = end_process
+    config: MoebiusConfig,
+    device: torch.device,
+    on_lost: Callable[[str, bool], None] = end_process,
+    identity: str = "",
 ) -> RankGroup:
     """Meets the other ranks and makes the process groups; the null object for one rank.
+
+    `identity` of the model's files as this rank reads them; a rank that reads others is refused.
 
     Raises ConfigError for settings that contradict each other, UserError when ranks do not meet in time.
     """
@@ -258,6 +273,7 @@ def join_group(
         fingerprint=_fingerprint(config),
         # Processes of other hosts are started by somebody else, who may have to fetch an image first.
         meet_timeout_s=None if settings.rank_hosts == 1 else config.supervisor.ready_timeout_s,
+        identity=identity,
     )
     host, _ = rendezvous.host_port
     if host in ("127.0.0.1", "::1", "localhost"):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tests.drills import again, crash, freeze, kill, malformed, replace, soak
+from tests.drills import again, crash, files, freeze, kill, malformed, replace, soak
 from tests.drills.report import Report
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -75,6 +75,14 @@ def run_replace(
     """The checkpoint is replaced on disk, then an expert server is killed: refused by name, no wrong text."""
     report = Report("replace", {"duration": duration, "period": period, "streams": streams})
     replace.run(report, duration, period, streams)
+    raise typer.Exit(report.finish(output))
+
+
+@app.command("files")
+def run_files(period: Period = 5, streams: Streams = 4, output: Output = None) -> None:
+    """Files of the model are replaced one by one, who reads them is killed: named, never another text."""
+    report = Report("files", {"period": period, "streams": streams})
+    files.run(report, period, streams)
     raise typer.Exit(report.finish(output))
 
 

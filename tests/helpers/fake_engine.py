@@ -67,6 +67,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self._model_type = model_type
         self.script = Script()
         self.seen = Seen()
+        self.identity = ""  # what it says of its files
         self.has_many = True  # False: as an engine that does not know the method
         self._directory = directory
         self._tokenizer = tokenizer
@@ -97,6 +98,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             max_req_input_len=self._context - 1,
             max_waiting_requests=WAITING,
             default_sampling_params_json='{"temperature": 0.7, "top_k": 20}',
+            identity=self.identity,
         )
 
     def GetLive(self, request: Any, context: Any) -> pb.GetLiveResponse:

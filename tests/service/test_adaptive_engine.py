@@ -14,7 +14,7 @@ from gpu_service.experts.adaptive.metrics import export
 from gpu_service.experts.adaptive.record import RoutingRecord
 from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig, PlacementConfig
-from moebius.expert_slices import checkpoint_fingerprint
+from moebius.model_identity import checkpoint_fingerprint
 from moebius.models.checkpoint import open_index
 from moebius.models.read import read_geometry
 from tests.helpers.built_engine import RunningEngine, running_engine

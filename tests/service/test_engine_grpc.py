@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import pytest
@@ -110,6 +110,20 @@ async def test_stream_adds_up_to_the_whole() -> None:
     assert whole[0].complete.output_ids == last.output_ids
     assert whole[0].complete.finish_reason == "length"
     assert len(whole[0].complete.output_logprobs.top_logprobs[11].values) == 2
+
+
+async def test_a_request_for_other_files_is_refused() -> None:
+    """One that was made by another tokenizer would be answered as if nothing were wrong."""
+    async with served() as running:
+        running.servicer.service = replace(running.servicer.service, model_identity="ab")
+        for identity in ("", "ab"):
+            request = message(identity or "r")
+            request.model_identity = identity
+            assert [one async for one in running.stub.Generate(request)]
+        request.model_identity = "cd"
+        with pytest.raises(grpc.aio.AioRpcError, match="model_identity") as caught:
+            [one async for one in running.stub.Generate(request)]
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_outputs_share_the_prompt_and_differ() -> None:

@@ -137,7 +137,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "plan_load", fail)
     monkeypatch.setattr(loader_module, "load_experts", fail)
     monkeypatch.setattr(read_module, "read_geometry", fail)
-    monkeypatch.setattr(host_module, "checkpoint_fingerprint", fail)
+    monkeypatch.setattr(host_module, "expert_parts", fail)
     monkeypatch.setattr(ExpertEngine, "calibrate", fail)
 
 

@@ -19,11 +19,13 @@ import psutil
 import pytest
 
 from moebius.config import MoebiusConfig, SupervisorConfig
+from moebius.model_identity import identity_text, text_parts
 from tests.helpers import tls_everywhere
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config
 from tests.helpers.ports import free_port
 from tests.helpers.stack import ROOT
+from tests.helpers.swapped_files import put, swap_tokens
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 PROGRAM = """
@@ -92,13 +94,19 @@ class Gateway:
 
 @contextmanager
 def gateway(
-    engine: tuple[FakeEngine, str], directory: Path, hang_timeout_s: float = 120.0, **settings: Any
+    engine: tuple[FakeEngine, str],
+    directory: Path,
+    hang_timeout_s: float = 120.0,
+    model: Path | None = None,
+    **settings: Any,
 ) -> Iterator[Gateway]:
-    """Two processes, ready."""
+    """Two processes, ready; `model`: where they read their files, None: where the engine says."""
     engine[0].reset()
     port, log = free_port(), directory / "log"
     config: MoebiusConfig = gateway_config(engine[1], port=port, workers=2, **settings)
-    config = config.model_copy(update={"supervisor": SupervisorConfig(hang_timeout_s=hang_timeout_s)})
+    sections: dict[str, Any] = {"supervisor": SupervisorConfig(hang_timeout_s=hang_timeout_s)}
+    sections["model"] = config.model.model_copy(update={"model": str(model or "")})
+    config = config.model_copy(update=sections)
     config = tls_everywhere.with_https(config)
     with log.open("wb") as sink:
         command = [sys.executable, "-c", PROGRAM, config.model_dump_json()]
@@ -194,6 +202,43 @@ def test_sighup_replaces_all_and_loses_no_request(engine: tuple[FakeEngine, str]
         assert set(statuses) == {200}
         assert rest[-2:] == ["data: [DONE]", ""]
         running.until(lambda: len(running.workers()) == 2 and running.answers())
+
+
+def test_one_that_finds_another_tokenizer_does_not_serve(
+    engine: tuple[FakeEngine, str], tmp_path: Path
+) -> None:
+    """Killed after the file was replaced, it does not come back: the others have the right one and answer,
+    and /ready names the file; with the file back all is as before. At SIGHUP files may be others, if they are
+    the engine's, too."""
+    files = tmp_path / "model"
+    files.mkdir()
+    write_tokenizer(files, byte_level_tokenizer())
+    right = (files / "tokenizer.json").read_bytes()
+    with gateway(engine, tmp_path, model=files) as running:
+
+        def tokens() -> list[int]:
+            found: list[int] = httpx.post(f"{running.url}/tokenize", json={"prompt": "ABC"}).json()["tokens"]
+            return found
+
+        expected = tokens()
+        swap_tokens(files / "tokenizer.json")
+        killed, kept = running.workers()
+        killed.kill()
+        said = "tokenizer.json has changed since the gateway was started"
+        running.until(lambda: said in httpx.get(f"{running.url}/ready", timeout=60).text)
+        assert httpx.get(f"{running.url}/ready").status_code == 503
+        assert [tokens() for _ in range(8)] == [expected] * 8
+        put(files / "tokenizer.json", right)
+        running.until(lambda: len(running.workers()) == 2 and running.answers())
+        assert kept.pid in {worker.pid for worker in running.workers()}
+
+        swap_tokens(files / "tokenizer.json")
+        engine[0].identity = identity_text(text_parts(files))
+        running.process.send_signal(signal.SIGHUP)
+        running.until(lambda: kept.pid not in {worker.pid for worker in running.workers()})
+        running.until(running.answers)
+        assert tokens() != expected
+    engine[0].identity = ""
 
 
 def test_they_do_not_outlive_the_first(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gpu_service.vllm_engine import SERVICE_NAME, convert_constraint
 from moebius import __version__
+from moebius.model_identity import identity_text, model_parts
 from protos import engine_pb2, smg_common_pb2, vllm_engine_pb2_grpc
 from protos import vllm_engine_pb2 as pb
 from tests.helpers.engine_harness import prompt_of
 from tests.helpers.fake_model import VOCAB
+from tests.helpers.swapped_files import swap_tokens
 from tests.service.test_engine_grpc import Served, idle, message, served, until
 
 # Of the published file, by hand: what a router's stubs have compiled in.
@@ -329,6 +331,20 @@ async def test_the_tokenizer_comes_as_an_archive(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.GetTokenizer(smg_common_pb2.GetTokenizerRequest()).read()
         assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_router_gets_no_other_tokenizer(tmp_path: Path) -> None:
+    """Than that of the engine: one that was replaced meanwhile would make prompts of other tokens."""
+    async with router(tmp_path) as (stub, service):
+        assert service.servicer.service is not None
+        service.servicer.service.info.identity = identity_text(model_parts(tmp_path))
+        swap_tokens(tmp_path / "tokenizer.json")
+        with pytest.raises(grpc.aio.AioRpcError, match=r"tokenizer\.json has changed since") as caught:
+            await stub.GetTokenizer(smg_common_pb2.GetTokenizerRequest()).read()
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        request = pb.GenerateRequest(request_id="r", text="hello")
+        with pytest.raises(grpc.aio.AioRpcError, match=r"tokenizer\.json has changed since"):
+            await stub.Generate(request).read()
 
 
 async def test_what_is_not_served_is_unimplemented(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ except SystemExit as end:
     assert not end.code
 Tokenizer.from_dir(Path(model), "")
 config = load_config(None, {"model": model, "device": "cpu", "expert_transport": "local", "num_pages": 64})
-built, _, _ = main._load(config)
+built, *_ = main._load(config)
 print("a step was computed")
 built.close()
 from gpu_service.models.vision.registry import build_tower

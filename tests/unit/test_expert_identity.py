@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from moebius import expert_slices as identities
+from moebius import model_identity as identities
 from moebius.app import cli
 from moebius.config import PlacementConfig
 from moebius.errors import WRONG_IDENTITY_EXIT, WrongIdentity
-from moebius.expert_slices import SliceRequest, checkpoint_fingerprint, expert_identity, identity_part
+from moebius.expert_slices import SliceRequest, expert_identity
+from moebius.model_identity import checkpoint_fingerprint, identity_part
 from moebius.models.checkpoint import open_index
 from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe
@@ -66,11 +67,11 @@ def test_large_files_are_sampled(model: Path, monkeypatch: pytest.MonkeyPatch) -
     """Reading stays bounded, whatever the checkpoint's size."""
     file = next(iter(open_index(model).tensors.values())).file
     monkeypatch.setattr(identities, "_BLOCK", 16)
-    blocks = list(identities._samples(file, 5))
-    content = file.read_bytes()
-    assert [len(block) for block in blocks] == [16] * 5
-    assert blocks[0] == content[:16]
-    assert blocks[-1] == content[-16:]
+    size = file.stat().st_size
+    places = identities._spread(size, 5)
+    assert [count for _, count in places] == [16] * 5
+    assert (places[0][0], places[-1][0]) == (0, size - 16)
+    assert identities._spread(60, 5) == [(0, 60)], "a small file is read as a whole"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ async def reason_of(model: Path, template: str, wait_s: float) -> str | None:
     gateway = {"engine_address": f"unix:{model}/nobody.sock", "chat_template": template}
     config = MoebiusConfig.model_validate({"model": {"model": str(model)}, "gateway": gateway})
     broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    state = Gateway(config, broken.set_result)
+    state = Gateway(config, lambda error: broken.set_result(str(error)))
     await state.open()
     try:
         return await asyncio.wait_for(broken, wait_s)

@@ -198,11 +198,15 @@ def test_rank_zero_outlives_the_others(trio: Trio) -> None:
         ({"size": 3}, "one of 3 ranks, this group has 2"),
         ({"rank": 2}, "rank: 2 is not allowed; allowed: 1 to 1"),
         ({"fingerprint": "other"}, "the settings of rank 1 differ"),
+        (
+            {"identity": "config.json=00\nmodel.safetensors=03\n"},
+            "rank 1 reads other files of the model than rank 0: model.safetensors has changed",
+        ),
     ],
 )
 def test_a_rank_that_does_not_fit_is_refused(changes: dict[str, Any], reason: str) -> None:
     """It gets the reason; the group goes on waiting for the right one, also after a stranger's visit."""
-    first = rendezvous(2)
+    first = rendezvous(2, identity="config.json=00\nmodel.safetensors=01\n")
     gathered = run(meet, first, welcome())
     with pytest.raises(UserError, match=f"refused by rank 0 .*{reason}"):
         meet(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,10 @@ from gateway.errors import ApiError
 from gateway.prompts.contract import ModelFiles, WorkerSetup
 from gateway.prompts.pool import SMALL_BYTES, PromptPool, _Died
 from moebius.config import ImageConfig
+from moebius.errors import WrongIdentity
+from moebius.model_identity import text_parts
 from protos import engine_pb2 as pb
+from tests.helpers.swapped_files import put, swap_tokens
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 
@@ -84,6 +88,61 @@ async def test_one_that_died_while_the_engine_loaded_is_replaced(tmp_path: Path)
         assert await token_count(pool) == 3
     finally:
         await pool.close()
+
+
+@pytest.mark.parametrize("left", [0, 1])
+async def test_a_process_that_finds_another_tokenizer_does_not_serve(tmp_path: Path, left: int) -> None:
+    """Whichever is left reads requests of any size by the right one; with none left they are refused by the
+    file's name, until it is back."""
+    files, setup = setup_for(tmp_path)
+    files = replace(files, parts=text_parts(tmp_path))
+    setup = replace(setup, files=files, max_body_bytes=2**21)
+    right = (tmp_path / "tokenizer.json").read_bytes()
+    large = b'{"prompt": "hello"' + b" " * 2**17 + b"}"
+    pool = PromptPool(2, 8)
+    try:
+        await pool.spawn(files)
+        await pool.start(setup)
+        expected = await pool.prepare("tokenize", [large])
+        swap_tokens(tmp_path / "tokenizer.json")
+        pool._running[1 - left]._process.kill()
+        pool._running[1 - left]._process.wait()
+        async with asyncio.timeout(60):
+            while not pool.refusal:  # whose turn it is notices
+                bodies = [large, json.dumps({"prompt": "hello"}).encode()]
+                await asyncio.gather(*(pool.prepare("tokenize", [body]) for body in bodies))
+        assert pool.refusal.startswith("tokenizer.json has changed since the gateway has read it")
+        assert not pool.stands_still
+        for _ in range(3):
+            assert await token_count(pool) == 3
+            assert await pool.prepare("tokenize", [large]) == expected
+        pool._running[left]._process.kill()
+        with pytest.raises(ApiError, match=r"tokenizer\.json has changed") as caught:
+            await pool.prepare("tokenize", [large])
+        assert (caught.value.status, caught.value.code) == (503, "model_files_changed")
+        assert pool.stands_still
+        put(tmp_path / "tokenizer.json", right)
+        async with asyncio.timeout(60):
+            while pool.refusal:  # noqa: ASYNC110 - it looks by itself
+                await asyncio.sleep(0.05)
+        assert await pool.prepare("tokenize", [large]) == expected
+    finally:
+        await pool.close()
+
+
+async def test_a_first_start_with_other_files_is_refused(tmp_path: Path) -> None:
+    """They were written between the gateway's look and the process's."""
+    files, setup = setup_for(tmp_path)
+    files = replace(files, parts=text_parts(tmp_path))
+    swap_tokens(tmp_path / "tokenizer.json")
+    pool = PromptPool(1, 8)
+    try:
+        await pool.spawn(files)
+        with pytest.raises(WrongIdentity, match=r"tokenizer\.json has changed"):
+            await pool.start(replace(setup, files=files))
+    finally:
+        await pool.close()
+    assert children() == set()
 
 
 async def test_a_gateway_that_ends_before_the_engine_leaves_no_process(tmp_path: Path) -> None:

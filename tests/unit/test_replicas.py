@@ -24,6 +24,7 @@ from gateway.replicas.replica_set import ReplicaSet
 from gateway.replicas.routing import choose, last_resort
 from gateway.telemetry import ReplicaMetrics
 from gpu_service.many_calls import ManyCalls
+from moebius.model_identity import identity_digest
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 
@@ -165,6 +166,11 @@ def test_a_different_model_is_named() -> None:
     theirs = pb.GetModelInfoResponse(served_model_name="m", vocab_size=100, eos_token_ids=[1])
     assert difference(ours, ours) == ""
     assert difference(ours, theirs) == "eos_token_ids is [1], that of the others is [1, 2]"
+    ours.identity, theirs.identity = "a.json=0\nb.gguf=1\n", "a.json=0\nc.gguf=1\n"
+    theirs.eos_token_ids.append(2)
+    assert difference(ours, theirs) == ""
+    theirs.identity = "a.json=1\n"
+    assert difference(ours, theirs).endswith("than this gateway: a.json has changed")
 
 
 def test_names_are_told_from_addresses() -> None:
@@ -193,6 +199,8 @@ class Engine(engine_pb2_grpc.EngineServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """Three chunks and the end, unless it fails."""
+        if self.info.identity and request.model_identity != identity_digest(self.info.identity):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "other files")
         self.seen.append(request.request_id)
         for number in range(self.after if self.fails_with else 3):
             yield pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[number]))
@@ -324,7 +332,7 @@ async def test_requests_of_a_replica_that_goes_are_computed_by_the_others(tmp_pa
         await made.servers[0].stop(None)
         assert {await made.ask(str(number)) for number in range(8)} == {"1"}
         await made.until(lambda: not made.of(0).is_serving)
-        assert await made.set.is_serving()
+        assert not await made.set.why_not_serving()
         made.servers[0] = await made.start(0)
         await made.until(lambda: made.of(0).is_serving)
         await made.servers[1].stop(None)
@@ -372,8 +380,61 @@ async def test_a_replica_of_another_model_is_not_used(tmp_path: Path) -> None:
         await made.until(lambda: not made.of(0).is_serving)
         with pytest.raises(grpc.aio.AioRpcError):
             await made.ask()
-        assert not await made.set.is_serving()
+        assert await made.set.why_not_serving()
         assert not made.engines[1].seen
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_an_engine_that_comes_back_with_other_files_gets_nothing(tmp_path: Path, count: int) -> None:
+    """Not one request between its start and the moment at which that is found out: each says for which files
+    it was made. Of several engines another one computes it; with the right files back it is used again."""
+    async with made_for(tmp_path, count) as made:
+        assert {await made.ask(str(number)) for number in range(8)} <= {"0", "1"}
+        right = made.engines[0].info.identity
+        made.engines[0].info.identity = right.replace("=00", "=01")
+        made.engines[0].seen.clear()
+        if count > 1:
+            assert {await made.ask(str(number)) for number in range(16)} == {"1"}
+            made.of(0).is_serving = False  # as it was while it was started
+            await made.until(lambda: made.of(0).mismatch)
+        else:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"tokenizer\.json has changed") as caught:
+                await made.ask()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "tokenizer.json has changed" in made.set.other_model
+        reason = await made.set.why_not_serving()
+        assert (reason == "") if count > 1 else ("tokenizer.json has changed" in reason)
+        assert not made.engines[0].seen
+        made.engines[0].info.identity = right
+        if count == 1:
+            assert await made.set.why_not_serving() == ""
+            assert await made.ask() == "0"
+
+
+async def test_a_single_engines_memory_may_change(tmp_path: Path) -> None:
+    """It was started anew with the same files and less memory: that is no other model."""
+    async with made_for(tmp_path, 1) as made:
+        made.engines[0].info.max_context_length = 7
+        assert await made.set.why_not_serving() == ""
+        assert await made.ask() == "0"
+
+
+@contextlib.asynccontextmanager
+async def made_for(directory: Path, count: int) -> AsyncIterator[Replicas]:
+    """Replicas that say what they have read, and refuse what was made for other files."""
+    made = Replicas(directory, count)
+    for engine in made.engines:
+        engine.info.identity = "tokenizer.json=00\nconfig.json=00\n"
+    made.servers = [await made.start(number) for number in range(count)]
+    await made.set.open()
+    await made.set.model_info()
+    await made.until(lambda: all(made.of(number).info for number in range(count)))
+    try:
+        yield made
+    finally:
+        await made.set.close()
+        for server in made.servers:
+            await server.stop(None)
 
 
 async def test_a_names_addresses_come_and_go(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.parallel.context import ParallelContext
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
-from moebius.expert_slices import REQUANTISED, SliceRequest, checkpoint_fingerprint, plan_slice
+from moebius.expert_slices import REQUANTISED, SliceRequest, plan_slice
+from moebius.model_identity import checkpoint_fingerprint
 from moebius.models.checkpoint import open_index
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry

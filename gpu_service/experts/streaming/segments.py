@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.streaming.plan import StoredExperts
-from moebius.expert_slices import CHECKPOINT, identity_part
+from moebius.model_identity import CHECKPOINT, identity_part
 from moebius.weight_segment import SegmentLayer
 
 

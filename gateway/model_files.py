@@ -1,0 +1,71 @@
+"""The model's files as a gateway process reads them, compared with what the engine and others have read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.text.tokenizer import Tokenizer
+from moebius.checkpoint.errors import CheckpointError
+from moebius.errors import WrongIdentity
+from moebius.model_identity import (
+    REMEDY,
+    IdentityRecord,
+    Parts,
+    changes,
+    check_unchanged,
+    identity_parts,
+    text_parts,
+)
+
+
+class ModelFilesError(Exception):
+    """Tokenizer or chat template cannot be read; the message names the file."""
+
+
+@dataclass(frozen=True)
+class ReadFiles:
+    """Filled by `read_files`."""
+
+    directory: str
+    tokenizer: Tokenizer
+    parts: Parts  # digests of what was read
+
+    def check_engine(self, identity: str) -> None:
+        """Raises WrongIdentity when the engine, which says so of itself, has read other files."""
+        found = changes(identity_parts(identity), self.parts)
+        if found:
+            raise WrongIdentity(
+                f"{found} since the engine was started, or is another one than the engine's: {REMEDY}"
+            )
+
+
+def read_files(directory: str, template: str, record: str, expected: Parts) -> ReadFiles:
+    """Tokenizer and chat template.
+
+    Args:
+        directory: of the model, or a GGUF file.
+        template: file of another chat template; empty: the model's own.
+        record: of `model.identity_file`.
+        expected: digests that other processes of this port have found; what has none there is not compared.
+    Raises:
+        ModelFilesError: naming the file or directory at fault.
+        WrongIdentity: naming files that have changed since other processes have read them.
+    """
+    try:
+        parts = text_parts(directory, template)
+    except CheckpointError as error:
+        raise ModelFilesError(str(error)) from error
+    found = changes(expected, parts)
+    if found:
+        raise WrongIdentity(f"{found} since the gateway was started: {REMEDY}")
+    IdentityRecord(record).check(parts)
+    try:
+        tokenizer = Tokenizer.from_dir(Path(directory), template)
+    except Exception as error:
+        # The libraries that read these files raise whatever they like, often without a name.
+        text, named = str(error) or type(error).__name__, (directory, template)
+        is_named = any(path and path in text for path in named)
+        raise ModelFilesError(text if is_named else f"{template or directory}: {text}") from error
+    check_unchanged(parts, lambda: text_parts(directory, template))
+    return ReadFiles(directory, tokenizer, parts)

@@ -1,0 +1,67 @@
+"""What this process has read of the model: compared before and after, with other processes, with requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moebius.checkpoint.index import CheckpointIndex
+from moebius.config import MoebiusConfig
+from moebius.model_identity import (
+    EXPERT_CHECKPOINT,
+    IdentityRecord,
+    Parts,
+    check_unchanged,
+    checkpoint_parts,
+    identity_digest,
+    identity_text,
+    model_parts,
+)
+from moebius.models.checkpoint import open_index
+from moebius.progress import phase
+
+
+@dataclass(frozen=True)
+class EngineIdentity:
+    """Filled by `read_identity`."""
+
+    model: str
+    index: CheckpointIndex
+    # Of `expert_checkpoint`; None: experts are the model's own.
+    expert_index: CheckpointIndex | None
+    # As they were before anything was loaded.
+    parts: Parts
+
+    @property
+    def text(self) -> str:
+        """For other processes, as `moebius.model_identity` writes it."""
+        return identity_text(self.parts)
+
+    @property
+    def digest(self) -> str:
+        """What requests bring that were made for this model."""
+        return identity_digest(self.text)
+
+    def confirm(self) -> None:
+        """To be called once everything is loaded. Raises WrongIdentity when files were written meanwhile."""
+        check_unchanged(self.parts, lambda: _parts(self.model, self.index, self.expert_index))
+
+
+def read_identity(config: MoebiusConfig) -> EngineIdentity:
+    """Reads a few MiB of the model's files and compares them with what other processes have read.
+
+    Raises WrongIdentity naming files that have changed, CheckpointError for what cannot be read.
+    """
+    chosen = config.model
+    with phase("reading the model's identity"):
+        index = open_index(chosen.model)
+        expert_index = open_index(chosen.expert_checkpoint) if chosen.expert_checkpoint else None
+        found = EngineIdentity(chosen.model, index, expert_index, _parts(chosen.model, index, expert_index))
+        IdentityRecord(chosen.identity_file).check(found.parts)
+    return found
+
+
+def _parts(model: str, index: CheckpointIndex, expert_index: CheckpointIndex | None) -> Parts:
+    parts = {**model_parts(model), **checkpoint_parts(index)}
+    if expert_index is not None:
+        parts |= checkpoint_parts(expert_index, EXPERT_CHECKPOINT)
+    return parts
