@@ -36,7 +36,7 @@ if [ -f "${2:-}" ]; then
   image=$2 init=$3
   shift 3
   # Drivers of NVMe and ext4 are part of the cloud kernel: no modules, no initramfs. One node, as a desktop has.
-  exec timeout 3000 qemu-system-x86_64 -accel tcg,thread=multi -cpu max -smp 2 -m 6G \
+  exec timeout 5400 qemu-system-x86_64 -accel tcg,thread=multi -cpu max -smp 2 -m 6G \
     -drive file="$image",format=raw,if=none,id=disk,snapshot=on -device nvme,drive=disk,serial=disk \
     -kernel "$kernel" -append "console=ttyS0 quiet panic=-1 root=/dev/nvme0n1 rw init=$init -- $*" \
     -nographic -no-reboot

@@ -13,6 +13,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from importlib import metadata
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -92,9 +93,8 @@ def make_root(tree: Path) -> None:
     """All files of the guest."""
     copy_python(tree)
     copy_packages(tree / "site")
-    kept = shutil.ignore_patterns("__pycache__")
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, tree / "src" / package, ignore=kept)
+        shutil.copytree(ROOT / package, tree / "src" / package)
     shutil.copytree(demo_checkpoint(), tree / MODEL / demo_checkpoint().name)
     for place in ("proc", "sys", "dev", "tmp", "etc"):
         (tree / place).mkdir(exist_ok=True)
@@ -118,8 +118,13 @@ def make_image(image: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
+    """With its times, by which Python knows compiled modules: an emulated CPU compiles torch for minutes."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(source, target)
+    shutil.copy2(source, target)
+    if source.suffix == ".py":
+        compiled = Path(cache_from_source(source))
+        if compiled.is_file():
+            _copy(compiled, Path(cache_from_source(target)))
 
 
 if __name__ == "__main__":

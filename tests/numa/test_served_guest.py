@@ -18,7 +18,7 @@ from tests.numa.served_root import make_image
 from tests.numa.test_numa_guest import MISSING_TOOL, SCRIPT
 
 WORK = ROOT / "build" / "numa"
-GUEST_S = 3000
+GUEST_S = 5400
 EXPECTED_CHECKS = (
     "the CPU has AVX2",
     "the CPU has no AVX-512",
