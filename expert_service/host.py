@@ -14,10 +14,10 @@ import numpy.typing as npt
 import structlog
 
 from expert_service.errors import AlreadyLoaded, NotServing, RequantiseError
+from expert_service.integrity import CheckpointExperts, WeightsWatch
 from expert_service.placement import ThreadPlacement
 from expert_service.segment import (
     LoadRecord,
-    SegmentWatch,
     checkpoint_signature,
     find_load_record,
     packed_already,
@@ -71,6 +71,8 @@ class LoadSettings:
     expert_weights_dir: str = ""
     # `model.identity_file`.
     identity_file: str = ""
+    # In which all packed experts are compared with their checksums once, s; 0: only when one is suspect.
+    verify_interval_s: float = 0.0
 
 
 class Packing(Protocol):
@@ -185,8 +187,8 @@ class ExpertHost:
 
     `on_engine` is called with the still empty engine and the identity of what will be loaded before
     weights are read, so that a mailbox that does not fit is refused at once; `on_progress` after each expert,
-    from any thread; `on_loaded` when all weights are packed; `on_damage`, from another thread, for an expert
-    (layer, id) that a predecessor had packed and that is damaged: what is computed here is not to be trusted.
+    from any thread; `on_loaded` when all weights are packed; `on_damage` and `on_problem`, from another
+    thread, as `WeightsWatch` says.
     """
 
     def __init__(
@@ -196,11 +198,12 @@ class ExpertHost:
         on_loaded: Callable[[], None],
         settings: LoadSettings | None = None,
         on_progress: Callable[[], None] = lambda: None,
-        on_damage: Callable[[int, int], None] = lambda layer, expert: None,
+        on_damage: Callable[[], None] = lambda: None,
+        on_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
         self.placement = placement
-        self._on_damage = on_damage
-        self._watch: SegmentWatch | None = None
+        self._on_damage, self._on_problem = on_damage, on_problem
+        self._watch: WeightsWatch | None = None
         self._on_progress = on_progress
         self._settings = settings or LoadSettings()
         self._on_engine = on_engine
@@ -222,6 +225,21 @@ class ExpertHost:
         """Whether `forward` computes."""
         return self._loaded is not None and not self._draining
 
+    @property
+    def problem(self) -> str:
+        """Which damaged expert cannot be packed anew, and why; empty: there is none."""
+        return "" if self._watch is None else self._watch.problem
+
+    @property
+    def damages(self) -> int:
+        """Experts found damaged: what was answered before the latest of them may be wrong."""
+        return 0 if self._watch is None else self._watch.damages
+
+    @property
+    def verify_pass_seconds(self) -> float:
+        """Of the latest comparison of all experts with their checksums; 0: there was none yet."""
+        return 0.0 if self._watch is None else self._watch.pass_seconds
+
     def load(self, request: SliceRequest) -> LoadedSlice:
         """Pack a slice and begin to serve. Blocks for as long as the disk takes.
 
@@ -233,10 +251,12 @@ class ExpertHost:
             raise AlreadyLoaded("a load is running or has run; a process holds one slice for its whole life")
         try:
             self._loaded = self._load(request)
-            self._on_loaded()
             if self._watch is not None:
                 self._watch.start()
+            self._on_loaded()
         except BaseException as error:
+            if self._watch is not None:
+                self._watch.stop()
             self._loaded = self._watch = None
             self._loading.release()
             if isinstance(error, SegmentError):
@@ -269,9 +289,9 @@ class ExpertHost:
         for layer, error in record.relative_errors.items():
             self._check_error(layer, error, record.gate_up_formats[layer])
         self._choose_kernels(engine, record, part)
-        self._watch = SegmentWatch(engine, packed_already(engine, held), self._on_damage)
         errors, seconds = record.relative_errors, time.monotonic() - begin
         form, layouts = record.weight_format, packed_layouts(record, part)
+        self._watch = self._make_watch(request, record, part, engine, held, packed_already(engine, held))
         rate = calibrated_rate(engine.plan(), layouts[model.moe_layers[0]])
         return LoadedSlice(request, model, part, form, engine, seconds, errors, identity, layouts, rate)
 
@@ -318,7 +338,7 @@ class ExpertHost:
         self._choose_kernels(engine, None, part)
         if path is not None:
             engine.finish_load(LoadRecord.of(plan, identity, signature, request, errors, engine).to_json())
-            self._watch = SegmentWatch(engine, kept, self._on_damage)
+        self._watch = self._make_watch(request, plan, part, engine, held, kept)
         seconds = time.monotonic() - begin
         form, layouts = plan.weight_format, packed_layouts(plan, part)
         rate = calibrated_rate(engine.plan(), layouts[model.moe_layers[0]])
@@ -346,6 +366,22 @@ class ExpertHost:
         elif engine.segment_state != "new":
             log.info("packed experts are there already", path=str(path), which=engine.segment_state)
         return engine, held
+
+    def _make_watch(
+        self,
+        request: SliceRequest,
+        plan: Packing,
+        part: ExpertSlice,
+        engine: ExpertEngine,
+        held: Mapping[int, Sequence[int]],
+        unchecked: Sequence[tuple[int, int]],
+    ) -> WeightsWatch:
+        """Over all experts of the engine; `unchecked`: those that a predecessor has packed."""
+        layouts = packed_layouts(plan, part)
+        sizes = {(layer, expert): layouts[layer].expert_bytes for layer in held for expert in held[layer]}
+        source = CheckpointExperts(request, plan.model, part)
+        interval_s = self._settings.verify_interval_s
+        return WeightsWatch(engine, source, sizes, unchecked, interval_s, self._on_damage, self._on_problem)
 
     def _accept(self, done: LoadedLayer, engine: ExpertEngine, plan: LoadPlan) -> bool:
         """Log the layer. Raises RequantiseError when its weights were changed too much; NaN is too much."""
@@ -406,7 +442,10 @@ class ExpertHost:
         topk_ids: npt.NDArray[Any],
         topk_weights: npt.NDArray[Any],
     ) -> npt.NDArray[Any]:
-        """`ExpertEngine.forward` of the loaded slice. Raises NotServing, or ValueError for a bad request."""
+        """`ExpertEngine.forward` of the loaded slice.
+
+        Raises NotServing, DamagedExpert, or ValueError for a bad request.
+        """
         with self._working() as loaded:
             return loaded.engine.forward(layer, hidden_states, topk_ids, topk_weights)
 

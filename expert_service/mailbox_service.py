@@ -90,6 +90,16 @@ class MailboxService:
         if self._server is not None:
             self._server.beat()
 
+    def note_damage(self) -> None:
+        """Tell the engine that an expert was found damaged; from any thread."""
+        if self._server is not None:
+            self._server.note_damage()
+
+    def note_problem(self, problem: str) -> None:
+        """Tell the engine why not all is computed that it may ask for; empty: it is. From any thread."""
+        if self._server is not None:
+            self._server.note_problem(problem)
+
     def start(self) -> None:
         """Begin to answer, outstanding requests of a dead predecessor first.
 

@@ -53,12 +53,6 @@ class RejectedByEngine(UserError):
     exit_status = 1
 
 
-class DamagedWeights(UserError):
-    """Packed experts that a predecessor left have changed: the next process packs them anew."""
-
-    exit_status = 1
-
-
 class ExpertProcess:
     """The parts of the process and their life: listen, load, serve, drain."""
 
@@ -79,8 +73,8 @@ class ExpertProcess:
             experts.batch_invariant_experts,
             experts.expert_weights_dir,
             config.model.identity_file,
+            experts.verify_interval_s,
         )
-        self._damage = ""
         self._serving = False
         self._stands_still = False
         self._host = ExpertHost(
@@ -89,7 +83,8 @@ class ExpertProcess:
             self._on_loaded,
             settings,
             self._mailbox.beat,
-            self._on_damage,
+            self._mailbox.note_damage,
+            self._mailbox.note_problem,
         )
         self._health = health.HealthServicer()
         self._server = self._make_server()
@@ -175,7 +170,7 @@ class ExpertProcess:
         """For probes over HTTP: what the health service says."""
         from moebius.operations import ProcessState
 
-        not_ready = "" if self._serving else "still loading, or draining"
+        not_ready = self._host.problem if self._serving else "still loading, or draining"
         return ProcessState(not_ready, "the serve loop stands still" if self._stands_still else "")
 
     def _listen(self, address: str) -> None:
@@ -204,12 +199,6 @@ class ExpertProcess:
                 threads=loaded.engine.num_threads,
             )
 
-    def _on_damage(self, layer: int, expert: int) -> None:
-        # What is asked now would be answered wrongly: it stays for the successor.
-        self._damage = f"layer {layer}, expert {expert}"
-        self._hurry = True
-        self._stop.set()
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # A handler runs between two bytecodes of the main thread, so it must not take locks.
         self._host.cancel_load()
@@ -228,10 +217,6 @@ class ExpertProcess:
                 log.error("the serve loop stands still", hang_timeout_s=standstill.limit_s)
                 self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
                 self._stands_still = True
-        if self._damage:
-            raise DamagedWeights(
-                f"packed experts were damaged in memory ({self._damage}); they are packed anew"
-            )
         if self._mailbox.rejection:
             raise RejectedByEngine(f"the engine has sent this server away: {self._mailbox.rejection}")
 

@@ -42,6 +42,16 @@ class ExpertCollector(Collector):
         for layer, error in loaded.relative_errors.items():
             errors.add_metric([str(layer)], error)
         yield errors
+        yield GaugeMetricFamily(
+            "moebius:expert_refused",
+            "1 while a damaged expert cannot be packed anew, and what needs it is refused",
+            int(bool(self._host.problem)),
+        )
+        yield GaugeMetricFamily(
+            "moebius:expert_verify_pass_seconds",
+            "Time of the latest comparison of all packed experts with their checksums; 0: none yet",
+            self._host.verify_pass_seconds,
+        )
         yield from _counters(engine.stats())
 
 
@@ -52,6 +62,15 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "moebius:expert_nonfinite_outputs", "Output values that were NaN or infinite", stats.nonfinite_outputs
+    )
+    yield CounterMetricFamily(
+        "moebius:expert_damaged", "Packed experts found to differ from their checksum", stats.damaged_experts
+    )
+    yield CounterMetricFamily(
+        "moebius:expert_repaired", "Damaged experts that were packed anew", stats.repaired_experts
+    )
+    yield CounterMetricFamily(
+        "moebius:expert_verified_bytes", "Packed weights compared with their checksums", stats.verified_bytes
     )
     calls = CounterMetricFamily("moebius:expert_calls", "Forward passes", labels=["layer"])
     rows = CounterMetricFamily("moebius:expert_rows", "Token rows in them", labels=["layer"])

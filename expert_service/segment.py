@@ -1,4 +1,4 @@
-"""What a server leaves next to its packed experts for its successor, and the watch over both.
+"""What a server leaves next to its packed experts for its successor.
 
 A successor of the same settings reads one record instead of the checkpoint, so that the time until it serves
 does not grow with the model. Any other one reads the checkpoint, and packs what is not packed already.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +34,6 @@ SMALL_PAGES_COST = "reads about 7 % less a second"
 HUGE_PAGES_COMMAND = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
 # Below this, layers are too small for pages of 2 MiB.
 PAGES_MATTER_FROM = 64 * 2**20
-# Of its time the thread that compares checksums computes so much: it takes bandwidth from requests.
-VERIFY_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,50 +160,6 @@ def find_load_record(path: Path, request: SliceRequest, exact: bool) -> LoadReco
         return None
     wanted = expert_identity(request, record.model, identity_part(identity, CHECKPOINT), exact)
     return record if wanted == identity == record.identity else None
-
-
-class SegmentWatch:
-    """Compares the checksums of packed experts, once, in the background, and says in what pages they lie."""
-
-    def __init__(
-        self,
-        engine: ExpertEngine,
-        experts: Iterable[tuple[int, int]],
-        on_damage: Callable[[int, int], None],
-        share: float = VERIFY_SHARE,
-    ) -> None:
-        """`experts`: (layer, id) of what is to be compared; `on_damage` is called for each that differs."""
-        self._engine, self._experts = engine, tuple(experts)
-        self._on_damage, self._share = on_damage, share
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="segment-watch", daemon=True)
-
-    def start(self) -> None:
-        """Begins, in a thread that ends by itself."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Lets it end at the next expert; does not wait."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        begin = time.monotonic()
-        damaged = 0
-        for layer, expert in self._experts:
-            start = time.monotonic()
-            if not self._engine.verify_expert(layer, expert):
-                damaged += 1
-                log.error("packed expert is damaged: its checksum differs", layer=layer, expert=expert)
-                self._on_damage(layer, expert)
-            elapsed_s = time.monotonic() - start
-            if self._stop.wait(elapsed_s * (1 / self._share - 1)):
-                return
-        if self._experts:
-            seconds = round(time.monotonic() - begin, 3)
-            count = len(self._experts)
-            log.info("checksums of packed experts compared", experts=count, damaged=damaged, seconds=seconds)
-        # Only now: the kernel counts what this process has mapped, so of a predecessor's pages what it read.
-        report_pages(self._engine)
 
 
 def report_pages(engine: ExpertEngine) -> None:

@@ -23,7 +23,7 @@ from expert_service.spans import Call, SpanRecorder, sampled_parent
 from moebius import __version__, _kernels
 from moebius.errors import StartupError
 from moebius.expert_slices import ExpertDtype, SliceRequest, parse_expert_dtype
-from moebius.kernels import FloatArray
+from moebius.kernels import DamagedExpert, FloatArray
 from moebius.mailbox import MailboxError
 from moebius.mailbox_plan import INSTANCE_METADATA, MOST_GRPC_ROWS
 from protos import expert_pb2, expert_pb2_grpc
@@ -107,6 +107,7 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         )
         if self._host.loaded is not None:
             _describe(self._host.loaded, response)
+            response.problem = self._host.problem
         return response
 
     def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsResponse:
@@ -168,7 +169,8 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         self, request_iterator: Iterator[pb.ComputeRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.ComputeResponse]:
         """UNAVAILABLE before a load, while draining, and where the caller means another process;
-        INVALID_ARGUMENT names the field of a bad record."""
+        INVALID_ARGUMENT names the field of a bad record, INTERNAL an expert that is damaged in memory and
+        cannot be packed anew."""
         wanted = dict(context.invocation_metadata()).get(INSTANCE_METADATA)
         if wanted is not None and wanted != str(self._instance_id):
             _abort(context, grpc.StatusCode.UNAVAILABLE, NotServing("the server was started anew"))
@@ -179,6 +181,9 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
                     raise ValueError(f"epoch is {request.epoch} after {last_epoch}; it must increase")
                 last_epoch = request.epoch
                 response = self._compute(request)
+            except DamagedExpert as error:
+                _note_refusal(request, error)
+                _abort(context, grpc.StatusCode.INTERNAL, error)
             except NotServing as error:
                 _note_refusal(request, error)
                 _abort(context, grpc.StatusCode.UNAVAILABLE, error)
@@ -199,7 +204,10 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         if parent is not None:
             self._spans.add(Call(*parent, request.layer, request.rows, start_unix_ns, duration_ns, "grpc"))
         return pb.ComputeResponse(
-            epoch=request.epoch, output=output.tobytes(), compute_seconds=duration_ns * 1e-9
+            epoch=request.epoch,
+            output=output.tobytes(),
+            compute_seconds=duration_ns * 1e-9,
+            damages=self._host.damages,
         )
 
 
@@ -279,6 +287,8 @@ def _stats(loaded: LoadedSlice) -> pb.StatsResponse:
         busy_seconds=stats.busy_seconds,
         nonfinite_outputs=stats.nonfinite_outputs,
         nonfinite_inputs=stats.nonfinite_inputs,
+        damaged_experts=stats.damaged_experts,
+        repaired_experts=stats.repaired_experts,
         weight_bytes=sum(
             experts * layout.expert_bytes
             for experts, layout in zip(stats.layer_experts.tolist(), loaded.layouts, strict=True)

@@ -237,6 +237,11 @@ class ExpertConfig(Section):
         default="",
         description="tmpfs directory where packed experts outlive their server; `serve` creates one itself",
     )
+    verify_interval_s: float = Field(
+        default=3600.0,
+        ge=0,
+        description="Seconds in which all packed experts are compared with their checksums; 0: when suspect",
+    )
     mailbox: str = Field(
         default="", description="Name of the shared-memory mailbox; empty: chosen by the supervisor"
     )

@@ -69,6 +69,12 @@ class EngineStats:
     """hidden_states values that were NaN or infinite; they are computed with as they are"""
     nonfinite_outputs: int
     """output values that were NaN or infinite; they are handed on as they are"""
+    damaged_experts: int
+    """packed experts found to differ from their checksum, each time"""
+    repaired_experts: int
+    """of them, packed anew from the checkpoint"""
+    verified_bytes: int
+    """of packed experts, compared with their checksums by `ExpertEngine.verify_expert`"""
     layer_calls: NDArray[np.uint64]
     """[num_layers]"""
     layer_rows: NDArray[np.uint64]
@@ -133,6 +139,7 @@ class SegmentSettings:
 
 
 SegmentError = _kernels.SegmentError
+DamagedExpert = _kernels.DamagedExpert
 SegmentState = Literal["new", "complete", "partial", "replaced"]
 
 
@@ -313,15 +320,52 @@ class ExpertEngine:
         self._engine.finish_load(load_record.encode())
 
     def verify_expert(self, layer: int, expert: int) -> bool:
-        """Whether an expert's bytes in the segment are those that were packed; at low priority.
+        """Whether an expert's bytes are those that were packed; at low priority.
 
-        When they are not, the expert counts as not packed for whoever opens the segment next. True without a
-        segment, and for an expert that is not loaded.
+        When they are not, `wait_for_damage` names the expert, and it counts as not packed for whoever opens
+        the segment next. True for an expert that is not loaded.
 
         Raises:
             ValueError: layer or expert not held here.
         """
         return self._engine.verify_expert(layer, expert)
+
+    def expect_repairs(self, expected: bool) -> None:
+        """Say whether a thread waits for damage and repairs it; else `forward` raises instead of waiting."""
+        self._engine.expect_repairs(expected)
+
+    def wait_for_damage(self, seconds: float) -> tuple[int, int] | None:
+        """(layer, expert) of the next one that any thread found damaged; None: none within the time.
+
+        `interrupt_damage_wait` ends the wait, too.
+        """
+        return self._engine.wait_for_damage(seconds)
+
+    def interrupt_damage_wait(self) -> None:
+        """End the wait of `wait_for_damage` under way, or the next one; from any thread."""
+        self._engine.interrupt_damage_wait()
+
+    def repair_expert(
+        self,
+        layer: int,
+        expert: int,
+        gate: NDArray[Any] | SourceMatrix | None,
+        up: NDArray[Any] | SourceMatrix,
+        down: NDArray[Any] | SourceMatrix,
+    ) -> bool:
+        """Pack a damaged expert once more; calls that wait for it go on. Arguments as of `load_expert`.
+
+        False, and nothing changes, when the matrices do not give what was packed before.
+
+        Raises:
+            ValueError: the matrices do not fit, or the expert is not damaged.
+            DamagedExpert: the memory does not keep what is written to it.
+        """
+        return self._engine.repair_expert(layer, expert, gate, up, down)
+
+    def give_up_expert(self, layer: int, expert: int, reason: str) -> None:
+        """Have calls that need a damaged expert raise, naming the reason, until it is repaired after all."""
+        self._engine.give_up_expert(layer, expert, reason)
 
     def calibrate(self) -> None:
         """Measure the kernels and use the fastest for each number of rows; see `plan`.
@@ -367,6 +411,7 @@ class ExpertEngine:
 
         Raises:
             ValueError: wrong shape or dtype, unknown layer, or a chosen expert that is not loaded.
+            DamagedExpert: a chosen expert is damaged in memory and is not packed anew.
         """
         return self._engine.forward(layer, hidden_states, topk_ids, topk_weights, output)
 

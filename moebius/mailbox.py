@@ -218,7 +218,9 @@ class ServerState:
     # expert it packs while it loads, one for each small piece of a request while it computes.
     progress: int
     request_s: float  # for how long it has been computing the request it is at; 0: it has none
-    # Why a process that wanted to become this server, or its present generation, was not let in.
+    damages: int  # experts that it or a predecessor has found damaged in memory
+    # Why a process that wanted to become this server, or its present generation, was not let in; of one that
+    # is ready, why it does not compute everything.
     refusal: str
 
     @classmethod
@@ -234,6 +236,7 @@ class ServerState:
             busy_s=kernel.busy_s,
             progress=kernel.progress,
             request_s=kernel.request_s,
+            damages=kernel.damages,
             refusal=kernel.refusal,
         )
 
@@ -385,6 +388,10 @@ class Mailbox:
     def server_state(self, server_index: int) -> ServerState:
         """One look at a server. Raises ValueError for an index beyond the geometry."""
         return ServerState.from_kernel(self.kernel.server_state(server_index))
+
+    def damages(self) -> int:
+        """Experts that servers, whichever process they were, have found damaged in memory."""
+        return self.kernel.damages()
 
     def wait_servers_ready(self, timeout_s: float) -> list[int]:
         """Returns each server's generation when all are ready.

@@ -74,6 +74,14 @@ class MailboxServer:
         """A sign of life while the backend is being filled; from any thread."""
         self._kernel.beat()
 
+    def note_damage(self) -> None:
+        """Tells clients that an expert was found damaged: earlier answers may be wrong. From any thread."""
+        self._kernel.note_damage()
+
+    def note_problem(self, reason: str) -> None:
+        """Tells whoever asks for the server's state why it does not compute everything; empty: it does."""
+        self._kernel.note_problem(reason)
+
     @property
     def rejection(self) -> str:
         """Why a client sent this server away, which has ended it; empty: none did."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from moebius import _kernels
 
 MAGIC = _kernels.WEIGHT_SEGMENT_MAGIC
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 HEADER = np.dtype(
     [
@@ -42,7 +42,10 @@ HEADER = np.dtype(
         ("pid", "<i4"),
         ("load_record_bytes", "<u8"),
         ("load_record_digest", "<u8"),
-        ("reserved1", "<u8", 4),
+        ("experts_digest", "<u8"),
+        ("checked", "<u4"),
+        ("reserved1", "<u4"),
+        ("reserved2", "<u8", 2),
         ("identity", "S1024"),
     ]
 )
@@ -153,6 +156,11 @@ class WeightSegment:
     def is_complete(self) -> bool:
         """Whether every expert is packed; read from the segment each time."""
         return bool(self._header["complete"])
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its server has packed each expert, or compared its checksum; read each time."""
+        return bool(self._header["checked"])
 
     @property
     def load_record(self) -> str:

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/expert.proto\x12\x11moebius.expert.v1\"\x93\x02\n\x0bLoadRequest\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12-\n\x05split\x18\x02 \x01(\x0e\x32\x1e.moebius.expert.v1.ExpertSplit\x12\x13\n\x0bsplit_index\x18\x03 \x01(\r\x12\x13\n\x0bsplit_count\x18\x04 \x01(\r\x12\x14\n\x0csplit_shares\x18\x05 \x03(\r\x12.\n\x0cweight_dtype\x18\x06 \x01(\x0e\x32\x18.moebius.expert.v1.DType\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\x14\n\x0c\x65xpert_dtype\x18\x08 \x01(\t\x12\x19\n\x11\x65xpert_checkpoint\x18\t \x01(\t\x12\x11\n\tmtp_heads\x18\n \x01(\r\"5\n\x0cLoadResponse\x12\x14\n\x0cpacked_bytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"3\n\nLayerError\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x16\n\x0erelative_error\x18\x02 \x01(\x01\"\r\n\x0bInfoRequest\"\x99\x05\n\x0cInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x62i_version\x18\x02 \x01(\r\x12\x12\n\nmodel_path\x18\x03 \x01(\t\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x13\n\x0bnum_experts\x18\x06 \x01(\r\x12\r\n\x05top_k\x18\x07 \x01(\r\x12-\n\x05split\x18\x08 \x01(\x0e\x32\x1e.moebius.expert.v1.ExpertSplit\x12\x13\n\x0bsplit_index\x18\t \x01(\r\x12\x13\n\x0bsplit_count\x18\n \x01(\r\x12\x1a\n\x12intermediate_begin\x18\x0b \x01(\r\x12\x18\n\x10intermediate_end\x18\x0c \x01(\r\x12\x14\n\x0c\x65xpert_begin\x18\r \x01(\r\x12\x12\n\nexpert_end\x18\x0e \x01(\r\x12.\n\x0cweight_dtype\x18\x0f \x01(\x0e\x32\x18.moebius.expert.v1.DType\x12\x14\n\x0cpacked_bytes\x18\x10 \x01(\x04\x12\x0b\n\x03isa\x18\x11 \x01(\t\x12\x13\n\x0bnum_threads\x18\x12 \x01(\r\x12\x11\n\tnuma_node\x18\x13 \x01(\x05\x12\x0c\n\x04\x63pus\x18\x14 \x03(\r\x12\x0b\n\x03pid\x18\x15 \x01(\x03\x12\x15\n\rweight_format\x18\x16 \x01(\t\x12\x38\n\x11requantise_errors\x18\x17 \x03(\x0b\x32\x1d.moebius.expert.v1.LayerError\x12\x10\n\x08identity\x18\x18 \x01(\t\x12\x16\n\x0eweights_digest\x18\x19 \x01(\x06\x12\x13\n\x0binstance_id\x18\x1a \x01(\x04\x12#\n\x1b\x63\x61librated_bytes_per_second\x18\x1b \x01(\x01\"\x0e\n\x0cStatsRequest\"t\n\nLayerStats\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x13\n\x0b\x65xpert_rows\x18\x04 \x03(\x04\x12\x0f\n\x07\x65xperts\x18\x05 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\x06 \x01(\x01\"\xbc\x01\n\rStatsResponse\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\x03 \x01(\x01\x12-\n\x06layers\x18\x04 \x03(\x0b\x32\x1d.moebius.expert.v1.LayerStats\x12\x19\n\x11nonfinite_outputs\x18\x05 \x01(\x04\x12\x18\n\x10nonfinite_inputs\x18\x06 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x07 \x01(\x04\"5\n\x0eProfileRequest\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x12\n\nmost_spans\x18\x02 \x01(\r\"F\n\x0fProfileResponse\x12\r\n\x05spans\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64ropped\x18\x02 \x01(\x04\x12\x13\n\x0bnum_threads\x18\x03 \x01(\r\"\x11\n\x0fGetClockRequest\"B\n\x10GetClockResponse\x12\x1d\n\x15monotonic_nanoseconds\x18\x01 \x01(\x03\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"\x0f\n\rDrainResponse\"\xb9\x01\n\x0e\x43omputeRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\'\n\x05\x64type\x18\x04 \x01(\x0e\x32\x18.moebius.expert.v1.DType\x12\x15\n\rhidden_states\x18\x05 \x01(\x0c\x12\x10\n\x08topk_ids\x18\x06 \x01(\x0c\x12\x14\n\x0ctopk_weights\x18\x07 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"I\n\x0f\x43omputeResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06output\x18\x02 \x01(\x0c\x12\x17\n\x0f\x63ompute_seconds\x18\x03 \x01(\x01*X\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03*]\n\x0b\x45xpertSplit\x12\x1c\n\x18\x45XPERT_SPLIT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45XPERT_SPLIT_TENSOR\x10\x01\x12\x17\n\x13\x45XPERT_SPLIT_EXPERT\x10\x02\x32\x8c\x05\n\x06\x45xpert\x12G\n\x04Load\x12\x1e.moebius.expert.v1.LoadRequest\x1a\x1f.moebius.expert.v1.LoadResponse\x12G\n\x04Info\x12\x1e.moebius.expert.v1.InfoRequest\x1a\x1f.moebius.expert.v1.InfoResponse\x12J\n\x05Stats\x12\x1f.moebius.expert.v1.StatsRequest\x1a .moebius.expert.v1.StatsResponse\x12Y\n\nGetMetrics\x12$.moebius.expert.v1.GetMetricsRequest\x1a%.moebius.expert.v1.GetMetricsResponse\x12R\n\x07Profile\x12!.moebius.expert.v1.ProfileRequest\x1a\".moebius.expert.v1.ProfileResponse0\x01\x12S\n\x08GetClock\x12\".moebius.expert.v1.GetClockRequest\x1a#.moebius.expert.v1.GetClockResponse\x12J\n\x05\x44rain\x12\x1f.moebius.expert.v1.DrainRequest\x1a .moebius.expert.v1.DrainResponse\x12T\n\x07\x43ompute\x12!.moebius.expert.v1.ComputeRequest\x1a\".moebius.expert.v1.ComputeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/expert.proto\x12\x11moebius.expert.v1\"\x93\x02\n\x0bLoadRequest\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12-\n\x05split\x18\x02 \x01(\x0e\x32\x1e.moebius.expert.v1.ExpertSplit\x12\x13\n\x0bsplit_index\x18\x03 \x01(\r\x12\x13\n\x0bsplit_count\x18\x04 \x01(\r\x12\x14\n\x0csplit_shares\x18\x05 \x03(\r\x12.\n\x0cweight_dtype\x18\x06 \x01(\x0e\x32\x18.moebius.expert.v1.DType\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\x14\n\x0c\x65xpert_dtype\x18\x08 \x01(\t\x12\x19\n\x11\x65xpert_checkpoint\x18\t \x01(\t\x12\x11\n\tmtp_heads\x18\n \x01(\r\"5\n\x0cLoadResponse\x12\x14\n\x0cpacked_bytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"3\n\nLayerError\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x16\n\x0erelative_error\x18\x02 \x01(\x01\"\r\n\x0bInfoRequest\"\xaa\x05\n\x0cInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x62i_version\x18\x02 \x01(\r\x12\x12\n\nmodel_path\x18\x03 \x01(\t\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x13\n\x0bnum_experts\x18\x06 \x01(\r\x12\r\n\x05top_k\x18\x07 \x01(\r\x12-\n\x05split\x18\x08 \x01(\x0e\x32\x1e.moebius.expert.v1.ExpertSplit\x12\x13\n\x0bsplit_index\x18\t \x01(\r\x12\x13\n\x0bsplit_count\x18\n \x01(\r\x12\x1a\n\x12intermediate_begin\x18\x0b \x01(\r\x12\x18\n\x10intermediate_end\x18\x0c \x01(\r\x12\x14\n\x0c\x65xpert_begin\x18\r \x01(\r\x12\x12\n\nexpert_end\x18\x0e \x01(\r\x12.\n\x0cweight_dtype\x18\x0f \x01(\x0e\x32\x18.moebius.expert.v1.DType\x12\x14\n\x0cpacked_bytes\x18\x10 \x01(\x04\x12\x0b\n\x03isa\x18\x11 \x01(\t\x12\x13\n\x0bnum_threads\x18\x12 \x01(\r\x12\x11\n\tnuma_node\x18\x13 \x01(\x05\x12\x0c\n\x04\x63pus\x18\x14 \x03(\r\x12\x0b\n\x03pid\x18\x15 \x01(\x03\x12\x15\n\rweight_format\x18\x16 \x01(\t\x12\x38\n\x11requantise_errors\x18\x17 \x03(\x0b\x32\x1d.moebius.expert.v1.LayerError\x12\x10\n\x08identity\x18\x18 \x01(\t\x12\x16\n\x0eweights_digest\x18\x19 \x01(\x06\x12\x13\n\x0binstance_id\x18\x1a \x01(\x04\x12#\n\x1b\x63\x61librated_bytes_per_second\x18\x1b \x01(\x01\x12\x0f\n\x07problem\x18\x1c \x01(\t\"\x0e\n\x0cStatsRequest\"t\n\nLayerStats\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x13\n\x0b\x65xpert_rows\x18\x04 \x03(\x04\x12\x0f\n\x07\x65xperts\x18\x05 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\x06 \x01(\x01\"\xef\x01\n\rStatsResponse\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\x03 \x01(\x01\x12-\n\x06layers\x18\x04 \x03(\x0b\x32\x1d.moebius.expert.v1.LayerStats\x12\x19\n\x11nonfinite_outputs\x18\x05 \x01(\x04\x12\x18\n\x10nonfinite_inputs\x18\x06 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x07 \x01(\x04\x12\x17\n\x0f\x64\x61maged_experts\x18\x08 \x01(\x04\x12\x18\n\x10repaired_experts\x18\t \x01(\x04\"5\n\x0eProfileRequest\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x12\n\nmost_spans\x18\x02 \x01(\r\"F\n\x0fProfileResponse\x12\r\n\x05spans\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64ropped\x18\x02 \x01(\x04\x12\x13\n\x0bnum_threads\x18\x03 \x01(\r\"\x11\n\x0fGetClockRequest\"B\n\x10GetClockResponse\x12\x1d\n\x15monotonic_nanoseconds\x18\x01 \x01(\x03\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"\x0f\n\rDrainResponse\"\xb9\x01\n\x0e\x43omputeRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\'\n\x05\x64type\x18\x04 \x01(\x0e\x32\x18.moebius.expert.v1.DType\x12\x15\n\rhidden_states\x18\x05 \x01(\x0c\x12\x10\n\x08topk_ids\x18\x06 \x01(\x0c\x12\x14\n\x0ctopk_weights\x18\x07 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"Z\n\x0f\x43omputeResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06output\x18\x02 \x01(\x0c\x12\x17\n\x0f\x63ompute_seconds\x18\x03 \x01(\x01\x12\x0f\n\x07\x64\x61mages\x18\x04 \x01(\x04*X\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03*]\n\x0b\x45xpertSplit\x12\x1c\n\x18\x45XPERT_SPLIT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45XPERT_SPLIT_TENSOR\x10\x01\x12\x17\n\x13\x45XPERT_SPLIT_EXPERT\x10\x02\x32\x8c\x05\n\x06\x45xpert\x12G\n\x04Load\x12\x1e.moebius.expert.v1.LoadRequest\x1a\x1f.moebius.expert.v1.LoadResponse\x12G\n\x04Info\x12\x1e.moebius.expert.v1.InfoRequest\x1a\x1f.moebius.expert.v1.InfoResponse\x12J\n\x05Stats\x12\x1f.moebius.expert.v1.StatsRequest\x1a .moebius.expert.v1.StatsResponse\x12Y\n\nGetMetrics\x12$.moebius.expert.v1.GetMetricsRequest\x1a%.moebius.expert.v1.GetMetricsResponse\x12R\n\x07Profile\x12!.moebius.expert.v1.ProfileRequest\x1a\".moebius.expert.v1.ProfileResponse0\x01\x12S\n\x08GetClock\x12\".moebius.expert.v1.GetClockRequest\x1a#.moebius.expert.v1.GetClockResponse\x12J\n\x05\x44rain\x12\x1f.moebius.expert.v1.DrainRequest\x1a .moebius.expert.v1.DrainResponse\x12T\n\x07\x43ompute\x12!.moebius.expert.v1.ComputeRequest\x1a\".moebius.expert.v1.ComputeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.expert_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=2023
-  _globals['_DTYPE']._serialized_end=2111
-  _globals['_EXPERTSPLIT']._serialized_start=2113
-  _globals['_EXPERTSPLIT']._serialized_end=2206
+  _globals['_DTYPE']._serialized_start=2108
+  _globals['_DTYPE']._serialized_end=2196
+  _globals['_EXPERTSPLIT']._serialized_start=2198
+  _globals['_EXPERTSPLIT']._serialized_end=2291
   _globals['_LOADREQUEST']._serialized_start=43
   _globals['_LOADREQUEST']._serialized_end=318
   _globals['_LOADRESPONSE']._serialized_start=320
@@ -44,33 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INFOREQUEST']._serialized_start=428
   _globals['_INFOREQUEST']._serialized_end=441
   _globals['_INFORESPONSE']._serialized_start=444
-  _globals['_INFORESPONSE']._serialized_end=1109
-  _globals['_STATSREQUEST']._serialized_start=1111
-  _globals['_STATSREQUEST']._serialized_end=1125
-  _globals['_LAYERSTATS']._serialized_start=1127
-  _globals['_LAYERSTATS']._serialized_end=1243
-  _globals['_STATSRESPONSE']._serialized_start=1246
-  _globals['_STATSRESPONSE']._serialized_end=1434
-  _globals['_PROFILEREQUEST']._serialized_start=1436
-  _globals['_PROFILEREQUEST']._serialized_end=1489
-  _globals['_PROFILERESPONSE']._serialized_start=1491
-  _globals['_PROFILERESPONSE']._serialized_end=1561
-  _globals['_GETCLOCKREQUEST']._serialized_start=1563
-  _globals['_GETCLOCKREQUEST']._serialized_end=1580
-  _globals['_GETCLOCKRESPONSE']._serialized_start=1582
-  _globals['_GETCLOCKRESPONSE']._serialized_end=1648
-  _globals['_GETMETRICSREQUEST']._serialized_start=1650
-  _globals['_GETMETRICSREQUEST']._serialized_end=1669
-  _globals['_GETMETRICSRESPONSE']._serialized_start=1671
-  _globals['_GETMETRICSRESPONSE']._serialized_end=1705
-  _globals['_DRAINREQUEST']._serialized_start=1707
-  _globals['_DRAINREQUEST']._serialized_end=1741
-  _globals['_DRAINRESPONSE']._serialized_start=1743
-  _globals['_DRAINRESPONSE']._serialized_end=1758
-  _globals['_COMPUTEREQUEST']._serialized_start=1761
-  _globals['_COMPUTEREQUEST']._serialized_end=1946
-  _globals['_COMPUTERESPONSE']._serialized_start=1948
-  _globals['_COMPUTERESPONSE']._serialized_end=2021
-  _globals['_EXPERT']._serialized_start=2209
-  _globals['_EXPERT']._serialized_end=2861
+  _globals['_INFORESPONSE']._serialized_end=1126
+  _globals['_STATSREQUEST']._serialized_start=1128
+  _globals['_STATSREQUEST']._serialized_end=1142
+  _globals['_LAYERSTATS']._serialized_start=1144
+  _globals['_LAYERSTATS']._serialized_end=1260
+  _globals['_STATSRESPONSE']._serialized_start=1263
+  _globals['_STATSRESPONSE']._serialized_end=1502
+  _globals['_PROFILEREQUEST']._serialized_start=1504
+  _globals['_PROFILEREQUEST']._serialized_end=1557
+  _globals['_PROFILERESPONSE']._serialized_start=1559
+  _globals['_PROFILERESPONSE']._serialized_end=1629
+  _globals['_GETCLOCKREQUEST']._serialized_start=1631
+  _globals['_GETCLOCKREQUEST']._serialized_end=1648
+  _globals['_GETCLOCKRESPONSE']._serialized_start=1650
+  _globals['_GETCLOCKRESPONSE']._serialized_end=1716
+  _globals['_GETMETRICSREQUEST']._serialized_start=1718
+  _globals['_GETMETRICSREQUEST']._serialized_end=1737
+  _globals['_GETMETRICSRESPONSE']._serialized_start=1739
+  _globals['_GETMETRICSRESPONSE']._serialized_end=1773
+  _globals['_DRAINREQUEST']._serialized_start=1775
+  _globals['_DRAINREQUEST']._serialized_end=1809
+  _globals['_DRAINRESPONSE']._serialized_start=1811
+  _globals['_DRAINRESPONSE']._serialized_end=1826
+  _globals['_COMPUTEREQUEST']._serialized_start=1829
+  _globals['_COMPUTEREQUEST']._serialized_end=2014
+  _globals['_COMPUTERESPONSE']._serialized_start=2016
+  _globals['_COMPUTERESPONSE']._serialized_end=2106
+  _globals['_EXPERT']._serialized_start=2294
+  _globals['_EXPERT']._serialized_end=2946
 # @@protoc_insertion_point(module_scope)

@@ -72,7 +72,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("version", "abi_version", "model_path", "hidden_size", "num_layers", "num_experts", "top_k", "split", "split_index", "split_count", "intermediate_begin", "intermediate_end", "expert_begin", "expert_end", "weight_dtype", "packed_bytes", "isa", "num_threads", "numa_node", "cpus", "pid", "weight_format", "requantise_errors", "identity", "weights_digest", "instance_id", "calibrated_bytes_per_second")
+    __slots__ = ("version", "abi_version", "model_path", "hidden_size", "num_layers", "num_experts", "top_k", "split", "split_index", "split_count", "intermediate_begin", "intermediate_end", "expert_begin", "expert_end", "weight_dtype", "packed_bytes", "isa", "num_threads", "numa_node", "cpus", "pid", "weight_format", "requantise_errors", "identity", "weights_digest", "instance_id", "calibrated_bytes_per_second", "problem")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ABI_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class InfoResponse(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     CALIBRATED_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     version: str
     abi_version: int
     model_path: str
@@ -127,7 +128,8 @@ class InfoResponse(_message.Message):
     weights_digest: int
     instance_id: int
     calibrated_bytes_per_second: float
-    def __init__(self, version: _Optional[str] = ..., abi_version: _Optional[int] = ..., model_path: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., intermediate_begin: _Optional[int] = ..., intermediate_end: _Optional[int] = ..., expert_begin: _Optional[int] = ..., expert_end: _Optional[int] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., packed_bytes: _Optional[int] = ..., isa: _Optional[str] = ..., num_threads: _Optional[int] = ..., numa_node: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., weight_format: _Optional[str] = ..., requantise_errors: _Optional[_Iterable[_Union[LayerError, _Mapping]]] = ..., identity: _Optional[str] = ..., weights_digest: _Optional[int] = ..., instance_id: _Optional[int] = ..., calibrated_bytes_per_second: _Optional[float] = ...) -> None: ...
+    problem: str
+    def __init__(self, version: _Optional[str] = ..., abi_version: _Optional[int] = ..., model_path: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., intermediate_begin: _Optional[int] = ..., intermediate_end: _Optional[int] = ..., expert_begin: _Optional[int] = ..., expert_end: _Optional[int] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., packed_bytes: _Optional[int] = ..., isa: _Optional[str] = ..., num_threads: _Optional[int] = ..., numa_node: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., weight_format: _Optional[str] = ..., requantise_errors: _Optional[_Iterable[_Union[LayerError, _Mapping]]] = ..., identity: _Optional[str] = ..., weights_digest: _Optional[int] = ..., instance_id: _Optional[int] = ..., calibrated_bytes_per_second: _Optional[float] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
@@ -150,7 +152,7 @@ class LayerStats(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., expert_rows: _Optional[_Iterable[int]] = ..., experts: _Optional[int] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("calls", "rows", "busy_seconds", "layers", "nonfinite_outputs", "nonfinite_inputs", "weight_bytes")
+    __slots__ = ("calls", "rows", "busy_seconds", "layers", "nonfinite_outputs", "nonfinite_inputs", "weight_bytes", "damaged_experts", "repaired_experts")
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +160,8 @@ class StatsResponse(_message.Message):
     NONFINITE_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_INPUTS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    REPAIRED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     calls: int
     rows: int
     busy_seconds: float
@@ -165,7 +169,9 @@ class StatsResponse(_message.Message):
     nonfinite_outputs: int
     nonfinite_inputs: int
     weight_bytes: int
-    def __init__(self, calls: _Optional[int] = ..., rows: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerStats, _Mapping]]] = ..., nonfinite_outputs: _Optional[int] = ..., nonfinite_inputs: _Optional[int] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+    damaged_experts: int
+    repaired_experts: int
+    def __init__(self, calls: _Optional[int] = ..., rows: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerStats, _Mapping]]] = ..., nonfinite_outputs: _Optional[int] = ..., nonfinite_inputs: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., damaged_experts: _Optional[int] = ..., repaired_experts: _Optional[int] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("seconds", "most_spans")
@@ -238,11 +244,13 @@ class ComputeRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., layer: _Optional[int] = ..., rows: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., hidden_states: _Optional[bytes] = ..., topk_ids: _Optional[bytes] = ..., topk_weights: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class ComputeResponse(_message.Message):
-    __slots__ = ("epoch", "output", "compute_seconds")
+    __slots__ = ("epoch", "output", "compute_seconds", "damages")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     output: bytes
     compute_seconds: float
-    def __init__(self, epoch: _Optional[int] = ..., output: _Optional[bytes] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
+    damages: int
+    def __init__(self, epoch: _Optional[int] = ..., output: _Optional[bytes] = ..., compute_seconds: _Optional[float] = ..., damages: _Optional[int] = ...) -> None: ...

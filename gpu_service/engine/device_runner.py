@@ -119,6 +119,10 @@ class DeviceRunner(StepRunner):
         if self._runner.experts is not None:
             self._runner.experts.interrupt()
 
+    @property
+    def damages(self) -> int:
+        return 0 if self._runner.experts is None else self._runner.experts.damages()
+
     def prepare(self) -> None:
         """Captures all graphs; expert servers must be ready. Before the first step. Raises their failure."""
         if self._graphs is None:

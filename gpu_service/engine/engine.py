@@ -24,13 +24,13 @@ Invariants, with step N+1 launched before step N is committed:
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import structlog
 
+from gpu_service.engine.damage import COMPUTE_AGAIN, DamageWatch
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.interface import (
     Abort,
@@ -45,6 +45,7 @@ from gpu_service.engine.interface import (
     OutputDelta,
     Stop,
     delta_of,
+    load_of,
 )
 from gpu_service.engine.prefill_lane import POLL_S, PrefillLane
 from gpu_service.engine.results import StepResult
@@ -59,8 +60,8 @@ from gpu_service.scheduler.turns import TurnPace
 from gpu_service.speculation.pace import DraftPace
 
 _log = structlog.get_logger(__name__)
-# Operations of every engine, and how often its first rank looks whether the first of them is called for.
-_STREAM_PROMPTS, _LOOK_S = "stream prompts", 0.1
+# Operations of every engine.
+_STREAM_PROMPTS = "stream prompts"
 _SIT_OUT = "sit out"
 _STEP_COSTS = "costs of steps with drafts"
 
@@ -97,12 +98,16 @@ class Engine:
         self._observer = observer or NullObserver()
         self._max_waiting = max_waiting
         self._inbox = inbox or Inbox()
-        own = {_STREAM_PROMPTS: scheduler.turns.read, _SIT_OUT: builder.token_masks.read}
+        own = {
+            _STREAM_PROMPTS: scheduler.turns.read,
+            _SIT_OUT: builder.token_masks.read,
+            COMPUTE_AGAIN: lambda _: self._compute_all_again(),
+        }
         if scheduler.speculation is not None:
             own[_STEP_COSTS] = scheduler.speculation.read
         self._operations = dict(operations or {}) | own
         scheduler.holds = builder.token_masks.holds
-        self._look_again = 0.0
+        self._damage = DamageWatch(scheduler, runner, self._inbox)
         self._stopping = False
         # Called once, by the engine thread, when every request has ended because no step can be computed.
         self.on_lost: Callable[[str], None] = lambda reason: None
@@ -113,7 +118,6 @@ class Engine:
         limits = scheduler.limits
         # Of steps of prompts alone, where there is no lane.
         self._turns = TurnPace(limits.prefill_chunk_max, limits.max_num_batched_tokens, max_added_s)
-        self._streams, self._told = False, ""
         self._draft_pace = draft_pace if self._inbox.is_entry else None
         # An error of the loop itself, raised while the lane's layers were launched.
         self._defect: Exception | None = None
@@ -228,7 +232,9 @@ class Engine:
         if self._lane is not None:
             self._tend(self._lane)
         elif self.scheduler.limits.prefill_chunk_max and self._inbox.is_entry:
-            self._look_for_streaming()
+            message = self._turns.news(lambda: self._runner.streams_prompts)
+            if message is not None:
+                self.call(_STREAM_PROMPTS, message)
         launched = len(self._in_flight) < self._depth and self.launch_next()
         if self._in_flight and (not launched or len(self._in_flight) == self._depth):
             self._commit_oldest()
@@ -364,7 +370,7 @@ class Engine:
             return
         except Exception as error:
             if isinstance(error, ExpertUnavailable) and step.batch is self.scheduler.lane.batch:
-                self._compute_again(step.batch, error)
+                self._compute_again(step.batch, str(error))
                 return
             # Of another process: a traceback would show this one's way to it.
             is_ours = not isinstance(error, (ExpertUnavailable, ExpertComputeFailed))
@@ -373,8 +379,11 @@ class Engine:
             _log.error("step failed", step=step.batch.step, exc_info=is_ours, **fields)
             self._fail(step.batch, f"{type(error).__name__}: {error}")
             return
+        is_found = self._damage.look()
         try:
             self._apply_result(step, result)
+            if is_found:
+                self._end_worthless()
         except Exception as error:
             fields = trace_fields(step.batch.requests)
             _log.exception("applying a step's results failed", step=step.batch.step, **fields)
@@ -382,8 +391,13 @@ class Engine:
             self.scheduler.ended(step.batch)
 
     def _apply_result(self, step: Step, result: StepResult) -> None:
+        is_worthless = self._damage.is_worthless(step.batch)
+        if is_worthless and step.batch is self.scheduler.lane.batch:
+            self._compute_again(step.batch, "an expert was damaged", keep=False)
+            return
         pages = self.scheduler.poisoned_pages(step.batch, result.rows)
-        reported = self.scheduler.commit(step.batch, result.rows, replayed=result.num_replays > 0)
+        replayed = result.num_replays > 0 or is_worthless
+        reported = self.scheduler.commit(step.batch, result.rows, replayed=replayed)
         deltas = [delta_of(request) for request in reported]
         if pages:
             self._runner.zero_pages(pages)
@@ -406,21 +420,6 @@ class Engine:
                 self._stopping = True
         self._snapshot()
 
-    def _look_for_streaming(self) -> None:
-        """Without a lane: tells all ranks at one place when prompts begin or cease to be streamed, and how
-        they take turns with those who decode.
-        """
-        now = time.monotonic()
-        if now >= self._look_again:
-            self._look_again = now + _LOOK_S
-            self._streams = self._runner.streams_prompts
-        message = self._turns.message(self._streams)
-        if message != self._told:
-            if not (message and self._told):
-                _log.info("long prompts stream their experts, in turns with others' steps", now=bool(message))
-            self._told = message
-            self.call(_STREAM_PROMPTS, message)
-
     def _operate(self, operation: str, argument: str, ended: Future[None]) -> None:
         try:
             self._operations[operation](argument)
@@ -429,10 +428,25 @@ class Engine:
         else:
             ended.set_result(None)
 
-    def _compute_again(self, batch: Batch, error: ExpertUnavailable) -> None:
+    def _end_worthless(self) -> None:
+        """Ends what was launched after a step that came to nothing: what it awaits no longer matters."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
+            if step.awaits_masks:
+                step.pending.supply(None)
+            self.commit(step)
+
+    def _compute_all_again(self) -> None:
+        self._damage.forget()
+        while self._in_flight:
+            self._commit_oldest()
+
+    def _compute_again(self, batch: Batch, reason: str, keep: bool = True) -> None:
         """The lane's step lost the experts that it streamed: its requests wait anew, for either lane."""
-        _log.warning("experts changed during a prefill step, which is computed again", error=str(error))
-        self.scheduler.give_up(batch)
+        _log.warning("experts changed during a prefill step, which is computed again", error=reason)
+        self.scheduler.give_up(batch, keep)
+        if not keep:
+            self.scheduler.cache.flush()
         self._observer.committed(batch, None, [])
         self._emit([])
 
@@ -475,20 +489,7 @@ class Engine:
             self._on_output(deltas)
 
     def _snapshot(self) -> None:
-        cache = self.scheduler.cache
-        evictable = cache.tree.evictable_pages
-        speculation = self.scheduler.speculation
-        self.load = EngineLoad(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            used_pages=cache.pool.usable - cache.pool.available - evictable,
-            cached_pages=evictable,
-            usable_pages=cache.pool.usable,
-            num_preemptions=self.scheduler.num_preemptions,
-            query_tokens=cache.query_tokens,
-            hit_tokens=cache.hit_tokens,
-            **({} if speculation is None else speculation.counts),
-        )
+        self.load = load_of(self.scheduler)
         self._observer.loaded(self.load)
 
     def _check_integrity(self) -> None:

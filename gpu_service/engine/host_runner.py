@@ -163,6 +163,10 @@ class HostRunner(StepRunner):
         if self._runner.experts is not None:
             self._runner.experts.interrupt()
 
+    @property
+    def damages(self) -> int:
+        return 0 if self._runner.experts is None else self._runner.experts.damages()
+
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         if not plan.awaits_masks:
             return self._stream.launch(lambda: self._run(plan))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from opentelemetry.context import Context
 
 from gpu_service.engine.results import StepResult
 from gpu_service.engine.step import Batch
 from gpu_service.request import FinishReason, Request, TokenLogprobs
+
+if TYPE_CHECKING:
+    from gpu_service.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Inbox:
 
     # Whether messages enter here: of several ranks, at the first one's.
     is_entry = True
+    # Whether no other rank applies the same messages.
+    is_alone = True
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -138,6 +143,23 @@ class EngineLoad:
     num_drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+
+
+def load_of(scheduler: Scheduler) -> EngineLoad:
+    """Of now; called by the engine thread."""
+    cache, speculation = scheduler.cache, scheduler.speculation
+    evictable = cache.tree.evictable_pages
+    return EngineLoad(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        used_pages=cache.pool.usable - cache.pool.available - evictable,
+        cached_pages=evictable,
+        usable_pages=cache.pool.usable,
+        num_preemptions=scheduler.num_preemptions,
+        query_tokens=cache.query_tokens,
+        hit_tokens=cache.hit_tokens,
+        **({} if speculation is None else speculation.counts),
+    )
 
 
 class EngineObserver(Protocol):

@@ -82,6 +82,13 @@ class StepRunner(ABC):
         return False
 
     @property
+    def damages(self) -> int:
+        """How many experts servers have found damaged so far: grows before a step that waited for such an
+        expert's repair ends.
+        """
+        return 0
+
+    @property
     def streams_prompts(self) -> bool:
         """Whether long steps would stream their experts instead of asking servers, on this rank."""
         return False

@@ -140,6 +140,10 @@ class ExpertClient(ABC):
         """
         return ""
 
+    def damages(self) -> int:
+        """Experts that servers have found damaged so far: answers before the latest find may be wrong."""
+        return 0
+
     def interrupt(self) -> None:
         """Ends waits for servers, the one under way and later ones, with ExpertUnavailable. Any thread."""
         return

@@ -75,6 +75,9 @@ class GrpcExpertClient(ExpertClient):
         self._streams: list[ComputeStream] = []
         self._epoch = 0
         self._generation = 0
+        # By server, as its latest answer said; and of all, also of processes that are gone.
+        self._damages = [0] * len(addresses)
+        self._all_damages = 0
         self._stats = ExpertClientStats(compute_seconds=(0.0,) * len(self._channels))
 
     def submit(
@@ -136,6 +139,7 @@ class GrpcExpertClient(ExpertClient):
                 share = torch.frombuffer(bytearray(answer.output), dtype=torch.float32)
                 wanted += share.view_as(wanted)
                 spent[index] += answer.compute_seconds
+                self._note_damages(index, answer.damages)
         counters = self._stats
         self._stats = replace(
             counters,
@@ -145,6 +149,15 @@ class GrpcExpertClient(ExpertClient):
             compute_seconds=tuple(spent),
         )
         return add_to(partial, output)
+
+    def _note_damages(self, index: int, count: int) -> None:
+        """A process that was started anew counts from 0."""
+        if count > self._damages[index]:
+            self._all_damages += count - self._damages[index]
+        self._damages[index] = count
+
+    def damages(self) -> int:
+        return self._all_damages
 
     def wait_ready(self, timeout_s: float) -> None:
         """As `GrpcServers.wait_ready`."""

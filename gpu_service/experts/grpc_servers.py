@@ -83,8 +83,10 @@ class GrpcServers:
     def problem(self) -> str:
         """Why a layer would not be computed now; asks all servers at once."""
         for index, look in enumerate(self._look(_PROBE_S)):
-            if look.problem:
-                return f"expert server {index}: {look.problem}"
+            # A damaged expert that cannot be packed anew keeps nobody from asking for others.
+            problem = look.problem or (look.info.problem if look.info is not None else "")
+            if problem:
+                return f"expert server {index}: {problem}"
         return ""
 
     def reject_newcomers(self, reason: str) -> None:

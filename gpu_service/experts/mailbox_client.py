@@ -198,6 +198,9 @@ class MailboxExpertClient(ExpertClient):
     def problem(self) -> str:
         return self._servers.problem()
 
+    def damages(self) -> int:
+        return self._servers.damages()
+
     def interrupt(self) -> None:
         self._servers.interrupt()
 

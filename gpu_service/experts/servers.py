@@ -123,12 +123,17 @@ class MailboxServers:
     def interrupt(self) -> None:
         self._interrupted.set()
 
+    def damages(self) -> int:
+        return self._mailbox.damages()
+
     def problem(self) -> str:
         for index in range(self._mailbox.geometry.num_servers):
             server = self._mailbox.server_state(index)
             if server.state != "ready":
                 why = f": {server.refusal}" if server.refusal else ""
                 return f"expert server {index} is {server.state}{why}"
+            if server.refusal:
+                return f"expert server {index}: {server.refusal}"
             if server.heartbeat_age_s * 1000 > self._deadline_ms:
                 return f"expert server {index} has been silent for {server.heartbeat_age_s:.0f} s"
         return ""
@@ -227,6 +232,9 @@ class CheckedExperts(ExpertClient):
 
     def problem(self) -> str:
         return self._inner.problem()
+
+    def damages(self) -> int:
+        return self._inner.damages()
 
     def interrupt(self) -> None:
         self._inner.interrupt()

@@ -170,6 +170,8 @@ def _decode_image(sent: ranks_pb2.Image) -> PreparedImage:
 class LeaderInbox(Inbox):
     """Rank 0's: what a drain returns is sent to all others first, also when it is nothing."""
 
+    is_alone = False
+
     def __init__(self, control: RankControl) -> None:
         super().__init__()
         self._control = control
@@ -184,6 +186,7 @@ class FollowerInbox(Inbox):
     """Every other rank's: a drain returns what rank 0 drained in the same iteration."""
 
     is_entry = False
+    is_alone = False
 
     def __init__(self, control: RankControl, compiler: ConstraintCompiler | None = None) -> None:
         super().__init__()

@@ -261,15 +261,22 @@ class Scheduler:
             for request, keep in self.lane.close():
                 self._leave(request, keep)
 
-    def give_up(self, batch: Batch) -> None:
-        """The lane's step came to nothing by no fault of its requests, which are computed again."""
+    @property
+    def next_step(self) -> int:
+        """The number of the next batch."""
+        return self._step
+
+    def give_up(self, batch: Batch, keep: bool = True) -> None:
+        """The lane's step came to nothing by no fault of its requests, which are computed again; `keep`: from
+        where they had been before it.
+        """
         left = [
             (r, samples) for r, samples in zip(batch.requests, batch.samples, strict=True) if not r.finished
         ]
         self.ended(batch)
         for request, samples in left:
             request.inflight_tokens -= samples
-            self._preempt(request)
+            self.preempt(request, keep)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when queues, slots, lengths or pages contradict one another."""
@@ -305,7 +312,7 @@ class Scheduler:
                     self.lane.lacks_pages = request
                     break
                 preempted = True
-                self._preempt(victim)
+                self.preempt(victim)
                 has_room = victim is not request and self.cache.grow(request, request.scheduled_len + count)
             if has_room and self.cache.has_free_state:
                 self._append_row(batch, request, count)
@@ -432,12 +439,12 @@ class Scheduler:
         request.inflight_tokens += samples
         request.last_step = batch.step
 
-    def _preempt(self, victim: Request) -> None:
-        """Back to waiting; what it computed stays in the tree as long as nobody needs the pages."""
+    def preempt(self, victim: Request, keep: bool = True) -> None:
+        """Back to waiting; `keep`: what it computed stays in the tree as long as nobody needs the pages."""
         self.running.remove(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self._leave(victim, keep=True)
+        self._leave(victim, keep)
         bisect.insort(self.waiting, victim, key=seniority)
 
     def _leave(self, request: Request, keep: bool) -> None:
@@ -496,4 +503,4 @@ class Scheduler:
         if request.slot >= 0 and any(row.error for row in result.verified):
             # Its last page is among `poisoned_pages`.
             request.speculates = False
-            self._preempt(request)
+            self.preempt(request)

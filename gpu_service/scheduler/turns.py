@@ -15,7 +15,11 @@ rank's: from the time that steps took it says how many to count; the engine tell
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import structlog
 
 from gpu_service.engine.step import Batch
 from gpu_service.request import Request
@@ -25,8 +29,12 @@ from gpu_service.scheduler.lane import is_plain_text
 _UNKNOWN, _MOST = 8, 256
 # Weight of the newest time; changes of a number that are not worth a message to all ranks.
 _NEWEST, _UNTOLD = 0.3, 0.04
+# How often the first rank looks whether prompts would be streamed.
+_LOOK_S = 0.1
 # So many times the usual number of others' steps follow a step of prompts at most.
 _LONGEST = 2.0
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass
@@ -88,6 +96,7 @@ class TurnPace:
         self._chunk_max, self._usual, self._max_added_s = chunk_max, usual, max_added_s
         self._decode_s = self._prompts_s = 0.0
         self._steps, self._chunk = float(_UNKNOWN), chunk_max
+        self._look_again, self._streams, self._said = 0.0, False, ""
 
     def committed(self, batch: Batch, seconds: float) -> None:
         """A step has ended that had the device so long."""
@@ -116,6 +125,23 @@ class TurnPace:
     def message(self, streams: bool) -> str:
         """For `PromptTurns.read` of every rank."""
         return f"{self._steps:.2f} {self._chunk}" if streams else ""
+
+    def news(self, streams: Callable[[], bool]) -> str | None:
+        """`message`, if it is another than last time; None: nothing has changed.
+
+        `streams` says whether long steps would stream their experts; it is asked ten times a second.
+        """
+        now = time.monotonic()
+        if now >= self._look_again:
+            self._look_again = now + _LOOK_S
+            self._streams = streams()
+        message = self.message(self._streams)
+        if message == self._said:
+            return None
+        if not (message and self._said):
+            _log.info("long prompts stream their experts, in turns with others' steps", now=bool(message))
+        self._said = message
+        return message
 
 
 def _mean(before: float, newest: float) -> float:

@@ -125,6 +125,7 @@ void bind_client(py::module_& m) {
       .def_readonly("rows", &ServerState::rows)
       .def_readonly("busy_s", &ServerState::busy_s)
       .def_readonly("progress", &ServerState::progress)
+      .def_readonly("damages", &ServerState::damages)
       .def_readonly("request_s", &ServerState::request_s)
       .def_readonly("refusal", &ServerState::refusal);
   py::class_<Mailbox> box(m, "Mailbox");
@@ -152,6 +153,7 @@ void bind_client(py::module_& m) {
            Unlocked())
       .def("set_trace", &set_trace, py::arg("slot"), py::arg("trace_id"), py::arg("span_id"), py::arg("flags"))
       .def("server_state", &Mailbox::server_state, py::arg("server_index"))
+      .def("damages", &Mailbox::damages)
       .def("wait_servers_ready", &Mailbox::wait_servers_ready, py::arg("timeout_s"), Unlocked())
       .def("accept_generations", &Mailbox::accept_generations, py::arg("generations"))
       .def("reject", &Mailbox::reject, py::arg("server_index"), py::arg("generation"), py::arg("reason"), Unlocked())
@@ -186,6 +188,8 @@ void bind_server(py::module_& m) {
            py::arg("identity") = "", py::keep_alive<1, 4>())
       .def("start", &MailboxServer::start, py::arg("weights_digest") = 0, Unlocked())
       .def("beat", &MailboxServer::beat)
+      .def("note_damage", &MailboxServer::note_damage)
+      .def("note_problem", &MailboxServer::note_problem, py::arg("reason"), Unlocked())
       .def_property_readonly("rejection", &MailboxServer::rejection)
       .def("drain", &MailboxServer::drain, py::arg("timeout_s"), Unlocked())
       .def("stop", &MailboxServer::stop, Unlocked())

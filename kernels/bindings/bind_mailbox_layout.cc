@@ -54,7 +54,7 @@ py::dict mailbox_layout() {
        FIELD(ServerRecord, error_layer), FIELD(ServerRecord, error_code), FIELD(ServerRecord, error_epoch),
        FIELD(ServerRecord, busy_ns), FIELD(ServerRecord, sleeping), FIELD(ServerRecord, reserved1),
        FIELD(ServerRecord, progress), FIELD(ServerRecord, busy_since_ns), FIELD(ServerRecord, weights_digest),
-       FIELD(ServerRecord, reserved2)});
+       FIELD(ServerRecord, damages), FIELD(ServerRecord, reserved2)});
   found["ClientRecord"] = structure(
       sizeof(ClientRecord),
       {FIELD(ClientRecord, failure), FIELD(ClientRecord, failed_server), FIELD(ClientRecord, failed_layer),
@@ -125,7 +125,8 @@ py::dict weight_segment_layout() {
        FIELD(Header, hidden_size), FIELD(Header, intermediate_begin), FIELD(Header, intermediate_end),
        FIELD(Header, numa_node), FIELD(Header, boot_id), FIELD(Header, reserved0), FIELD(Header, generation),
        FIELD(Header, complete), FIELD(Header, pid), FIELD(Header, load_record_bytes),
-       FIELD(Header, load_record_digest), FIELD(Header, reserved1), FIELD(Header, identity)});
+       FIELD(Header, load_record_digest), FIELD(Header, experts_digest), FIELD(Header, checked),
+       FIELD(Header, reserved1), FIELD(Header, reserved2), FIELD(Header, identity)});
   found["LayerRecord"] = structure(
       sizeof(w::LayerRecord),
       {FIELD(LayerRecord, offset), FIELD(LayerRecord, expert_bytes), FIELD(LayerRecord, down_offset),

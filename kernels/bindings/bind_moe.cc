@@ -72,26 +72,54 @@ SourceArrays read_matrix(const py::object& source, const char* name, uint32_t ro
                               "; it must be " + shape_text({rows, cols}));
 }
 
+// An expert's matrices as Python gives them; keeps the arrays.
+struct GivenExpert {
+  GivenExpert(const EngineOptions& options, const py::object& given_gate, const py::object& given_up,
+              const py::object& given_down) {
+    if (given_gate.is_none() == options.is_gated()) {
+      throw std::invalid_argument(options.is_gated() ? "gate is None; only the activation relu2 does without"
+                                                     : "gate is given; the activation relu2 has none");
+    }
+    if (!given_gate.is_none()) gate = read_matrix(given_gate, "gate", options.intermediate_size, options.hidden_size);
+    up = read_matrix(given_up, "up", options.intermediate_size, options.hidden_size);
+    down = read_matrix(given_down, "down", options.hidden_size, options.intermediate_size);
+    source = {gate.matrix, up.matrix, down.matrix};
+  }
+
+  SourceArrays gate, up, down;
+  ExpertSource source;
+};
+
 py::tuple load_expert(ExpertEngine& engine, int64_t layer, int64_t expert, const py::object& gate, const py::object& up,
                       const py::object& down) {
-  const EngineOptions& options = engine.options();
-  if (gate.is_none() == options.is_gated()) {
-    throw std::invalid_argument(options.is_gated() ? "gate is None; only the activation relu2 does without"
-                                                   : "gate is given; the activation relu2 has none");
-  }
-  SourceArrays gate_data;
-  if (!gate.is_none()) gate_data = read_matrix(gate, "gate", options.intermediate_size, options.hidden_size);
-  const SourceArrays up_data = read_matrix(up, "up", options.intermediate_size, options.hidden_size);
-  const SourceArrays down_data = read_matrix(down, "down", options.hidden_size, options.intermediate_size);
-  const ExpertSource source{gate_data.matrix, up_data.matrix, down_data.matrix};
+  const GivenExpert given(engine.options(), gate, up, down);
   const uint32_t layer_index = unsigned_option(layer, "layer");
   const uint32_t expert_index = unsigned_option(expert, "expert");
   PackError error;
   {
     const ReleasedGil release;
-    error = engine.load_expert(layer_index, expert_index, source);
+    error = engine.load_expert(layer_index, expert_index, given.source);
   }
   return py::make_tuple(error.squared_error, error.squared_reference);
+}
+
+bool repair_expert(ExpertEngine& engine, int64_t layer, int64_t expert, const py::object& gate, const py::object& up,
+                   const py::object& down) {
+  const GivenExpert given(engine.options(), gate, up, down);
+  const uint32_t layer_index = unsigned_option(layer, "layer");
+  const uint32_t expert_index = unsigned_option(expert, "expert");
+  const ReleasedGil release;
+  return engine.repair_expert(layer_index, expert_index, given.source);
+}
+
+// (layer, expert), or None.
+py::object wait_for_damage(ExpertEngine& engine, double seconds) {
+  const auto found = [&] {
+    const ReleasedGil release;
+    return engine.wait_for_damage(std::chrono::nanoseconds(static_cast<int64_t>(std::max(seconds, 0.0) * 1e9)));
+  }();
+  if (!found) return py::none();
+  return py::make_tuple(found->first, found->second);
 }
 
 // A view; it keeps the engine alive.
@@ -155,6 +183,9 @@ py::dict stats(const ExpertEngine& engine) {
   result["busy_seconds"] = static_cast<double>(source.busy_nanoseconds.load()) * 1e-9;
   result["nonfinite_inputs"] = source.nonfinite_inputs.load();
   result["nonfinite_outputs"] = source.nonfinite_outputs.load();
+  result["damaged_experts"] = source.damaged_experts.load();
+  result["repaired_experts"] = source.repaired_experts.load();
+  result["verified_bytes"] = source.verified_bytes.load();
   result["layer_calls"] = counters(source.layer_calls, {layers});
   result["layer_rows"] = counters(source.layer_rows, {layers});
   result["layer_experts"] = counters(source.layer_experts, {layers});
@@ -231,6 +262,7 @@ std::vector<std::string> isa_names() {
 }  // namespace
 
 void bind_moe(py::module_& m) {
+  py::register_exception<DamagedExpert>(m, "DamagedExpert", PyExc_RuntimeError);
   m.def("isa_level", [] { return std::string(isa_name(resolve_isa("auto"))); });
   m.def("supported_isas", isa_names);
   // A kernel that tests bring along; those of the product are given by their names.
@@ -254,6 +286,12 @@ void bind_moe(py::module_& m) {
       .def("finish_load", &ExpertEngine::finish_load, py::arg("load_record"))
       .def("verify_expert", &ExpertEngine::verify_expert, py::arg("layer"), py::arg("expert"),
            py::call_guard<ReleasedGil>())
+      .def("expect_repairs", &ExpertEngine::expect_repairs, py::arg("expected"))
+      .def("wait_for_damage", &wait_for_damage, py::arg("seconds"))
+      .def("interrupt_damage_wait", &ExpertEngine::interrupt_damage_wait)
+      .def("repair_expert", &repair_expert, py::arg("layer"), py::arg("expert"), py::arg("gate"), py::arg("up"),
+           py::arg("down"))
+      .def("give_up_expert", &ExpertEngine::give_up_expert, py::arg("layer"), py::arg("expert"), py::arg("reason"))
       .def("segment_error", &segment_error, py::arg("layer"), py::arg("expert"))
       .def_property_readonly("segment_found", &segment_found)
       .def("forward", &forward, py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"),

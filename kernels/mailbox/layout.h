@@ -58,7 +58,7 @@
 namespace moebius::mailbox {
 
 inline constexpr uint64_t kMagic = 0x31584F425345424Dull;  // "MBESBOX1", little-endian
-inline constexpr uint32_t kAbiVersion = 3;
+inline constexpr uint32_t kAbiVersion = 4;
 inline constexpr uint32_t kMaxServers = 16;
 inline constexpr uint32_t kMaxSlots = 64;
 inline constexpr uint32_t kMaxClients = 8;   // of one slot: tensor-parallel ranks
@@ -124,7 +124,9 @@ struct ServerRecord {
                             // that is frozen or stuck, however long its request is
   uint64_t busy_since_ns;   // CLOCK_MONOTONIC at which the request being computed was begun, 0: none; relaxed
   uint64_t weights_digest;  // of the experts packed by the first generation that became ready, 0: none yet; relaxed
-  uint64_t reserved2[5];
+  uint64_t damages;         // experts that any generation has found damaged in memory; relaxed, never reset. What was
+                            // computed before a damage was found may be wrong
+  uint64_t reserved2[4];
 };
 
 // Owner: the first server of the mailbox; under kIdentityLock.
@@ -188,7 +190,8 @@ struct Header {
   ServerRecord servers[kMaxServers];
   ClientRecord clients[kMaxRecords];
   Identity identity;
-  Refusal refusals[kMaxServers];    // owner: who holds the claim lock of server i; its own, or empty once it is ready
+  Refusal refusals[kMaxServers];    // owner: who holds the claim lock of server i; why it was not let in, or why it
+                                    // computes only a part of what it is asked for
   Refusal rejections[kMaxServers];  // owner: a client, under kIdentityLock
   uint8_t reserved6[kHeaderBytes - 512 - kMaxServers * (sizeof(ServerRecord) + 2 * sizeof(Refusal)) -
                     kMaxRecords * sizeof(ClientRecord) - sizeof(Identity)];

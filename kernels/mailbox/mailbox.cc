@@ -221,6 +221,7 @@ ServerState Mailbox::server_state(uint32_t index) const {
   state.calls = shared(record.calls).load(std::memory_order_relaxed);
   state.rows = shared(record.rows).load(std::memory_order_relaxed);
   state.busy_s = double(shared(record.busy_ns).load(std::memory_order_relaxed)) * 1e-9;
+  state.damages = shared(record.damages).load(std::memory_order_relaxed);
   state.progress = shared(record.progress).load(std::memory_order_relaxed);
   const uint64_t since = shared(record.busy_since_ns).load(std::memory_order_relaxed);
   state.request_s = since == 0 || now < since ? 0.0 : double(now - since) * 1e-9;
@@ -234,6 +235,14 @@ ServerState Mailbox::server_state(uint32_t index) const {
       shared(segment_.header().rejections[index].generation).load(std::memory_order_acquire) == state.generation;
   if (is_rejected && state.state != "dead") state.state = "rejected";
   return state;
+}
+
+uint64_t Mailbox::damages() const {
+  uint64_t count = 0;
+  for (uint32_t s = 0; s < segment_.geometry().num_servers; ++s) {
+    count += shared(segment_.server(s).damages).load(std::memory_order_relaxed);
+  }
+  return count;
 }
 
 std::vector<uint64_t> Mailbox::wait_servers_ready(double timeout_s) const {

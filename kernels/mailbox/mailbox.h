@@ -22,7 +22,9 @@ struct ServerState {
   double busy_s;           // time in its backend
   uint64_t progress;       // signs of life, also within a long request and while it loads
   double request_s;        // for how long it has been computing its request; 0: it has none
-  std::string refusal;     // why its successor, or this generation itself, was not let in; empty: nobody was refused
+  uint64_t damages;        // experts that it or a predecessor has found damaged in memory
+  std::string refusal;     // why its successor, or this generation itself, was not let in, or of a ready one, why it
+                           // does not compute everything; empty: neither
 };
 
 struct TraceContext {
@@ -80,6 +82,8 @@ class Mailbox {
   void set_trace(uint32_t slot, const TraceContext& trace);
 
   ServerState server_state(uint32_t index) const;
+  // ServerState::damages of all servers.
+  uint64_t damages() const;
 
   // --- clients that share a segment, or that a device drives (client.cc) ---
   ClientId id() const { return id_; }

@@ -83,6 +83,14 @@ bool MailboxServer::is_rejected() const {
   return shared(segment_.header().rejections[index_].generation).load(std::memory_order_acquire) == generation_;
 }
 
+void MailboxServer::note_damage() {
+  shared(segment_.server(index_).damages).fetch_add(1, std::memory_order_relaxed);
+}
+
+void MailboxServer::note_problem(const std::string& reason) {
+  segment_.note(segment_.header().refusals[index_], generation_, reason);
+}
+
 std::string MailboxServer::rejection() const {
   const Refusal& found = segment_.header().rejections[index_];
   return is_rejected() ? std::string(found.text, strnlen(found.text, kRefusalText)) : "";

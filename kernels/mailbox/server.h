@@ -47,6 +47,10 @@ class MailboxServer {
   // the backend has packed, 0: unknown. Throws kIdentityMismatch when a predecessor had packed something else; the
   // server has left then.
   void start(uint64_t weights_digest = 0);
+  // Tells clients that an expert was found damaged: what they were answered so far may be wrong. From any thread.
+  void note_damage();
+  // Tells whoever asks for the server's state why it does not compute all that it should; empty: it does.
+  void note_problem(const std::string& reason);
   // A sign of life while the backend is being filled: from any thread, between the constructor and start.
   void beat();
   // State "draining": answers until nothing is outstanding, then leaves (state "absent"). False: not

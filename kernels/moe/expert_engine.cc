@@ -13,6 +13,9 @@ namespace moebius {
 namespace {
 
 constexpr size_t kCalibrationExperts = 64;
+// A call waits so long for a repair, and looks so often whether it is still expected.
+constexpr std::chrono::seconds kLongestRepair{60};
+constexpr std::chrono::milliseconds kRepairLook{50};
 
 // A level below this machine's highest was asked for, by option or by MOEBIUS_ISA: kernels of just that level then.
 PlanOptions plan_options(const EngineOptions& options, Isa isa) {
@@ -88,7 +91,7 @@ bool ExpertEngine::restore_plan(const std::vector<std::pair<std::string, double>
 }
 
 void ExpertEngine::finish_load(const std::string& load_record) {
-  if (store_.segment() != nullptr) store_.segment()->finish(load_record);
+  store_.finish(load_record);
 }
 
 bool ExpertEngine::verify_expert(uint32_t layer, uint32_t expert) {
@@ -99,9 +102,49 @@ bool ExpertEngine::verify_expert(uint32_t layer, uint32_t expert) {
   std::thread([&] {
     const sched_param lowest{};
     sched_setscheduler(0, SCHED_IDLE, &lowest);  // of this thread; refused, it computes at normal priority
-    whole = store_.verify(layer, local);
+    whole = verify(layer, local);
   }).join();
+  stats_.verified_bytes += store_.layout(layer).expert_bytes;
   return whole;
+}
+
+bool ExpertEngine::verify(uint32_t layer, uint32_t local) {
+  const Verdict verdict = store_.verify(layer, local);
+  if (verdict == Verdict::kFound) {
+    ++stats_.damaged_experts;
+    repairs_.found({layer, local});
+  }
+  return verdict == Verdict::kWhole;
+}
+
+std::optional<std::pair<uint32_t, uint32_t>> ExpertEngine::wait_for_damage(std::chrono::nanoseconds longest) {
+  const std::optional<Repairs::Expert> found = repairs_.wait_for_found(longest);
+  if (!found) return std::nullopt;
+  return std::pair(found->layer, options_.expert_begin + found->expert);
+}
+
+bool ExpertEngine::repair_expert(uint32_t layer, uint32_t expert, const ExpertSource& source) {
+  check_layer(layer);
+  const uint32_t local = local_expert(expert);
+  if (store_.find(layer, local) == nullptr || store_.trust(layer, local) != Trust::kDamaged) {
+    throw std::invalid_argument(name_of(layer, local) + " is not damaged");
+  }
+  const AlignedBytes packed = store_.pack_again(layer, local, source);
+  if (!packed) return false;
+  {
+    std::lock_guard<std::mutex> lock(forward_mutex_);
+    if (!store_.replace(layer, local, packed)) {
+      throw DamagedExpert(name_of(layer, local) + ": its memory does not keep what is written to it");
+    }
+  }
+  ++stats_.repaired_experts;
+  repairs_.repaired({layer, local});
+  return true;
+}
+
+void ExpertEngine::give_up_expert(uint32_t layer, uint32_t expert, const std::string& reason) {
+  check_layer(layer);
+  repairs_.given_up({layer, local_expert(expert)}, reason);
 }
 
 const weights::ExpertRecord* ExpertEngine::segment_record(uint32_t layer, uint32_t expert) const {
@@ -117,21 +160,76 @@ void ExpertEngine::expect_pauses(std::chrono::nanoseconds longest) {
 
 void ExpertEngine::forward(const ExpertRequest& request, float* output) {
   check_request(request, output);
-  std::lock_guard<std::mutex> lock(forward_mutex_);
+  std::unique_lock<std::mutex> lock(forward_mutex_);
   const auto start = std::chrono::steady_clock::now();
-  groups_.group(request.topk_ids, request.topk_weights, request.rows, request.top_k, options_.expert_begin,
-                options_.num_experts);
-  check_loaded(request.layer);
   TaskTrace* const trace = trace_.is_on() ? &trace_ : nullptr;
   {
     // As of a worker beyond the pool's: the tasks of the caller's own thread lie within.
     const TaskScope scope(trace, TaskKind::kCall, pool_.size(), request.layer, -1, request.rows);
-    count(request, request.rows == 0 ? NonfiniteCounts{} : moe_.run(request, groups_, output, trace));
+    count(request, compute(request, output, lock));
   }
   const auto busy = std::chrono::steady_clock::now() - start;
   const auto nanoseconds = static_cast<uint64_t>(std::chrono::nanoseconds(busy).count());
   stats_.busy_nanoseconds += nanoseconds;
   stats_.layer_busy_nanoseconds[request.layer] += nanoseconds;
+}
+
+NonfiniteCounts ExpertEngine::compute(const ExpertRequest& request, float* output,
+                                      std::unique_lock<std::mutex>& lock) {
+  const uint32_t layer = request.layer;
+  const auto since = std::chrono::steady_clock::now();
+  while (true) {
+    // Anew after a wait, in which others may have computed.
+    groups_.group(request.topk_ids, request.topk_weights, request.rows, request.top_k, options_.expert_begin,
+                  options_.num_experts);
+    check_loaded(layer);
+    if (!store_.is_trusted()) verify_chosen(layer, false);
+    NonfiniteCounts nonfinite;
+    if (damaged_group(layer) == nullptr) {
+      if (request.rows == 0) return {};
+      nonfinite = moe_.run(request, groups_, output, trace_.is_on() ? &trace_ : nullptr);
+      if (nonfinite.outputs != 0 && nonfinite.inputs == 0) verify_chosen(layer, true);
+    }
+    // Another thread may have found one while this one computed.
+    const RowGroups::Group* const damaged = damaged_group(layer);
+    if (damaged == nullptr) return nonfinite;
+    const uint32_t local = damaged->expert;
+    lock.unlock();
+    wait_for_repair(layer, local, since);
+    lock.lock();
+  }
+}
+
+// Of the chosen experts all, or those that were not compared since a predecessor packed them; on all threads.
+void ExpertEngine::verify_chosen(uint32_t layer, bool all) {
+  std::vector<uint32_t> wanted;
+  for (const RowGroups::Group& group : groups_.groups) {
+    if (all || store_.trust(layer, group.expert) == Trust::kUnchecked) wanted.push_back(group.expert);
+  }
+  pool_.parallel_for(static_cast<uint32_t>(wanted.size()), [&](uint32_t task, uint32_t) { verify(layer, wanted[task]); });
+}
+
+const RowGroups::Group* ExpertEngine::damaged_group(uint32_t layer) const {
+  if (store_.is_trusted()) return nullptr;
+  for (const RowGroups::Group& group : groups_.groups) {
+    if (store_.trust(layer, group.expert) == Trust::kDamaged) return &group;
+  }
+  return nullptr;
+}
+
+void ExpertEngine::wait_for_repair(uint32_t layer, uint32_t local, std::chrono::steady_clock::time_point since) {
+  std::string reason = repairs_.reason({layer, local});
+  if (reason.empty() && !repairs_.expected()) reason = "its checksum differs";
+  if (reason.empty() && std::chrono::steady_clock::now() - since > kLongestRepair) {
+    reason = "it was not packed anew within " + std::to_string(kLongestRepair.count()) + " s";
+  }
+  if (!reason.empty()) throw DamagedExpert(name_of(layer, local) + " is damaged in memory: " + reason);
+  repairs_.wait_for_change(kRepairLook);
+  pool_.parallel_for(1, [](uint32_t, uint32_t) {});  // counts as progress, see count_progress_in()
+}
+
+std::string ExpertEngine::name_of(uint32_t layer, uint32_t local) const {
+  return "layer " + std::to_string(layer) + ": expert " + std::to_string(options_.expert_begin + local);
 }
 
 void ExpertEngine::start_trace(size_t most) {

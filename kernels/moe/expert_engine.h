@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +16,7 @@
 #include "kernels/moe/expert_store.h"
 #include "kernels/moe/kernel_plan.h"
 #include "kernels/moe/moe_forward.h"
+#include "kernels/moe/repairs.h"
 #include "kernels/moe/row_groups.h"
 #include "kernels/moe/task_trace.h"
 #include "kernels/pool/thread_pool.h"
@@ -33,11 +36,21 @@ struct EngineStats {
   std::atomic<uint64_t> busy_nanoseconds{0};   // inside forward, waiting for another caller excluded
   std::atomic<uint64_t> nonfinite_inputs{0};   // hidden_states values that were NaN or infinite
   std::atomic<uint64_t> nonfinite_outputs{0};  // output values that were NaN or infinite
+  std::atomic<uint64_t> damaged_experts{0};    // found, each time
+  std::atomic<uint64_t> repaired_experts{0};
+  std::atomic<uint64_t> verified_bytes{0};     // of packed experts, by verify_expert
   std::vector<std::atomic<uint64_t>> layer_calls;  // [layers]
   std::vector<std::atomic<uint64_t>> layer_rows;   // [layers]
   std::vector<std::atomic<uint64_t>> layer_experts;  // [layers], experts with at least one row, summed over calls
   std::vector<std::atomic<uint64_t>> layer_busy_nanoseconds;  // [layers], of busy_nanoseconds
   std::vector<std::atomic<uint64_t>> expert_rows;  // [layers, experts]
+};
+
+// A chosen expert is damaged in memory and was not packed anew; the message names it and says why. The Python exception
+// class is a RuntimeError.
+class DamagedExpert : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
 };
 
 // --- The engine.
@@ -68,7 +81,11 @@ class ExpertEngine final : public ExpertBackend {
 
   uint32_t hidden_size() const override { return options_.hidden_size; }
   // One call at a time: a second caller waits. Throws std::invalid_argument when the layer is out of range
-  // or a chosen expert is not loaded.
+  // or a chosen expert is not loaded, DamagedExpert.
+  //
+  // What a predecessor packed is compared with its checksum before its first use, and all chosen experts are when an
+  // output is not finite though the inputs were. A call that needs a damaged expert, or has used one by the time that it
+  // is found, waits for its repair and computes anew.
   void forward(const ExpertRequest& request, float* output) override;
   void expect_pauses(std::chrono::nanoseconds longest) override;
   void count_progress_in(uint64_t* word) override { pool_.count_progress_in(word); }
@@ -87,8 +104,23 @@ class ExpertEngine final : public ExpertBackend {
   // Says to whoever opens the segment next that everything is packed, with a text for it; nothing without a segment.
   // Throws std::invalid_argument naming an expert that is missing.
   void finish_load(const std::string& load_record);
-  // By global id; see ExpertStore::verify. Computed at the lowest priority.
+  // By global id; see ExpertStore::verify. Computed at the lowest priority. One that is found damaged is for
+  // wait_for_damage() to name.
   bool verify_expert(uint32_t layer, uint32_t expert);
+
+  // --- Of whoever repairs: one thread, which is expected from expect_repairs(true) on.
+
+  void expect_repairs(bool expected) { repairs_.expect(expected); }
+  // (layer, global id) of the next expert that was found damaged by any thread; nothing within the time, or after
+  // interrupt_damage_wait().
+  std::optional<std::pair<uint32_t, uint32_t>> wait_for_damage(std::chrono::nanoseconds longest);
+  void interrupt_damage_wait() { repairs_.interrupt(); }
+  // Packs a damaged expert, by global id, once more, and lets those go on who wait for it. False: the source is not what
+  // was packed before. Throws std::invalid_argument when it does not fit or the expert is not damaged, DamagedExpert when
+  // the memory does not keep what is written to it.
+  bool repair_expert(uint32_t layer, uint32_t expert, const ExpertSource& source);
+  // Calls that need the damaged expert are refused with the reason, until it is repaired after all.
+  void give_up_expert(uint32_t layer, uint32_t expert, const std::string& reason);
   // By global id; see ExpertStore::record.
   const weights::ExpertRecord* segment_record(uint32_t layer, uint32_t expert) const;
   const EngineStats& stats() const { return stats_; }
@@ -104,6 +136,12 @@ class ExpertEngine final : public ExpertBackend {
   uint32_t local_expert(uint32_t expert) const;
   void check_request(const ExpertRequest& request, const float* output) const;
   void check_loaded(uint32_t layer) const;
+  bool verify(uint32_t layer, uint32_t local);
+  void verify_chosen(uint32_t layer, bool all);
+  const RowGroups::Group* damaged_group(uint32_t layer) const;
+  NonfiniteCounts compute(const ExpertRequest& request, float* output, std::unique_lock<std::mutex>& lock);
+  void wait_for_repair(uint32_t layer, uint32_t local, std::chrono::steady_clock::time_point since);
+  std::string name_of(uint32_t layer, uint32_t local) const;
   std::vector<const std::byte*> loaded_experts(uint32_t layout_index) const;
   void count(const ExpertRequest& request, const NonfiniteCounts& nonfinite);
 
@@ -116,6 +154,7 @@ class ExpertEngine final : public ExpertBackend {
   RowGroups groups_;   // under forward_mutex_
   MoeForward moe_;     // under forward_mutex_
   TaskTrace trace_;    // under forward_mutex_
+  Repairs repairs_;
   EngineStats stats_;
 };
 

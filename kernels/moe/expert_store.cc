@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "kernels/moe/arena.h"
 #include "kernels/pool/thread_pool.h"
@@ -38,11 +41,13 @@ ExpertStore::ExpertStore(const EngineOptions& options)
     std::fill_n(layer.slots.get(), num_experts_, kNoSlot);
     layer.capacity = num_experts_;
     layer.experts = std::make_unique<std::atomic<const std::byte*>[]>(num_experts_);
+    layer.digests = std::make_unique<uint64_t[]>(num_experts_);
+    layer.trust = std::make_unique<std::atomic<Trust>[]>(num_experts_);
   }
   if (!options.segment.path.empty()) attach(options);
 }
 
-// What is packed already is there for everybody; nothing of it is read.
+// What is packed already is there for everybody; nothing of it is read until it is needed, or verified.
 void ExpertStore::attach(const EngineOptions& options) {
   segment_ = std::make_unique<weights::Segment>(options.segment, options, layouts_, layout_index_);
   for (uint32_t index = 0; index < layers_.size(); ++index) {
@@ -55,7 +60,7 @@ void ExpertStore::attach(const EngineOptions& options) {
       if (!segment_->is_packed(*found)) continue;
       layer.claimed[expert] = true;
       layer.memory = segment_->memory(segment_->record_of(index));
-      publish(index, expert, segment_->slot(index, expert_begin_ + expert), found->digest);
+      publish(index, expert, segment_->slot(index, expert_begin_ + expert), found->digest, Trust::kUnchecked);
     }
     layer.used = layer.capacity;
     // Of a layer that was broken off, pages are missing.
@@ -96,21 +101,85 @@ void ExpertStore::finish(uint32_t layer, uint32_t expert, const std::byte* packe
     weights::ExpertRecord& record = *segment_->expert(layer, expert_begin_ + expert);
     segment_->set_packed(record, digest, error.squared_error, error.squared_reference);
   }
-  publish(layer, expert, packed, digest);
+  publish(layer, expert, packed, digest, Trust::kWhole);
 }
 
-void ExpertStore::publish(uint32_t layer, uint32_t expert, const std::byte* packed, uint64_t digest) {
+void ExpertStore::publish(uint32_t layer, uint32_t expert, const std::byte* packed, uint64_t digest, Trust trust) {
   weights_digest_.fetch_xor(digest, std::memory_order_relaxed);
+  layers_[layer].digests[expert] = digest;
+  layers_[layer].trust[expert].store(trust, std::memory_order_relaxed);
+  if (trust == Trust::kUnchecked) {
+    unchecked_.fetch_add(1, std::memory_order_relaxed);
+    suspects_.fetch_add(1, std::memory_order_release);
+  }
   layers_[layer].experts[expert].store(packed, std::memory_order_release);
 }
 
-bool ExpertStore::verify(uint32_t layer, uint32_t expert) {
-  const weights::ExpertRecord* known = record(layer, expert);
-  if (known == nullptr) return true;
-  const uint64_t seed = digest_seed(layer, expert);
-  if (weights::digest_of(find(layer, expert), layout(layer).expert_bytes, seed) == known->digest) return true;
-  segment_->set_missing(*segment_->expert(layer, expert_begin_ + expert));
-  return false;
+Verdict ExpertStore::verify(uint32_t layer, uint32_t expert) {
+  const std::byte* const packed = find(layer, expert);
+  const uint64_t digest = layers_[layer].digests[expert];
+  if (packed == nullptr || digest == 0) return Verdict::kWhole;
+  std::atomic<Trust>& trust = layers_[layer].trust[expert];
+  Trust before = trust.load(std::memory_order_acquire);
+  if (before == Trust::kDamaged) return Verdict::kKnownDamaged;
+  const bool whole = weights::digest_of(packed, layout(layer).expert_bytes, digest_seed(layer, expert)) == digest;
+  const Trust now = whole ? Trust::kWhole : Trust::kDamaged;
+  // Other threads may have looked at the same time.
+  do {
+    if (before == Trust::kDamaged) return Verdict::kKnownDamaged;
+    if (before == now) return Verdict::kWhole;
+  } while (!trust.compare_exchange_weak(before, now, std::memory_order_acq_rel));
+  if (whole) {
+    suspects_.fetch_sub(1, std::memory_order_release);
+  } else {
+    if (before == Trust::kWhole) suspects_.fetch_add(1, std::memory_order_release);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (segment_) segment_->set_missing(*segment_->expert(layer, expert_begin_ + expert));
+  }
+  if (before == Trust::kUnchecked && unchecked_.fetch_sub(1, std::memory_order_acq_rel) == 1) note_checked();
+  return whole ? Verdict::kWhole : Verdict::kFound;
+}
+
+Trust ExpertStore::trust(uint32_t layer, uint32_t expert) const {
+  return layers_[layer].trust[expert].load(std::memory_order_acquire);
+}
+
+// A damaged expert keeps the segment from being complete, so that this alone does not invite readers.
+void ExpertStore::note_checked() {
+  if (segment_) segment_->set_checked(true);
+}
+
+void ExpertStore::finish(const std::string& load_record) {
+  if (!segment_) return;
+  segment_->finish(load_record);
+  if (unchecked_.load(std::memory_order_acquire) == 0) note_checked();
+}
+
+AlignedBytes ExpertStore::pack_again(uint32_t layer, uint32_t expert, const ExpertSource& source) const {
+  constexpr size_t kAlignment = 4096;
+  const size_t count = layout(layer).expert_bytes;
+  AlignedBytes packed(static_cast<std::byte*>(std::aligned_alloc(kAlignment, (count + kAlignment - 1) / kAlignment * kAlignment)));
+  if (!packed) throw std::bad_alloc();
+  std::memset(packed.get(), 0, count);
+  pack_expert(layout(layer), source, packed.get());
+  const bool same = weights::digest_of(packed.get(), count, digest_seed(layer, expert)) == layers_[layer].digests[expert];
+  return same ? std::move(packed) : AlignedBytes();
+}
+
+bool ExpertStore::replace(uint32_t layer_index, uint32_t expert, const AlignedBytes& packed) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Layer& layer = layers_[layer_index];
+  const size_t count = layout(layer_index).expert_bytes;
+  const std::byte* const known = find(layer_index, expert);
+  if (segment_) {
+    segment_->write(segment_->slot(layer_index, expert_begin_ + expert), packed.get(), count);
+  } else {
+    std::memcpy(layer.arena->data() + layer.slots[expert] * count, packed.get(), count);
+  }
+  if (weights::digest_of(known, count, digest_seed(layer_index, expert)) != layer.digests[expert]) return false;
+  if (segment_) segment_->set_repaired(*segment_->expert(layer_index, expert_begin_ + expert));
+  if (layer.trust[expert].exchange(Trust::kWhole) == Trust::kDamaged) suspects_.fetch_sub(1, std::memory_order_release);
+  return true;
 }
 
 const weights::ExpertRecord* ExpertStore::record(uint32_t layer, uint32_t expert) const {
@@ -133,7 +202,7 @@ void ExpertStore::fill(uint32_t layer, const Writer& write, ThreadPool& pool) {
     if (segment_) {
       finish(layer, expert, targets[expert], {});
     } else {
-      publish(layer, expert, targets[expert], 0);
+      publish(layer, expert, targets[expert], 0, Trust::kWhole);
     }
   });
 }

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -16,7 +17,19 @@
 
 namespace moebius {
 
+// A packed expert in memory of its own, 64-byte aligned.
+struct FreeBytes {
+  void operator()(std::byte* bytes) const { std::free(bytes); }
+};
+using AlignedBytes = std::unique_ptr<std::byte[], FreeBytes>;
+
 class ThreadPool;
+
+// What is known of a packed expert's bytes. kUnchecked: a predecessor packed them. kDamaged: they are not those that
+// were packed.
+enum class Trust : uint8_t { kUnchecked = 0, kWhole = 1, kDamaged = 2 };
+// What comparing an expert's bytes with its checksum came to. kFound: damaged, and this thread is the first to know.
+enum class Verdict { kWhole, kFound, kKnownDamaged };
 
 class ExpertStore {
  public:
@@ -38,9 +51,21 @@ class ExpertStore {
   using Writer = std::function<void(uint32_t expert, std::byte* target)>;
   void fill(uint32_t layer, const Writer& write, ThreadPool& pool);
 
-  // Whether an expert's bytes in the segment are still those that were packed; reads all of them, but publishes
-  // nothing. When they are not, the expert is missing for whoever opens the segment next. True without a segment.
-  bool verify(uint32_t layer, uint32_t expert);
+  // Whether an expert's bytes are still those that were packed; reads all of them. When they are not, the expert is
+  // damaged from now on, and missing for whoever opens the segment next. kWhole for one that is not loaded, or was
+  // filled. From any thread, but not while the expert is replaced.
+  Verdict verify(uint32_t layer, uint32_t expert);
+  Trust trust(uint32_t layer, uint32_t expert) const;
+  // Whether every expert's is kWhole.
+  bool is_trusted() const { return suspects_.load(std::memory_order_acquire) == 0; }
+  // Packs a damaged expert once more, into memory of its own. Empty: the source is not what was packed. Throws
+  // std::invalid_argument when it does not fit.
+  AlignedBytes pack_again(uint32_t layer, uint32_t expert, const ExpertSource& source) const;
+  // Puts what pack_again() returned where the damaged expert is; nobody may read that one meanwhile. False: the memory
+  // does not keep it, and the expert stays damaged.
+  bool replace(uint32_t layer, uint32_t expert, const AlignedBytes& packed);
+  // Every expert of the segment is packed.
+  void finish(const std::string& load_record);
   // What rounding an expert of the segment cost; null without one, or while it is not packed.
   const weights::ExpertRecord* record(uint32_t layer, uint32_t expert) const;
   weights::Segment* segment() const { return segment_.get(); }  // null: private memory
@@ -70,16 +95,21 @@ class ExpertStore {
     uint32_t capacity = 0;                                       // slots of the arena
     uint32_t used = 0;                                           // of them, given to experts, under mutex_
     std::unique_ptr<std::atomic<const std::byte*>[]> experts;    // published when packed
+    std::unique_ptr<uint64_t[]> digests;                         // of those; 0: unknown, of what was filled
+    std::unique_ptr<std::atomic<Trust>[]> trust;                 // of those
   };
 
   std::byte* claim(uint32_t layer, uint32_t expert, ThreadPool& pool);
   void take_memory(uint32_t layer, ThreadPool& pool);
   void finish(uint32_t layer, uint32_t expert, const std::byte* packed, const PackError& error);
-  void publish(uint32_t layer, uint32_t expert, const std::byte* packed, uint64_t digest);
+  void publish(uint32_t layer, uint32_t expert, const std::byte* packed, uint64_t digest, Trust trust);
+  void note_checked();
   void attach(const EngineOptions& options);
   void release(uint32_t layer, uint32_t expert);
 
   std::atomic<uint64_t> weights_digest_{0};
+  std::atomic<uint64_t> suspects_{0};   // loaded experts that are not whole
+  std::atomic<uint64_t> unchecked_{0};  // of them, not compared yet
   uint32_t num_experts_;
   uint32_t expert_begin_;
   int numa_node_;

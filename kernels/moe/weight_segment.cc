@@ -108,7 +108,9 @@ Segment::Segment(const SegmentOptions& segment, const EngineOptions& engine, con
       found_ = complete() ? Found::kComplete : Found::kPartial;
       header().pid = getpid();
     }
-    if (found_ == Found::kComplete) protect();
+    finished_ = found_ == Found::kComplete;
+    if (!replaces_) set_checked(false);
+    if (finished_) protect();
   } catch (...) {
     if (reserved_ != nullptr) munmap(reserved_, planned_.total_bytes + kHugePage);
     if (fd_ >= 0) close(fd_);
@@ -257,6 +259,10 @@ std::string Segment::compare() const {
                                  digest_of(record, header.load_record_bytes, 0) != header.load_record_digest)) {
       return "the checksum of its load record is wrong";
     }
+    if (header.complete != 0 &&
+        digest_of(base + header.experts_offset, header.num_experts * sizeof(ExpertRecord), 0) != header.experts_digest) {
+      return "the checksum of its table of experts is wrong";
+    }
     return std::string();
   }();
   munmap(mapping, planned_.data_offset);
@@ -394,8 +400,42 @@ void Segment::finish(const std::string& load_record) {
   std::memcpy(target, load_record.data(), load_record.size());
   header().load_record_bytes = load_record.size();
   header().load_record_digest = digest_of(target, load_record.size(), 0);
+  header().experts_digest = experts_digest();
   atomic(header().complete).store(1, std::memory_order_release);
+  finished_ = true;
   protect();
+}
+
+bool Segment::all_packed() const {
+  return std::all_of(experts_, experts_ + expert_ids_.size(),
+                     [this](const ExpertRecord& record) { return is_packed(record); });
+}
+
+uint64_t Segment::experts_digest() const {
+  return digest_of(reinterpret_cast<const std::byte*>(experts_), expert_ids_.size() * sizeof(ExpertRecord), 0);
+}
+
+void Segment::write(std::byte* target, const std::byte* source, size_t count) {
+  // Whole large pages: those of hugetlbfs can not be divided.
+  const size_t begin = static_cast<size_t>(target - base_) / kHugePage * kHugePage;
+  const size_t end = std::min<size_t>(round_up(static_cast<size_t>(target - base_) + count, kHugePage),
+                                      planned_.total_bytes);
+  if (finished_ && mprotect(base_ + begin, end - begin, PROT_READ | PROT_WRITE) != 0) {
+    fail("can not be written to", errno);
+  }
+  std::memcpy(target, source, count);
+  if (finished_) mprotect(base_ + begin, end - begin, PROT_READ);
+}
+
+void Segment::set_repaired(ExpertRecord& record) {
+  atomic(record.state).store(static_cast<uint32_t>(ExpertState::kPacked), std::memory_order_release);
+  if (!finished_ || !all_packed()) return;
+  header().experts_digest = experts_digest();
+  atomic(header().complete).store(1, std::memory_order_release);
+}
+
+void Segment::set_checked(bool checked) {
+  atomic(header().checked).store(checked ? 1 : 0, std::memory_order_release);
 }
 
 std::string Segment::load_record() const {

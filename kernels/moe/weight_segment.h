@@ -13,7 +13,9 @@
 // Writers: the one server that holds an exclusive flock(2) on the file. Readers write nothing.
 // Ordering: data of an expert -> digest -> state = kPacked (R); all experts and the load record -> complete = 1 (R).
 // Before content is replaced: complete = 0 -> ++generation (R) -> states and data. A reader that finds `complete` and
-// the generation it knew (A) has whole data; after another generation it reads the tables again.
+// the generation it knew (A) has whole data; after another generation it reads the tables again. So it is, too, when an
+// expert is found damaged (complete = 0 -> ++generation (R) -> state = kMissing) and packed anew (data -> state ->
+// complete = 1 (R)). `checked` says that the server has compared all checksums since it opened the file.
 //
 // A server that finds a segment with the tables it would write itself, of the same identity, uses it as it is, or
 // loads what is missing. kAbiVersion therefore grows with every change of this file's structures *and* of what
@@ -38,7 +40,7 @@ struct EngineOptions;
 namespace weights {
 
 inline constexpr uint64_t kMagic = 0x3153544857424Dull;  // "MBWHTS1", little-endian
-inline constexpr uint32_t kAbiVersion = 1;
+inline constexpr uint32_t kAbiVersion = 2;
 inline constexpr size_t kIdentityText = 1024;  // bytes, the terminating NUL included
 inline constexpr size_t kFormatText = 32;
 inline constexpr size_t kBootText = 40;
@@ -68,7 +70,10 @@ struct Header {
   int32_t pid;                  // of the server, in its own pid namespace, for people
   uint64_t load_record_bytes;
   uint64_t load_record_digest;
-  uint64_t reserved1[4];
+  uint64_t experts_digest;      // of [experts], while complete
+  uint32_t checked;             // atomic; 1: each expert's bytes were packed, or compared, by the server that has it now
+  uint32_t reserved1;
+  uint64_t reserved2[2];
   char identity[kIdentityText];  // lines "name=value", moebius/expert_slices.py
 };
 
@@ -151,6 +156,12 @@ class Segment {
   void set_packed(ExpertRecord& record, uint64_t digest, double squared_error, double squared_reference);
   // The expert's bytes are not what was packed: it is missing from now on, and readers learn of it.
   void set_missing(ExpertRecord& record);
+  // Writes bytes of an expert, also after finish(); nobody may read them meanwhile.
+  void write(std::byte* target, const std::byte* source, size_t count);
+  // The expert's bytes are again what was packed. With the last missing one all is complete again.
+  void set_repaired(ExpertRecord& record);
+  // See Header::checked.
+  void set_checked(bool checked);
   // Everything is packed. From here on this process can not write the data any more. Throws std::invalid_argument when
   // the text is too long or an expert is missing.
   void finish(const std::string& load_record);
@@ -169,6 +180,8 @@ class Segment {
   void map();
   void reset();
   void protect();
+  bool all_packed() const;
+  uint64_t experts_digest() const;
   [[noreturn]] void fail(const std::string& what, int error) const;
   [[noreturn]] void no_room() const;
 
@@ -182,6 +195,7 @@ class Segment {
   std::vector<uint32_t> record_of_;   // [layers]
   ExpertRecord* experts_ = nullptr;
   Found found_ = Found::kNew;
+  bool finished_ = false;  // the load record is written; what is missing was damaged since
   bool replaces_ = false;  // what the file holds is not ours, and still there
   std::string difference_;
   bool bound_ = true;

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tests.drills import again, crash, files, freeze, kill, malformed, replace, soak
+from tests.drills import again, crash, files, freeze, kill, malformed, memory, replace, soak
 from tests.drills.report import Report
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -83,6 +83,17 @@ def run_files(period: Period = 5, streams: Streams = 4, output: Output = None) -
     """Files of the model are replaced one by one, who reads them is killed: named, never another text."""
     report = Report("files", {"period": period, "streams": streams})
     files.run(report, period, streams)
+    raise typer.Exit(report.finish(output))
+
+
+@app.command("memory")
+def run_memory(
+    duration: Duration = 300, period: Period = 3, streams: Streams = 8, seed: Seed = 1, output: Output = None
+) -> None:
+    """Bits of packed experts flip, or become NaN: found and mended, no wrong text once it is known."""
+    settings = {"duration": duration, "period": period, "streams": streams, "seed": seed}
+    report = Report("memory", settings)
+    memory.run(report, duration, period, streams, seed)
     raise typer.Exit(report.finish(output))
 
 

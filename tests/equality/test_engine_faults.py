@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from gpu_service.engine.damage import COMPUTE_AGAIN
+from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.request import FinishReason
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused
-from tests.helpers.engine_harness import LOOPS, make_request, prompt_of, running_engine
+from tests.helpers.drafters import AnswerDrafter
+from tests.helpers.engine_harness import LOOPS, FlakyExperts, make_request, prompt_of, running_engine
+from tests.helpers.fake_model import VOCAB, FakeModel
 
 
 def raise_at(calls: set[int], error: Exception):  # type: ignore[no-untyped-def]
@@ -34,6 +38,71 @@ def test_lost_experts_do_not_show_in_the_tokens(loop: dict[str, bool]) -> None:
             outputs.append(harness.run(requests))
             assert harness.experts.recoveries == len(calls)
     assert outputs[0] == outputs[1]
+
+
+class DamagedModel(FakeModel):
+    """Writes wrong KV in the steps `first` to `last`, in which the damage is found."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.experts, self.first, self.last = FlakyExperts(), first, last
+
+    def store(self, context: ForwardContext, rows: slice) -> None:
+        super().store(context, rows)
+        if self.first <= self.calls + 1 <= self.last:
+            context.kv_cache.slots(0)[context.inputs.slot_mapping[rows], 0, 0] += 5
+        if self.calls + 1 == self.last:
+            self.experts.found += 1
+
+
+@LOOPS
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_damaged_experts_computed_is_forgotten(loop: dict[str, bool], drafts: bool) -> None:
+    """The step in which damage is found gives out nothing, nor does one launched after it; later tokens are
+    those of sound memory, and so are those of another request with the same prompt."""
+    prompts = [prompt_of(i, 20) for i in range(3)]
+    with running_engine(**loop, budget=16) as harness:
+        expected = harness.run([make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)])
+    answers = {f"r{i}": tokens for i, tokens in enumerate(expected)}
+    drafter = {"num_drafts": 2, "drafter": AnswerDrafter(answers, VOCAB, wrong_every=3)} if drafts else {}
+    for step in (1, 2, 5, 8, 9):
+        model = DamagedModel(step, step)
+        with running_engine(**loop, **drafter, budget=16, model=model, experts=model.experts) as harness:
+            requests = [make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+            assert harness.run(requests, together=True) == expected
+            assert model.experts.found == 1
+            assert harness.run([make_request("again", prompts[0])]) == expected[:1]
+
+
+@LOOPS
+def test_tokens_after_a_damage_follow_from_those_given_out(loop: dict[str, bool]) -> None:
+    """What clients were given before it was found stays; the rest follows from that, by sound experts."""
+    model = DamagedModel(4, 7)
+    with running_engine(**loop, model=model, experts=model.experts) as harness:
+        (damaged,) = harness.run([make_request("damaged", prompt_of(1, 9))])
+    with running_engine(**loop) as harness:
+        (sound,) = harness.run([make_request("sound", prompt_of(1, 9))])
+        assert damaged != sound
+        # The last step that was answered wrongly is that before the find.
+        given = damaged[:6]
+        (rest,) = harness.run([make_request("rest", [*prompt_of(1, 9), *given], max_tokens=6)])
+    assert damaged == [*given, *rest]
+
+
+@LOOPS
+def test_forgetting_by_an_operation_changes_no_token(loop: dict[str, bool]) -> None:
+    """As several ranks do it, between any two steps."""
+    prompts = [prompt_of(i, 20) for i in range(3)]
+    with running_engine(**loop, budget=16) as harness:
+        expected = harness.run([make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)])
+        requests = [make_request(f"a{i}", prompt) for i, prompt in enumerate(prompts)]
+        harness.engine.submit(requests)
+        for count in (0, 1, 5):
+            harness.wait_tokens(requests[2], count)
+            harness.engine.call(COMPUTE_AGAIN).result(60)
+        harness.wait(requests)
+        assert [harness.tokens(request) for request in requests] == expected
+        assert all(request.num_preemptions for request in requests)
 
 
 @LOOPS

@@ -310,7 +310,7 @@ def test_without_a_lane_a_step_of_prompts_grows_while_they_are_streamed(overlap:
     assert max(sizes.seen) == 100
     assert virtual.tokens(first) == truth(2, 150, 4, 0)
     virtual.steps.streams = False
-    virtual.engine._look_again = 0.0
+    virtual.engine._turns._look_again = 0.0
     again = make_request("again", prompt_of(3, 150), max_tokens=4)
     sizes.seen.clear()
     virtual.run([(virtual.device.now, add(warm_again())), (virtual.device.now + 0.3, add(again))])

@@ -69,6 +69,8 @@ class FlakyExperts:
 
     def __init__(self) -> None:
         self.recoveries = 0
+        # Experts found damaged.
+        self.found = 0
         self.recovery_error: Exception | None = None
         # Cleared: the servers are lost, and a recovery waits.
         self.present = threading.Event()
@@ -78,6 +80,10 @@ class FlakyExperts:
     def problem(self) -> str:
         """Whether the servers are there."""
         return "" if self.present.is_set() else "expert server 0 is dead"
+
+    def damages(self) -> int:
+        """As a test says."""
+        return self.found
 
     def interrupt(self) -> None:
         """Ends a recovery."""

@@ -47,13 +47,19 @@ def registries() -> Iterator[CollectorRegistry]:
     export(cast(MemoryLedger, ledger), "m", engine)
     yield engine
     ones = np.ones(1, np.uint64)
-    stats = EngineStats(1, 1, 1.0, 0, 0, ones, ones, ones, ones, np.ones((1, 1), np.uint64))
+    stats = EngineStats(1, 1, 1.0, 0, 0, 0, 0, 0, ones, ones, ones, ones, np.ones((1, 1), np.uint64))
     loaded = SimpleNamespace(
         engine=SimpleNamespace(packed_bytes=1, num_threads=1, stats=lambda: stats),
         seconds=1.0,
         relative_errors={0: 0.0},
     )
-    host = SimpleNamespace(is_serving=True, loaded=loaded, placement=SimpleNamespace(numa_node=0))
+    host = SimpleNamespace(
+        is_serving=True,
+        loaded=loaded,
+        placement=SimpleNamespace(numa_node=0),
+        problem="",
+        verify_pass_seconds=0.0,
+    )
     yield make_registry(cast(ExpertHost, host))
 
 
@@ -110,9 +116,9 @@ def test_every_metric_of_ours_that_can_alarm_is_shown() -> None:
     """Counters of faults have a panel."""
     shown = " ".join(text for texts in queries().values() for text in texts)
     for name in sorted(exported()):
-        if re.search(r"fail|lost|nonfinite|replayed|preempt|reject|error", name) and name.startswith(
-            "moebius"
-        ):
+        if re.search(
+            r"fail|lost|nonfinite|damaged|refused|replayed|preempt|reject|error", name
+        ) and name.startswith("moebius"):
             if "self_test" in name or "requantise" in name or name.endswith("inputs_total"):
                 continue
             assert name in shown, name

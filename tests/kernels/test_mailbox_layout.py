@@ -9,7 +9,7 @@ from moebius.mailbox import MAGIC, field_offsets
 from tests.helpers.mailbox import geometry, header_word, new_mailbox
 
 # The ABI, stated a second time: who changes it raises the version, and this table. Without reserved fields.
-ABI_VERSION = 3
+ABI_VERSION = 4
 ABI: dict[str, tuple[int, dict[str, tuple[int, int]]]] = {
     "Header": (
         16384,
@@ -66,6 +66,7 @@ ABI: dict[str, tuple[int, dict[str, tuple[int, int]]]] = {
             "progress": (128, 8),
             "busy_since_ns": (136, 8),
             "weights_digest": (144, 8),
+            "damages": (152, 8),
         },
     ),
     "ClientRecord": (

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from moebius import _kernels, weight_segment
 from moebius.app.supervisor.weight_files import free_reserved_bytes
-from moebius.kernels import ExpertEngine, SegmentSettings
+from moebius.kernels import DamagedExpert, ExpertEngine, SegmentSettings
 from moebius.weight_segment import WeightSegment, WeightSegmentError, segment_path
 from tests.helpers.moe_golden import random_expert
 
@@ -199,7 +199,7 @@ def spoil(path: Path, what: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("abi", "abi_version is 99, expected 1"),
+        ("abi", "abi_version is 99, expected 2"),
         ("boot", "before the machine was started anew"),
         ("record", "the checksum of its load record is wrong"),
         ("truncated", r"it is truncated: \d+ bytes"),
@@ -297,6 +297,53 @@ def test_damage_is_found_and_loaded_anew(path: Path) -> None:
     load(successor).finish_load("")
     assert outputs(successor) == expected
     assert successor.verify_expert(0, 3)
+
+
+def test_damage_is_repaired_in_place(path: Path) -> None:
+    """Readers see an incomplete segment, then another generation that is complete; a successor finds all."""
+    expected = finished(path)
+    segment = WeightSegment.open(path)
+    at = segment.layers[0].offset + segment.layers[0].expert_bytes + 5
+    engine = make(path)
+    segment.data[at] ^= 1
+    assert not engine.verify_expert(0, 3)
+    assert not segment.is_complete
+    assert engine.repair_expert(0, 3, *expert(0, 3))
+    assert (segment.is_complete, segment.generation) == (True, 2)
+    assert segment.load_record == "the record"
+    assert outputs(engine) == expected
+    del engine
+    assert make(path).segment_state == "complete"
+
+
+def test_what_a_predecessor_packed_is_compared_before_its_first_use(path: Path) -> None:
+    """A start that finds packed experts answers with none of them unseen, and says when it has seen all."""
+    expected = finished(path)
+    segment = WeightSegment.open(path)
+    assert segment.is_checked
+    segment.data[segment.layers[2].offset + 9] ^= 32
+    engine = make(path)
+    assert not segment.is_checked
+    with pytest.raises(DamagedExpert, match="layer 2: expert 3 is damaged in memory"):
+        outputs(engine)
+    assert engine.wait_for_damage(0.0) == (2, 3)
+    assert engine.repair_expert(2, 3, *expert(2, 3))
+    assert outputs(engine) == expected
+    assert not segment.is_checked  # layer 0 has experts that nobody asked for
+    assert all(engine.verify_expert(layer, number) for layer in HELD for number in HELD[layer])
+    assert segment.is_checked
+
+
+def test_a_damaged_table_is_not_believed(path: Path) -> None:
+    """Or checksums in it would make sound experts look damaged, for ever."""
+    expected = finished(path)
+    segment = WeightSegment.open(path)
+    table = segment._table("experts_offset", weight_segment.EXPERT_RECORD, "num_experts")
+    table["digest"][1] ^= 1
+    engine = make(path)
+    assert engine.segment_difference == "the checksum of its table of experts is wrong"
+    load(engine).finish_load("")
+    assert outputs(engine) == expected
 
 
 def test_an_incomplete_load_is_not_finished(path: Path) -> None:
@@ -415,7 +462,7 @@ def test_reading_what_is_not_there_is_one_line(path: Path) -> None:
         WeightSegment.open(path)
     path.unlink()
     finished(path)
-    for what, reason in (("abi", "version 99 of the layout, expected 1"), ("truncated", "truncated")):
+    for what, reason in (("abi", "version 99 of the layout, expected 2"), ("truncated", "truncated")):
         spoil(path, what)
         with pytest.raises(WeightSegmentError, match=reason):
             WeightSegment.open(path)

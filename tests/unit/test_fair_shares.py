@@ -195,7 +195,7 @@ def test_a_cached_prefix_and_a_preemption_cost_no_share(monkeypatch: pytest.Monk
     scheduler.add(request)
     for _ in range(4):
         step()
-    scheduler._preempt(request)
+    scheduler.preempt(request)
     while not request.finished:
         step()
     assert sum(charged) == 30 + 8 - 1

@@ -295,6 +295,10 @@ def _open(paths: Sequence[Path], layers: Sequence[int], fingerprint: str) -> Exp
             except WeightSegmentError as error:
                 raise SegmentsUnusable(str(error)) from error
             undo.callback(segment.close)
+            if not segment.is_checked:
+                raise SegmentsUnusable(
+                    f"expert weights {path}: its server still compares what it found there"
+                )
             segments.append(segment)
         opened = ExpertSegments(segments, layers, paths)
         problem = identity_problem(opened.identity, fingerprint)

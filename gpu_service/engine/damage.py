@@ -1,0 +1,64 @@
+"""What becomes of steps once an expert is found damaged: what was computed before may be wrong.
+
+Servers answer nothing more with such an expert, but KV of earlier steps was computed with it. So requests are
+computed again from their tokens, no prefix is kept, and a step launched before the find gives out nothing.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import structlog
+
+from gpu_service.engine.interface import Call, Inbox
+from gpu_service.engine.step import Batch
+from gpu_service.engine.step_runner import StepRunner
+from gpu_service.scheduler.scheduler import Scheduler
+
+COMPUTE_AGAIN = "compute all again"
+
+_log = structlog.get_logger(__name__)
+
+
+class DamageWatch:
+    """Used by the engine thread."""
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, inbox: Inbox) -> None:
+        """`runner` knows of damaged experts; those of before are nobody's concern."""
+        self._scheduler, self._runner, self._inbox = scheduler, runner, inbox
+        self._known, self._trusted_from = runner.damages, 0
+
+    def look(self) -> bool:
+        """After a step's end, before its tokens are given out: whether all was forgotten here and now.
+
+        Of several ranks, all have to forget at one place, which is after the step: by an operation.
+        """
+        damages = self._runner.damages
+        if not self._inbox.is_entry or damages == self._known:
+            return False
+        self._known = damages
+        if not self._inbox.is_alone:
+            self._inbox.post(Call(COMPUTE_AGAIN, "", Future()))
+            return False
+        self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Running requests wait anew, with the tokens they have, and no prefix is kept; those of the lane's
+        open step once that has ended. Steps in flight are worthless, and end before others are scheduled.
+        """
+        requests = len(self._scheduler.running)
+        _log.warning(
+            "an expert was damaged: requests are computed again and no prefix is kept", requests=requests
+        )
+        scheduler = self._scheduler
+        self._trusted_from = scheduler.next_step
+        for request in [request for request in scheduler.running if not request.in_lane]:
+            scheduler.preempt(request, keep=False)
+        for request in scheduler.waiting:
+            request.expected_len = -1
+        scheduler.cache.flush()
+
+    def is_worthless(self, batch: Batch) -> bool:
+        """Whether the step was launched before a damage was found."""
+        return batch.step < self._trusted_from
