@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from gpu_service.layers.linear import (
     empty_parameter,
     gated_query_order,
 )
-from gpu_service.layers.norm import FullWidthNorm, RMSNorm, make_norm, norm_full_width
+from gpu_service.layers.norm import FullWidthNorm, Norm, RMSNorm, make_norm, make_rms_norm, norm_full_width
 from gpu_service.ops.activation import GATE_ACTIVATIONS
 from gpu_service.ops.kv import mean_index_keys
 from gpu_service.ops.norm import rms_norm
@@ -48,8 +49,8 @@ class BlockIndexer(nn.Module):
         self.block_size = sizes.block_size
         parts = {"q_proj": keys.scaled(sizes.head_dim), "k_proj": ShardRange.whole(sizes.head_dim)}
         self.qk_proj = FusedLinear(config.hidden_size, parts, bias=False, dtype=dtype)
-        self.q_norm = make_norm(config, sizes.head_dim, dtype=dtype)
-        self.k_norm = make_norm(config, sizes.head_dim, dtype=dtype)
+        self.q_norm = make_rms_norm(config, sizes.head_dim, dtype=dtype)
+        self.k_norm = make_rms_norm(config, sizes.head_dim, dtype=dtype)
 
     def forward(
         self,
@@ -82,8 +83,8 @@ class MeanBlockIndexer(nn.Module):
         self.block_size = sizes.block_size
         rows = (sizes.shared_heads + 1) * sizes.head_dim
         self.index_qk_proj = Linear(config.hidden_size, rows, bias=False, dtype=dtype)
-        self.q_layernorm = make_norm(config, sizes.head_dim, dtype=dtype)
-        self.k_layernorm = make_norm(config, sizes.head_dim, dtype=dtype)
+        self.q_layernorm = make_rms_norm(config, sizes.head_dim, dtype=dtype)
+        self.k_layernorm = make_rms_norm(config, sizes.head_dim, dtype=dtype)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable, backend: AttentionBackend, inputs: ForwardInputs
@@ -141,7 +142,8 @@ class GQAttention(nn.Module):
         self._norms_values, self._eps = config.value_norm, config.rms_norm_eps
         self._limit = config.qkv_limit
         # Of norms that have no weight to load; made by `pack`.
-        self._ones: torch.Tensor | None = None
+        self._value_ones: torch.Tensor | None = None
+        self._head_ones: torch.Tensor | None = None
         query_rows, key_rows = queries.scaled(shape.head_dim), keys.scaled(shape.head_dim)
         value_rows, output_columns = keys.scaled(self._value_dim), queries.scaled(self._value_dim)
         projected = query_rows.scaled(2) if config.output_gate else query_rows
@@ -149,7 +151,6 @@ class GQAttention(nn.Module):
         if not shape.keys_are_values:
             parts["v_proj"] = value_rows
         if config.element_gate:
-            assert not config.attention_bias, "no projection of gates has a bias"
             parts["g_proj"] = output_columns
         order = gated_query_order(queries.size, keys.size, shape.head_dim) if config.output_gate else None
         self.qkv_proj = FusedLinear(
@@ -167,8 +168,8 @@ class GQAttention(nn.Module):
         if config.head_gate:
             self.g_proj = FusedLinear(config.hidden_size, gate, bias=False, dtype=dtype)
         self.sinks = empty_parameter(queries.size, dtype=dtype) if shape.has_sinks else None
-        self.q_norm: FullWidthNorm | RMSNorm | None = None
-        self.k_norm: FullWidthNorm | RMSNorm | None = None
+        self.q_norm: FullWidthNorm | Norm | None = None
+        self.k_norm: FullWidthNorm | Norm | None = None
         eps = config.rms_norm_eps
         if config.qk_norm and config.qk_norm_full_width:
             self.q_norm = FullWidthNorm(query_rows, parallel.tp_size, eps, dtype=dtype)
@@ -188,8 +189,9 @@ class GQAttention(nn.Module):
     def pack(self) -> None:
         """What is used but not loaded; the loader calls it once."""
         if self._norms_values or self._unit_norm:
-            weight = self.o_proj.weight
-            self._ones = torch.ones(self._value_dim, dtype=self._dtype, device=weight.device)
+            kind: dict[str, Any] = {"dtype": self._dtype, "device": self.o_proj.weight.device}
+            self._value_ones = torch.ones(self._value_dim, **kind)
+            self._head_ones = torch.ones(self.head_dim, **kind)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
@@ -213,6 +215,8 @@ class GQAttention(nn.Module):
         query, key = self._norm_and_rotate(rotated, rope)
         if rope is None and self._growth[0]:
             query = query * query_scales(context.inputs.positions + 1, *self._growth, query.dtype)
+        elif rope is not None and rope.query_scale is not None:
+            query = query * rope.query_scale
         value, gate = self._cached_value(values), projected[:, values_end:]
         backend = context.attention
         assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
@@ -236,8 +240,8 @@ class GQAttention(nn.Module):
         """`[T, num_kv_heads, head_dim]` of projected values: normed, scaled, padded to a key's size."""
         value = self._clipped(projected).view(-1, self.num_kv_heads, self._value_dim)
         if self._norms_values:
-            assert self._ones is not None, "the loader calls `pack`"
-            value = rms_norm(value.contiguous(), self._ones, self._eps)
+            assert self._value_ones is not None, "the loader calls `pack`"
+            value = rms_norm(value.contiguous(), self._value_ones, self._eps)
         if self._value_scale != 1.0:
             value = value * self._value_scale
         missing = self.head_dim - self._value_dim
@@ -253,19 +257,34 @@ class GQAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys of `[T, num_heads + num_kv_heads, head_dim]`, which may be overwritten."""
         q_norm, k_norm, num_heads = self.q_norm, self.k_norm, self.num_heads
-        if isinstance(q_norm, FullWidthNorm) and isinstance(k_norm, FullWidthNorm):
-            query, key = map(self._clipped, norm_full_width(heads, q_norm, k_norm, self._group))
-            return (query, key) if rope is None else (apply_rope(query, rope), apply_rope(key, rope))
-        norms = (q_norm, k_norm) if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) else None
-        if norms is not None and rope is not None and not self._norm_after_rope:
-            return qk_norm_rope(heads, norms[0].weight, norms[1].weight, norms[0].eps, num_heads, rope)
+        fusible = isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) and self._limit == math.inf
+        if fusible and rope is not None and not (self._norm_after_rope or self._unit_norm):
+            assert isinstance(q_norm, RMSNorm)
+            assert isinstance(k_norm, RMSNorm)
+            return qk_norm_rope(heads, q_norm.weight, k_norm.weight, q_norm.eps, num_heads, rope)
+        if q_norm is None or self._norm_after_rope:
+            rotated = self._rotated(heads, rope)
+            query, key = rotated[:, :num_heads], rotated[:, num_heads:]
+            return self._normed(query, key)
+        query, key = self._normed(heads[:, :num_heads], heads[:, num_heads:])
+        return self._rotated(query, rope), self._rotated(key, rope)
+
+    def _rotated(self, heads: torch.Tensor, rope: RopeTable | None) -> torch.Tensor:
+        """Heads after all that is done to them between a norm before rotation and one after it."""
         heads = self._clipped(heads)
-        if rope is not None:
-            apply_rope(heads, rope)
-        if rope is not None and self._unit_norm:
-            assert self._ones is not None, "the loader calls `pack`"
-            heads = rms_norm(heads.contiguous(), self._ones, self._eps)
-        query, key = heads[:, :num_heads], heads[:, num_heads:]
-        if q_norm is not None and k_norm is not None:
-            return q_norm(query.contiguous()), k_norm(key.contiguous())
-        return query, key
+        if rope is None:
+            return heads
+        apply_rope(heads, rope)
+        if not self._unit_norm:
+            return heads
+        assert self._head_ones is not None, "the loader calls `pack`"
+        return rms_norm(heads.contiguous(), self._head_ones, self._eps)
+
+    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """By the norms that have weights, where the model has them; shapes stay."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if isinstance(q_norm, FullWidthNorm) and isinstance(k_norm, FullWidthNorm):
+            return norm_full_width(query, key, q_norm, k_norm, self._group)
+        if q_norm is None or k_norm is None:
+            return query, key
+        return q_norm(query.contiguous()), k_norm(key.contiguous())

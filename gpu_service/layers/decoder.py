@@ -11,7 +11,7 @@ from torch.nn import functional
 from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, Linear, empty_parameter
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
-from gpu_service.layers.norm import RMSNorm, make_norm
+from gpu_service.layers.norm import Norm, make_norm
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -157,7 +157,7 @@ class ResidualStream:
         self.sum()
         self._pending = update
 
-    def normed(self, norm: RMSNorm) -> torch.Tensor:
+    def normed(self, norm: Norm) -> torch.Tensor:
         """The norm of the sum, a tensor that the caller may keep."""
         if self._pending is None:
             output: torch.Tensor = norm(self._total)
@@ -165,7 +165,7 @@ class ResidualStream:
         update, self._pending = self._pending, None
         return norm.after_adding(update, self._total)
 
-    def read(self, norm: RMSNorm | None) -> torch.Tensor:
+    def read(self, norm: Norm | None) -> torch.Tensor:
         """`normed`, or a copy of the sum where nothing is normed; a tensor that the caller may keep."""
         return self.sum().clone() if norm is None else self.normed(norm)
 
@@ -190,7 +190,7 @@ class ResidualStream:
         self.sum().mul_(factor)
 
 
-def _input_norm(config: ModelConfig, dtype: torch.dtype) -> RMSNorm | None:
+def _input_norm(config: ModelConfig, dtype: torch.dtype) -> Norm | None:
     return make_norm(config, config.hidden_size, dtype=dtype) if config.input_norms else None
 
 
@@ -211,8 +211,8 @@ class DecoderLayer(nn.Module):
         self.add_module(self._attention_name, attention)
         self.post_attention_layernorm = _input_norm(config, dtype)
         self.mlp = mlp
-        self.post_self_attn_layernorm: RMSNorm | None = None
-        self.post_mlp_layernorm: RMSNorm | None = None
+        self.post_self_attn_layernorm: Norm | None = None
+        self.post_mlp_layernorm: Norm | None = None
         if config.output_norms:
             self.post_self_attn_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
         if config.output_norms or (config.moe_output_norms and isinstance(mlp, MoE)):
@@ -237,7 +237,7 @@ class DecoderLayer(nn.Module):
             stream.scale(self.layer_scalar)
         return stream
 
-    def _normed(self, norm: RMSNorm | None, update: torch.Tensor) -> torch.Tensor:
+    def _normed(self, norm: Norm | None, update: torch.Tensor) -> torch.Tensor:
         """A sum over experts is float32 and stays so where no norm follows."""
         normed = update if norm is None else norm(update.to(self._dtype))
         return normed if self._scale == 1.0 else normed.mul_(self._scale)
@@ -364,5 +364,5 @@ class ShortcutLayer(nn.Module):
 
 
 def _normed(stream: ResidualStream, norm: nn.Module) -> torch.Tensor:
-    assert isinstance(norm, RMSNorm)
+    assert isinstance(norm, Norm)
     return stream.normed(norm)

@@ -11,7 +11,7 @@ from torch import nn
 from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream
 from gpu_service.layers.linear import empty_parameter
-from gpu_service.layers.norm import RMSNorm
+from gpu_service.layers.norm import Norm
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams, weigh_streams
 from gpu_service.ops.rope import RopeTable
 from moebius.models.config import ModelConfig
@@ -74,7 +74,7 @@ class HyperStreams(ResidualStream):
         """Of embedded tokens `[T, H]`: all streams are alike."""
         return cls(hidden_states.repeat(1, num_streams), num_streams)
 
-    def normed(self, norm: RMSNorm) -> torch.Tensor:
+    def normed(self, norm: Norm) -> torch.Tensor:
         """The norm of what the streams end as, `[T, H]`."""
         output: torch.Tensor = norm(self.streams.mean(1) if self.head is None else self.head(self.streams))
         return output

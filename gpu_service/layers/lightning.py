@@ -8,23 +8,36 @@ and no term that skips the state: `ops.state_space` computes it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+import structlog
 import torch
 from torch.nn import functional
 
 from gpu_service.engine.step import ForwardContext
-from gpu_service.layers.linear import FusedLinear, RowParallelLinear, lightning_order
+from gpu_service.layers.linear import (
+    CheckpointPart,
+    FusedLinear,
+    RowParallelLinear,
+    empty_parameter,
+    lightning_order,
+)
 from gpu_service.layers.norm import FullWidthNorm
 from gpu_service.layers.states import StateLayer, StepSequences
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.state_space import state_space_extend, state_space_update
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import stage_layers
+from gpu_service.parallel.partition import ShardRange, stage_layers
+from moebius.checkpoint.errors import CheckpointError
 from moebius.models.config import ModelConfig
 
 # Softplus of it is 1: the bias of steps that nothing is projected for.
 _UNIT_STEP = math.log(math.e - 1)
+# Rates that are stored differ from computed ones by less where they were only rounded, to 16 bits or not.
+_ROUNDED_TO_16_BITS, _ROUNDED = 2**-7, 1e-5
+
+log = structlog.get_logger(__name__)
 # Of the norm, whatever `rms_norm_eps` says.
 _EPS = 1e-6
 
@@ -34,6 +47,8 @@ class LightningAttention(StateLayer):
 
     checkpoint_name = "self_attn"
     head_vectors = ()
+    # Published checkpoints have no rates; those that transformers has saved do.
+    zero_if_missing = ("slope_rate",)
 
     def __init__(
         self,
@@ -48,7 +63,8 @@ class LightningAttention(StateLayer):
         linear, size, values = self._linear, config.hidden_size, self._values
         layers = [layer for layer in stage_layers(config, parallel) if layer in linear.layers]
         rates = decay_rates(linear.num_value_heads, layers[state_layer], config.num_layers)
-        self._log_rates = [math.log(rate) for rate in rates[self._heads.slice]]
+        self._layer, self._rates = layers[state_layer], rates[self._heads.slice]
+        self.slope_rate = empty_parameter(self._heads.size, 1, 1, dtype=torch.float32)
         rows = self._heads.scaled(3 * linear.value_head_dim)
         order = lightning_order(self._heads.size, linear.value_head_dim)
         gates = range(rows.size, rows.size + values.size)
@@ -61,11 +77,32 @@ class LightningAttention(StateLayer):
         # made by `pack`.
         self._scalars: torch.Tensor | None = None
 
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """Of the rates, where there are any, a rank has those of its heads."""
+        yield CheckpointPart("", "slope_rate", self._heads, ShardRange.whole(1), rest=(1,))
+
     def pack(self) -> None:
-        """What is used but not loaded; the loader calls it once."""
-        count = len(self._log_rates)
-        rows = [self._log_rates, [_UNIT_STEP] * count, [0.0] * count]
+        """What is used but not loaded; the loader calls it once. Raises CheckpointError for rates below 0."""
+        rates = self._used_rates(self.slope_rate.flatten().tolist())
+        count = len(rates)
+        rows = [[math.log(rate) for rate in rates], [_UNIT_STEP] * count, [0.0] * count]
         self._scalars = torch.tensor(rows, dtype=torch.float32, device=self.norm.weight.device)
+
+    def _used_rates(self, stored: list[float]) -> list[float]:
+        """Computed ones, unless the checkpoint has others (of another number of layers, say)."""
+        if not any(stored):
+            return self._rates
+        if min(stored) <= 0:
+            raise CheckpointError(f"layer {self._layer}: slope_rate has {min(stored)}; allowed: above 0")
+        apart = max(abs(a / b - 1) for a, b in zip(stored, self._rates, strict=True))
+        if apart > _ROUNDED_TO_16_BITS:
+            log.warning("stored slope_rate is not the layer's: it is used", layer=self._layer, apart=apart)
+            return stored
+        if apart > _ROUNDED:
+            log.warning(
+                "stored slope_rate is rounded: computed ones are used", layer=self._layer, apart=apart
+            )
+        return self._rates
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext

@@ -7,7 +7,7 @@ from torch import nn
 
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream
 from gpu_service.layers.linear import Linear
-from gpu_service.layers.norm import RMSNorm, make_norm
+from gpu_service.layers.norm import Norm, make_norm
 from moebius.models.config import ModelConfig
 
 
@@ -41,5 +41,5 @@ class MtpLayer(DecoderLayer):
     def ended(self, stream: ResidualStream) -> torch.Tensor:
         """`[T, H]`, what the head reads."""
         norm = self.shared_head["norm"]
-        assert isinstance(norm, RMSNorm)
+        assert isinstance(norm, Norm)
         return stream.normed(norm)

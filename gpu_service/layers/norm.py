@@ -15,13 +15,30 @@ from gpu_service.parallel.partition import ShardRange
 from moebius.models.config import ModelConfig
 
 
-class RMSNorm(nn.Module):
-    """`ops.norm.rms_norm` with a learned weight `[size]`."""
+class Norm(nn.Module):
+    """A norm over the last dimension with a learned weight `[size]`: of which kind, its subclass says.
+
+    Who asks for an `RMSNorm` may compute it in a fused kernel from weight and `eps` alone; of any other norm
+    only what is called here is known.
+    """
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = empty_parameter(size, dtype=dtype)
         self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension; returns a new tensor."""
+        raise NotImplementedError
+
+    def after_adding(self, update: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`residual += update` in place, then the sum's norm; both `[T, N]`. May overwrite the update."""
+        normed: torch.Tensor = self(residual.add_(update))
+        return normed
+
+
+class RMSNorm(Norm):
+    """`ops.norm.rms_norm`."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension; returns a new tensor."""
@@ -59,7 +76,7 @@ class ScaledRMSNorm(RMSNorm):
         self.weight = nn.Parameter(self.weight * self.weight.shape[0] ** -0.5, requires_grad=False)
 
 
-class MeanRemovingNorm(RMSNorm):
+class MeanRemovingNorm(Norm):
     """LayerNorm where other families have `RMSNorm`; with a bias `[size]` or none. Computed in float32."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, bias: bool = False) -> None:
@@ -70,15 +87,17 @@ class MeanRemovingNorm(RMSNorm):
         """Normalise the last dimension; returns a new tensor."""
         return functional.layer_norm(hidden_states, self.weight.shape, self.weight, self.bias, self.eps)
 
-    def after_adding(self, update: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """As `RMSNorm.after_adding`."""
-        return self.forward(residual.add_(update))
 
-
-def make_norm(config: ModelConfig, size: int, *, dtype: torch.dtype) -> RMSNorm:
+def make_norm(config: ModelConfig, size: int, *, dtype: torch.dtype) -> Norm:
     """The norm that the model's layers and heads have, over `size` elements."""
     if config.mean_norms:
         return MeanRemovingNorm(size, config.rms_norm_eps, dtype=dtype, bias=config.norm_bias)
+    return make_rms_norm(config, size, dtype=dtype)
+
+
+def make_rms_norm(config: ModelConfig, size: int, *, dtype: torch.dtype) -> RMSNorm:
+    """The same for who computes it from its weight alone; `models.switches` refuses other norms there."""
+    assert not config.mean_norms, "the model's switches have been checked"
     kind = OnePlusWeightRMSNorm if config.one_plus_weight_norms else RMSNorm
     return kind(size, config.rms_norm_eps, dtype=dtype)
 
@@ -104,16 +123,18 @@ class FullWidthNorm(nn.Module):
 
 
 def norm_full_width(
-    heads: torch.Tensor, q_norm: FullWidthNorm, k_norm: FullWidthNorm, group: Collectives
+    query_heads: torch.Tensor,
+    key_heads: torch.Tensor,
+    q_norm: FullWidthNorm,
+    k_norm: FullWidthNorm,
+    group: Collectives,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm the queries and the keys that one GEMM made side by side.
+    """Norm the queries `[T, num_heads, head_dim]` and the keys `[T, num_kv_heads, head_dim]`.
 
-    heads `[T, num_heads + num_kv_heads, head_dim]`, queries first, rows of a token contiguous. Returns new
-    queries `[T, num_heads, head_dim]` and keys `[T, num_kv_heads, head_dim]`. One all-reduce of two numbers
-    a token where there are several ranks.
+    Heads of a token are contiguous. Returns new tensors of the same shapes. One all-reduce of two numbers a
+    token where there are several ranks.
     """
-    rows = heads.flatten(1)
-    query, key = rows[:, : q_norm.rows.size], rows[:, q_norm.rows.size :]
+    query, key = query_heads.flatten(1), key_heads.flatten(1)
     if q_norm.rows.is_whole:
         query, key = rms_norm(query, q_norm.weight, q_norm.eps), rms_norm(key, k_norm.weight, k_norm.eps)
     else:
@@ -122,10 +143,7 @@ def norm_full_width(
         squares = group.all_reduce(squares)
         query = q_norm.apply_statistics(query, squares[:, :1])
         key = k_norm.apply_statistics(key, squares[:, 1:])
-    head_dim = heads.shape[2]
-    return query.view(-1, q_norm.rows.size // head_dim, head_dim), key.view(
-        -1, k_norm.rows.size // head_dim, head_dim
-    )
+    return query.view(query_heads.shape), key.view(key_heads.shape)
 
 
 class LayerNorm(nn.Module):

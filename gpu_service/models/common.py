@@ -28,7 +28,7 @@ from gpu_service.layers.hyper_connections import HyperDecoderLayer, HyperHead, H
 from gpu_service.layers.linear import Packed
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.mtp import MtpLayer
-from gpu_service.layers.norm import RMSNorm, make_norm
+from gpu_service.layers.norm import Norm, make_norm
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, note_overflow
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -63,7 +63,7 @@ class Backbone(nn.Module):
         )
         self.layers = nn.ModuleList(layers)
         self._streams = GatedStreams if has_gated_streams(config) else HyperStreams
-        self.norm: RMSNorm | StreamMixer | None = None
+        self.norm: Norm | StreamMixer | None = None
         if last and has_gated_streams(config):
             self.norm = StreamMixer(config, dtype=dtype)
         elif last:
@@ -80,6 +80,8 @@ class Backbone(nn.Module):
         if config.rope is not None and config.rope.learned:
             self.rotary_emb = LearnedRotation(self._rotaries)
         self._embedding_scale = config.embedding_scale
+        if config.rounds_embedding_scale:
+            self._embedding_scale = torch.tensor(config.embedding_scale, device="cpu").to(dtype).item()
         # Of this stage's layers, those that every token passes: layers of multi-token prediction are last.
         self._num_passed = len(layers) - (config.num_mtp_heads if last else 0)
 
@@ -111,7 +113,7 @@ class Backbone(nn.Module):
             note_overflow(overflow, hidden_states, None, FINAL_NORM)
         return hidden_states
 
-    def _ended(self, stream: ResidualStream, norm: RMSNorm | StreamMixer) -> torch.Tensor:
+    def _ended(self, stream: ResidualStream, norm: Norm | StreamMixer) -> torch.Tensor:
         """What the stream ends as, `[T, H]`, normed."""
         if isinstance(stream, HyperStreams):
             stream.head = self.hc_head

@@ -24,6 +24,7 @@ from gpu_service.models.common import CausalLM, build_causal_lm
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import check_divisible, shard_config, stage_layers
 from moebius.models.config import LinearAttentionConfig, ModelConfig
+from moebius.models.switches import check_switches
 
 
 def build_model(
@@ -35,8 +36,9 @@ def build_model(
     """Compose the model, or a rank's part of it, on the meta device; `load_weights` puts it on `device`.
 
     `dtype` is that of weights and activations, by default the config's. Raises ConfigError for a model that
-    can not be divided over so many ranks.
+    can not be divided over so many ranks, and as `check_switches`.
     """
+    check_switches(config)
     check_divisible(config, parallel)
     dtype = dtype or TORCH_DTYPES[config.dtype]
     if config.compressed is not None:

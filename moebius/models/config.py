@@ -278,7 +278,8 @@ class ModelConfig:
     qk_norm: bool = False
     qk_norm_full_width: bool = False
     qk_norm_after_rope: bool = False
-    # Whether queries and keys of layers that rotate are divided by their root mean square afterwards.
+    # Whether queries and keys of layers that rotate are divided by their root mean square afterwards, before
+    # a `qk_norm_after_rope`.
     unit_qk_norm: bool = False
     # Of layers that do not rotate: queries at position p are multiplied by
     # `1 + growth * ln(1 + floor((p + 1) / length))`.
@@ -305,7 +306,9 @@ class ModelConfig:
     moe_output_norms: bool = False
     # Whether either half of a layer norms what it reads of the residual stream.
     input_norms: bool = True
-    embedding_scale: float = 1.0  # What the tokens' embeddings are multiplied by.
+    embedding_scale: float = 1.0  # What the tokens' embeddings are multiplied by,
+    # and whether that is rounded to the type that the model is computed in, whichever that is.
+    rounds_embedding_scale: bool = False
     residual_scale: float = 1.0  # What either half of a layer adds is multiplied by this first.
     logit_scale: float = 1.0  # What the logits are multiplied by.
     # Which half each layer is, where layers are one only; linear attention counts as "attention". Empty: all
@@ -371,6 +374,8 @@ class ModelConfig:
     compressed: CompressedAttentionConfig | None = None
     hyper: HyperConnectionConfig | None = None  # None: layers add to one residual stream.
     ngram: NGramConfig | None = None  # None: no layer embeds n-grams.
+    # What is read otherwise than another reader of config.json does; logged.
+    remarks: tuple[str, ...] = field(default=(), compare=False)
     # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
     unread_keys: tuple[str, ...] = field(default=(), compare=False)
 

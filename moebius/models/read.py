@@ -24,6 +24,7 @@ from moebius.models.geometry import MoeGeometry
 from moebius.models.keys import HfKeys
 from moebius.models.mtp import check_heads, with_heads
 from moebius.models.registry import FAMILIES, gguf_family, known_families
+from moebius.models.switches import check_switches
 from moebius.models.tied_head import has_own_head
 from moebius.models.vision import read_vision
 
@@ -66,6 +67,8 @@ def read_model_config(directory: str | Path, overrides: ModelOverrides | None = 
         extra = HfKeys(str(generation), read_json(generation)).integers("eos_token_id")
         ids = dict.fromkeys((*config.eos_token_ids, *extra))
         config = replace(config, eos_token_ids=tuple(ids))
+    for remark in config.remarks:
+        log.warning(remark, model_type=config.model_type)
     if config.unread_keys:
         log.warning(
             "config.json has keys that are not used",
@@ -110,6 +113,7 @@ def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
     _check_router(hf, config.moe.router)
     if overrides.mtp_heads:
         config = with_heads(config, overrides.mtp_heads, source)
+    check_switches(config)
     return replace(config, vision=vision, unread_keys=hf.unread)
 
 

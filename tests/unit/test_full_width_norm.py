@@ -57,12 +57,12 @@ def test_ranks_norm_by_the_statistics_of_all(num_ranks: int, dtype: torch.dtype)
             kv = even_shard(KV_HEADS, rank // copies, num_ranks // copies)
             # Values follow in the same product, so the rows of a token are apart.
             own = torch.cat((query[:, heads.slice], key[:, kv.slice], key[:, kv.slice]), dim=1)
-            norms = [
+            q_norm, k_norm = (
                 _module(shard.scaled(HEAD_DIM), weight, num_ranks)
                 for shard, weight in ((heads, q_weight), (kv, k_weight))
-            ]
-            both = own[:, : heads.size + kv.size]
-            found.append((heads, kv, *norm_full_width(both, *norms, cast(Collectives, group))))
+            )
+            both = own[:, : heads.size], own[:, heads.size : heads.size + kv.size]
+            found.append((heads, kv, *norm_full_width(*both, q_norm, k_norm, cast(Collectives, group))))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for heads, kv, its_query, its_key in found:
         torch.testing.assert_close(its_query, wanted_query[:, heads.slice], rtol=tolerance, atol=tolerance)

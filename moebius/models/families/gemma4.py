@@ -93,16 +93,6 @@ def _read_moe(hf: HfKeys, common: dict[str, Any]) -> MoeConfig:
     )
 
 
-def _rounded_scale(size: int, dtype: str) -> float:
-    """sqrt(size), in bfloat16 where the embeddings are: so the models were trained."""
-    root = math.sqrt(size)
-    if dtype != "bfloat16":
-        return root
-    # Eight significant bits.
-    step = math.ldexp(1.0, math.frexp(root)[1] - 8)
-    return round(root / step) * step
-
-
 def read_gemma4_text(hf: HfKeys) -> ModelConfig:
     """Layers that see the whole context have larger heads, and keys for values with `attention_k_eq_v`."""
     hf.skip(*_HARMLESS)
@@ -115,7 +105,7 @@ def read_gemma4_text(hf: HfKeys) -> ModelConfig:
     if activation != _GELU:
         raise hf.error("hidden_activation", activation, _GELU)
     common = read_common(hf.with_values(final_logit_softcapping=None, hidden_act=None))
-    num_layers, dtype = common["num_layers"], common["dtype"]
+    num_layers = common["num_layers"]
     kinds = list(hf.strings("layer_types")) or every_nth_full(num_layers, 6)
     kinds[-1] = FULL
     windows = read_windows(hf.with_values(layer_types=kinds), num_layers)
@@ -142,7 +132,9 @@ def read_gemma4_text(hf: HfKeys) -> ModelConfig:
         attention_windows=windows,
         output_norms=True,
         layer_scales=True,
-        embedding_scale=_rounded_scale(common["hidden_size"], dtype),
+        embedding_scale=math.sqrt(common["hidden_size"]),
+        # So the models were trained, in bfloat16.
+        rounds_embedding_scale=True,
         final_logit_softcap=hf.number("final_logit_softcapping")
         if hf.has("final_logit_softcapping")
         else 0.0,

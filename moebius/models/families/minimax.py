@@ -3,7 +3,7 @@ residual stream of what was normed.
 
 Sources: MiniMax-01 (arXiv:2501.08313), configuration class and model of transformers 5.23, and MiniMax-M1's
 published config.json, whose `model_type` and keys are others. Transformers' model rotates whole heads; the
-published one rotates `rotary_dim` elements of each, which is read here.
+published one rotates `rotary_dim` elements of each, which is read here (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from moebius.models.attention_config import NormedResidualConfig
 from moebius.models.common import FULL, read_common, read_one_window, refuse_bias
-from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RouterConfig
+from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RopeConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.names import MINIMAX_GATE, ROTARY, TensorNames, drop
@@ -65,6 +65,37 @@ def _residuals(hf: HfKeys) -> NormedResidualConfig:
     return NormedResidualConfig(weights("full_attn"), weights("linear_attn"), weights("mlp"))
 
 
+def _rope(hf: HfKeys, head_dim: int) -> tuple[RopeConfig, tuple[str, ...]]:
+    """Whole heads, or `rotary_dim` elements of each; and a remark where another factor is not read.
+
+    Published files have no `partial_rotary_factor`, and transformers' model does not look at it unless
+    frequencies are scaled; then it can not be run. Raises ModelConfigError for that.
+    """
+    section = hf.section("rope_parameters") or hf.section("rope_scaling")
+    factor = hf.number("partial_rotary_factor", default=1.0)
+    kind = "default"
+    if section is not None:
+        factor = section.number("partial_rotary_factor", default=factor)
+        kind = section.string("rope_type", "type", default=kind)
+    rotated = hf.integer("rotary_dim", default=head_dim)
+    if factor != 1.0 and kind != "default" and not hf.has("rotary_dim"):
+        raise hf.error("partial_rotary_factor", factor, f"1, where rotation is scaled ({kind})")
+    values: dict[str, Any] = {"partial_rotary_factor": None}
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(own := hf.value(name), dict):
+            values[name] = own | {"partial_rotary_factor": None}
+    rope = read_rope(
+        hf.with_values(**values), head_dim, default_theta=1e6, default_partial_factor=rotated / head_dim
+    )
+    if int(factor * head_dim) in (head_dim, rotated):
+        return rope, ()
+    remark = (
+        f"partial_rotary_factor = {factor} is not used: {rotated} of a head's {head_dim} elements rotate, as "
+        "in transformers; published files have rotary_dim where fewer do"
+    )
+    return rope, (remark,)
+
+
 def read_minimax(hf: HfKeys) -> ModelConfig:
     """Every layer is MoE, and `intermediate_size` is an expert's."""
     hf.skip(*_HARMLESS)
@@ -78,11 +109,12 @@ def read_minimax(hf: HfKeys) -> ModelConfig:
         score="softmax",
         post="renormalize",
     )
-    rotated = hf.integer("rotary_dim", default=head_dim) / head_dim
+    rope, remarks = _rope(hf, head_dim)
     return ModelConfig(
         **common,
         model_type=hf.string("model_type"),
-        rope=read_rope(hf, head_dim, default_theta=1e6, default_partial_factor=rotated),
+        rope=rope,
+        remarks=remarks,
         moe=MoeConfig(router, common["intermediate_size"], 0, frozenset(range(num_layers))),
         attention_windows=read_one_window(hf, num_layers),
         normed_residuals=_residuals(hf),
@@ -98,10 +130,9 @@ def read_minimax(hf: HfKeys) -> ModelConfig:
     )
 
 
-# What transformers computes from the layer's number and saves all the same.
+# What transformers computes of `slope_rate` and saves all the same.
 _COMPUTED = tuple(
-    drop(f"model.layers.*.self_attn.{name}")
-    for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+    drop(f"model.layers.*.self_attn.{name}") for name in ("query_decay", "key_decay", "diagonal_decay")
 )
 _NAMES = TensorNames((ROTARY, MINIMAX_GATE, *_COMPUTED), ("per_expert_w123",))
 FAMILIES = tuple(
