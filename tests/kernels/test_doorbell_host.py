@@ -16,6 +16,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.doorbell.program import Box, State
+from gpu_service.experts.servers import CheckedExperts
 from moebius import _kernels_testing as testing
 from moebius._kernels_testing import EchoBackend
 from moebius.mailbox import MailboxServer, field_offsets
@@ -179,6 +180,45 @@ def test_killed_server_is_noticed_before_the_deadline_and_returns(is_memops: boo
             finally:
                 second.kill()
                 second.wait()
+
+
+@pytest.mark.parametrize("is_memops", [False, True])
+def test_a_server_killed_again_in_its_check_is_waited_for(is_memops: bool) -> None:
+    """A device finds out when the check's step has ended; the recovery goes on until a check has passed."""
+    with new_mailbox(geometry()) as box:
+        processes = [spawn_server(box, 0)]
+        with doorbell_client(box, MODEL, deadline_ms=60_000, is_memops=is_memops) as (client, _):
+            client.wait_ready(30)
+            checked = CheckedExperts(client)
+            checks = 0
+
+            def lose() -> None:
+                processes[-1].kill()
+                processes[-1].wait()
+
+            def check() -> str:
+                nonlocal checks
+                checks += 1
+                if checks < 3:
+                    lose()
+                checked.begin_step()
+                layer = Layer(3)
+                output = layer.run(checked)
+                if (failure := checked.failure()) is not None:
+                    processes.append(spawn_server(box, 0))
+                    raise failure
+                return "" if torch.equal(output, layer.expected(1)) else "another answer"
+
+            checked.check_with(check)
+            lose()
+            processes.append(spawn_server(box, 0))
+            try:
+                checked.recover(60)
+                assert checks == 3
+                assert checked.failure() is None
+                assert torch.equal((layer := Layer(5)).run(checked), layer.expected(1))
+            finally:
+                lose()
 
 
 def test_restart_between_two_waits_is_noticed() -> None:
