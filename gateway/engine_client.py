@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import propagate, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
+from gateway.errors import is_lost
 from moebius.grpc_channels import open_aio_channel, report_failed_handshake
 from moebius.operations import NOT_READY_METADATA
 from moebius.outbox import Outbox
@@ -40,6 +41,7 @@ KEEPALIVE_MS = 30_000
 # Larger requests have a call of their own: on the common stream they would hold up the others.
 _SHARED_BYTES = 2**18
 _PIECE_BYTES = 2**18  # of an image, in one message
+_UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -256,6 +258,9 @@ class EngineClient:
             ended = True
             span.set_attribute("rpc.grpc.status_code", error.code().value[0])
             span.set_status(Status(StatusCode.ERROR, error.details()))
+            if is_lost(error) and error.code() not in (_UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                # Lost in the middle of a stream it has other names, by which nobody would try another engine.
+                raise call_error(_UNAVAILABLE, error.details() or "") from error
             raise
         finally:
             if not ended:

@@ -134,9 +134,32 @@ def bad_request(message: str, param: str | None = None, code: str = "invalid_val
     return ApiError(400, message, param=param, code=code)
 
 
+# Statuses that gRPC itself also gives to calls whose connection ends, and its words for that.
+_OF_TRANSPORT = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.ABORTED,
+)
+_TRANSPORT = re.compile(
+    r"stream removed|stream closed|socket closed|connection (?:reset|refused|closed|timed out|attempt)"
+    r"|failed to connect|broken pipe|rst_stream|goaway|endpoint|transport|http2|keepalive|ping timeout"
+    r"|recvmsg|sendmsg|handshak|tcp|dns|name resolution|resolver|channel|cancell|subchannel|eof\b",
+    re.IGNORECASE,
+)
+
+
+def is_lost(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a call ended with its connection, or because that was not made, whatever gRPC calls it."""
+    if error.code() == grpc.StatusCode.CANCELLED:
+        return True
+    return error.code() in _OF_TRANSPORT and _TRANSPORT.search(error.details() or "") is not None
+
+
 def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
     """The HTTP meaning of an engine's gRPC status (protos/engine.proto says which it uses)."""
-    status, details = error.code(), error.details() or "no details"
+    details = error.details() or "no details"
+    status = grpc.StatusCode.UNAVAILABLE if is_lost(error) else error.code()
     if status == grpc.StatusCode.INVALID_ARGUMENT:
         return ApiError(400, details, code="invalid_value")
     if status == grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -144,13 +167,16 @@ def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
             429, f"the engine's queue is full: {details}", code="engine_overloaded", retry_after_s=1
         )
     if status == grpc.StatusCode.UNAVAILABLE:
-        # The engine's own words are for clients; those of gRPC, when it cannot connect, name sockets.
-        reason = details if without_addresses(details) == details else "it is starting, or was lost"
+        # The engine's own words are for clients; those of gRPC speak of its streams and sockets.
+        is_own = not is_lost(error) and without_addresses(details) == details
+        reason = details if is_own else "it is starting, or was lost"
         return ApiError(
             503, f"the engine is not available: {reason}", code="engine_unavailable", retry_after_s=2
         )
     if status == grpc.StatusCode.DEADLINE_EXCEEDED:
         return ApiError(504, f"the engine did not answer in time: {details}", code="engine_timeout")
+    if status == grpc.StatusCode.UNKNOWN:  # an error that the engine did not expect: its name is for the log
+        return ApiError(500, "the engine failed unexpectedly: its log says why", code="engine_error")
     return ApiError(500, f"the engine failed ({status.name}): {details}", code="engine_error")
 
 

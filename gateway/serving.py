@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 import structlog
@@ -27,6 +28,9 @@ from gateway.state import Gateway
 from gateway.streaming import INLINE_TOKENS, EventStream, LastEvent, encoded, run_until_disconnect
 
 logger = structlog.get_logger(__name__)
+_LONGEST_DETAILS = 160
+# What all requests get while the engine is away or full.
+_COMMON = frozenset({429, 503})
 
 
 class RequestRun:
@@ -285,6 +289,11 @@ class RequestRun:
         kind = failure.code or str(failure.status)
         self._gateway.genai.failed(self._format.operation, self._model.name, seconds, kind)
         telemetry.describe_failure(self._span, failure.code or type(error).__name__, failure.message)
-        # gRPC's own words name sockets: for the log, not for the client.
-        details = {"details": error.details()} if isinstance(error, grpc.aio.AioRpcError) else {}
-        self._log.warning("generation failed", status=failure.status, error=failure.message, **details)
+        fields: dict[str, Any] = {"status": failure.status, "error": failure.message}
+        if isinstance(error, grpc.aio.AioRpcError):  # gRPC's own words: for the log, not for the client
+            fields["details"] = (error.details() or "")[:_LONGEST_DETAILS]
+        if failure.status in _COMMON:
+            reason = (failure.status, failure.code)
+            self._gateway.warnings.warn(logger, "generation failed", reason, **fields)
+        else:
+            self._log.warning("generation failed", **fields)

@@ -21,6 +21,7 @@ from gateway.model_files import ReadFiles, read_files
 from gateway.prompts.bodies import BodyReceiver
 from gateway.prompts.contract import Kind, ModelFiles, Prepared, WorkerSetup
 from gateway.prompts.pool import PromptPool
+from gateway.repeated import RepeatedWarnings
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.streaming import run_until_disconnect
 from gateway.telemetry import GatewayMetrics, GenAiMetrics
@@ -56,6 +57,7 @@ class Gateway:
         self.admission = Admission(config.gateway.max_queued_requests, self.metrics, self.shared.places)
         self._bodies = BodyReceiver(self._max_body_bytes)
         self._prompts = PromptPool(config.gateway.prompt_workers, config.gateway.max_queued_requests)
+        self.warnings = RepeatedWarnings()
         self.drain = Drain()
         check_store(config.gateway)
         self._responses: ResponseStore | None = None
@@ -103,6 +105,7 @@ class Gateway:
             self._connecting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._connecting
+        self.warnings.close()
         await self._prompts.close()
         if self._responses is not None:
             self._responses.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import resource
 import sys
@@ -29,7 +30,8 @@ _NO_MEMORY = re.compile(
 
 def report_failure(cause: str) -> None:
     """Prints why this process ends, as one line on stderr: its last one, which the supervisor repeats."""
-    print(FAILURE_MARK + " ".join(cause.split()) + shortage(cause), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # stderr is full, or nobody reads it: the status remains
+        print(FAILURE_MARK + " ".join(cause.split()) + shortage(cause), file=sys.stderr, flush=True)
 
 
 def shortage(cause: str) -> str:

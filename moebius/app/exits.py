@@ -133,7 +133,8 @@ def _status_of(error: BaseException) -> object:
     if message is None:
         raise error
     if isinstance(error, ProcessFailed):
-        print(f"moebius: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"moebius: {error}", file=sys.stderr)
     else:
         report_failure(message)
     return getattr(error, "exit_status", USER_ERROR_EXIT)

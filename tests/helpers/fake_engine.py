@@ -40,6 +40,7 @@ class Script:
     delay_s: float = 0.0  # before each token
     fail_after: int | None = None  # tokens before the call fails with `fail_code`
     fail_code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+    fail_details: str = "scripted failure"
     tokens_per_chunk: int = 1
     logprobs: tuple[float, ...] = (-0.25,)  # of the tokens of each output; the last one's of all further ones
     error_message: str = ""  # ends the output with finish_reason "error"
@@ -123,7 +124,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         count = params.n or 1
         outputs = [self._output(script, request, index) for index in range(count)]
         if script.fail_after == 0:
-            context.abort(script.fail_code, "scripted failure")
+            context.abort(script.fail_code, script.fail_details)
         longest = max(len(ids) for ids, _ in outputs)
         step = script.tokens_per_chunk
         for start in range(0, longest, step):
@@ -131,7 +132,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             if not context.is_active():
                 return
             if script.fail_after is not None and start >= script.fail_after:
-                context.abort(script.fail_code, "scripted failure")
+                context.abort(script.fail_code, script.fail_details)
             for index, (ids, _) in enumerate(outputs):
                 if request.stream and ids[start : start + step]:
                     yield self._chunk(request, index, ids, start, step, cached)

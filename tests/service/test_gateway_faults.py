@@ -70,6 +70,29 @@ def wait_idle(url: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/generate"])
+def test_a_lost_engine_is_a_plain_sentence(setup: Setup, path: str) -> None:
+    """Whatever gRPC calls it, before the answer or in the middle of a stream, in the shape of each API: no
+    word of streams and sockets."""
+    body = {**ENDLESS, "messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 50}}
+    if path == "/v1/messages":
+        del body["prompt"], body["ignore_eos"]
+    for fail_after in (0, 5):
+        setup.engine.script = Script(
+            fail_after=fail_after,
+            fail_code=grpc.StatusCode.UNKNOWN,
+            fail_details="Stream removed (Socket closed)",
+            delay_s=0.01,
+        )
+        for stream in (False, True):
+            answer = httpx.post(f"{setup.url}{path}", json={**body, "stream": stream}, timeout=60)
+            assert answer.status_code == (
+                200 if stream and fail_after else 529 if "messages" in path else 503
+            )
+            assert "the engine is not available: it is starting, or was lost" in answer.text
+            assert not any(word in answer.text for word in ("Stream", "Socket", "UNKNOWN"))
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_cancels_the_engine_call(setup: Setup, stream: bool) -> None:
     """A client that closes its connection stops the engine's work, streamed or not."""

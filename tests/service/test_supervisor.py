@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +30,7 @@ from tests.helpers.fake_programs import (
     spec,
     wait_until,
 )
+from tests.helpers.stack import ROOT
 
 SEGMENT = f"moebius-test-{os.getpid()}"
 
@@ -57,6 +62,80 @@ def test_starts_all_and_leaves_nothing(trio: Plan) -> None:
     assert not any(alive(pid) for pid in children)
     assert not Path("/dev/shm", SEGMENT).exists()
     assert not trio.directory.exists()
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "EPIPE"), OSError(28, "ENOSPC"), ValueError("closed")])
+@pytest.mark.parametrize("state", ["starting", "ready", "stopped"])
+def test_an_output_that_fails_leaves_nothing(trio: Plan, state: str, error: Exception) -> None:
+    """Whoever shows what happens may not be able to (a pipe without a reader, a full disk), from whatever
+    moment on: no process, no shared memory, no run directory and no signal handler of ours is left."""
+    former = signal.getsignal(signal.SIGTERM)
+    broken: list[str] = []
+    children: list[int] = []
+
+    def show(_name: str, now: str) -> None:
+        children.extend(pids(supervisor))
+        if broken or now == state:
+            broken.append(now)
+            raise error
+
+    supervisor = Supervisor(trio, QUICK, show)
+    with contextlib.ExitStack() as stack:
+        if state != "stopped":
+            stack.enter_context(pytest.raises(type(error)))
+        with supervisor:
+            supervisor.wait_ready()
+    assert broken[0] == state
+    assert not any(alive(pid) for pid in children)
+    assert not Path("/dev/shm", SEGMENT).exists()
+    assert not trio.directory.exists()
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
+# What `moebius serve` does about a start, on small programs; argv: a directory, the segment's name.
+SHOWN_START = """
+import sys
+from pathlib import Path
+from moebius.app.commands.running import LineView
+from moebius.app.exits import exit_with
+from moebius.app.supervisor.supervisor import Supervisor
+from tests.helpers.fake_programs import OBEDIENT, QUICK, plan, spec
+directory = Path(sys.argv[1])
+def run():
+    specs = [spec(name, OBEDIENT, directory) for name in ("a", "b", "c")]
+    trio = plan(directory, *specs, segment=sys.argv[2])
+    view = LineView(lambda line: print(line, file=sys.stderr, flush=True))
+    with Supervisor(trio, QUICK, view.on_event, view.on_waiting) as supervisor:
+        supervisor.wait_ready()
+        print("Ready:", *(process.pid for process in supervisor.processes), flush=True)
+        supervisor.run()
+exit_with(run)
+"""
+
+
+@pytest.mark.parametrize(
+    ("redirected", "statuses"),
+    [
+        (">/dev/full", (2,)),
+        (">/dev/full 2>&1", (2,)),
+        ("2>&1 | head -1", (141,)),
+        ("2>&1 | head -4", (141,)),
+        ("| true", (141,)),
+    ],
+)
+def test_shells_that_take_the_output_away(tmp_path: Path, redirected: str, statuses: tuple[int, ...]) -> None:
+    """`serve >/dev/full`, `serve | head`: it ends with a status that says so, and cleans up."""
+    name = f"{SEGMENT}-shell"
+    program = f"{sys.executable} -c {shlex.quote(SHOWN_START)} {tmp_path} {name}"
+    command = f"{program} {redirected}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.returncode in statuses, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not Path("/dev/shm", name).exists()
+    assert not plan(tmp_path, segment=name).directory.exists()
+    for started in ("a", "b", "c"):
+        mark = tmp_path / started
+        assert not mark.exists() or not alive(int(mark.read_text() or 0))
 
 
 def test_stops_in_order(trio: Plan, tmp_path: Path) -> None:

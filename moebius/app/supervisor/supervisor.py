@@ -5,6 +5,7 @@ Processes that only work together: when one ends all do, and they start again to
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -130,13 +131,15 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
-        self._segments.clear()
-        if self._weights is not None:
-            self._weights.close()
-        self._directory.remove()
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        with contextlib.ExitStack() as ending:  # each of these is done, whatever becomes of those before it
+            for number, handler in self._previous_handlers.items():
+                ending.callback(signal.signal, number, handler)  # type: ignore[arg-type]
+            ending.callback(self._directory.remove)
+            if self._weights is not None:
+                ending.callback(self._weights.close)
+            ending.callback(self._segments.clear)
+            ending.callback(self._kill_rest)
+            self._stop()
 
     def silence_events(self) -> None:
         """Stops all callbacks: whoever shows the start-up has seen its end."""
@@ -311,7 +314,15 @@ class Supervisor:
                 if not process.kill():
                     log.error("process does not end, it waits inside the kernel", name=process.spec.name)
                 if process.last_pid is not None:
-                    self._on_event(process.spec.name, "stopped")
+                    # Our output may be what has failed (a pipe without a reader, a full disk).
+                    with contextlib.suppress(OSError, ValueError):
+                        self._on_event(process.spec.name, "stopped")
+
+    def _kill_rest(self) -> None:
+        """Those that still run when stopping was broken off: what they use is about to go."""
+        for process in self.processes:
+            if process.pid is not None:
+                process.kill()
 
     def _await_leader(self, members: Sequence[ManagedProcess]) -> None:
         """While those that a leader on another host ends still run; a second signal, or its end, hurries."""
