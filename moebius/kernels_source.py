@@ -13,7 +13,7 @@ Code = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4", "floa
 # Stored as [in, out]: rows lie along the second axis, eight to a word where words hold rows.
 _TRANSPOSED: tuple[SourceLayout, ...] = ("awq_int4", "gptq_int4")
 _WORD = 8
-ScaleType = Literal["float32", "bfloat16", "float16", "e8m0", "e4m3"]
+ScaleType = Literal["float32", "bfloat16", "float16", "e8m0", "e4m3", "products"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,10 @@ class SourceMatrix:
     # [ceil((rows + scale_row_begin) / scale_rows), ceil(cols / group_size)]; awq_int4 and gptq_int4: as
     # stored, [groups, rows].
     scales: NDArray[Any] | None = None
-    scale_type: ScaleType | None = None  # Needed for uint8 scales (e8m0, e4m3); elsewhere the dtype tells.
+    # Needed for uint8 scales (e8m0, e4m3) and for int32 ones; elsewhere the dtype tells. "products": words
+    # with a float16 factor in the low half, which the groups 2 n and 2 n + 1 of a row share, and in the byte
+    # above it an int8, by which it is multiplied.
+    scale_type: ScaleType | None = None
     group_size: int = 0  # Columns that share a scale: 16, 32, 64, 128; 0 without group scales.
     # Rows that share a scale (128 for blocks of fp8), and how far into such a block row 0 lies.
     scale_rows: int = 1

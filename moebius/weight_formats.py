@@ -9,7 +9,9 @@ panel, every section beginning at a multiple of 64 bytes:
                       16-bit elements   k, k+1
                       8-bit elements    k, k+1, k+2, k+3
                       4-bit elements    k, k+2, k+4, k+6, k+1, k+3, k+5, k+7
-    scales        [groups][16] of the format's scale type; [groups] where one scale serves the whole panel
+    scales        [groups][16] of the format's scale type; [groups] where one scale serves the whole panel.
+                  "products": lines of 64 bytes for two groups, [16] float16, then [2][16] int8; a scale is
+                  the product of both
     zeros         [groups][16] uint8
     mins          [groups][16] of the scale type
     column_scale  [16] float32

@@ -118,9 +118,6 @@ VERIFY_PERPLEXITY = 1e-4
 # GGUF types that no packed format holds are rounded to bfloat16 when packed, 8 bits: relative, of the weights
 # and of what experts compute with them.
 EXPERTS_GGUF_BFLOAT16 = 5e-3
-# Scales and mins of Q4_K, Q5_K and Q6_K in float16, their codes as they are: relative, of the weights and
-# of what experts compute with them. Both summands of a weight, larger than itself, are off by up to 2^-11.
-EXPERTS_GGUF_FLOAT16_SCALES = 1e-3
 
 # Bytes of a plan against the real ones, where only headers or a running process could tell exactly, relative.
 PLANNED_BYTES = 0.03

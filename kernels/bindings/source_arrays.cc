@@ -26,7 +26,7 @@ std::map<std::string, Enum> by_name(const char* (*name)(Enum), Enum first, Enum 
 }
 
 const auto kCodes = by_name(&code_name, Code::kFloat32, Code::kFloat4);
-const auto kScaleTypes = by_name(&scale_name, ScaleType::kFloat32, ScaleType::kE4M3);
+const auto kScaleTypes = by_name(&scale_name, ScaleType::kFloat32, ScaleType::kProducts);
 
 // As str(array.dtype), which costs several microseconds because it is Python code.
 std::string dtype_name(const py::array& array) {
@@ -172,14 +172,17 @@ class Reader {
       return;
     }
     if (m.group_size == 0) fail("group_size", "it is 0 but there are group scales");
-    const py::array array = array_2d(attribute("scales"), "scales", "float32 float16 uint16 uint8", false);
+    const py::array array = array_2d(attribute("scales"), "scales", "float32 float16 uint16 uint8 int32", false);
     const std::string dtype = dtype_name(array);
     std::string type = dtype == "uint16" ? "bfloat16" : dtype;
     if (!attribute("scale_type").is_none()) type = attribute("scale_type").cast<std::string>();
     if (dtype == "uint8" && type == "uint8") fail("scale_type", "uint8 scales need it: e8m0 or e4m3");
+    if (dtype == "int32" && type == "int32") fail("scale_type", "int32 scales need it: products");
     m.scale_type = lookup(kScaleTypes, "scale_type", type);
     const bool float16 = m.scale_type == ScaleType::kFloat16;
-    if (scale_bytes(m.scale_type) != array.itemsize() || (dtype == "float16") != float16) {
+    const bool products = m.scale_type == ScaleType::kProducts;
+    const py::ssize_t bytes = products ? 4 : scale_bytes(m.scale_type);
+    if (bytes != array.itemsize() || (dtype == "float16") != float16 || (dtype == "int32") != products) {
       fail("scale_type", "'" + type + "' can not be read from scales of dtype " + dtype);
     }
     const py::ssize_t scale_rows = (py::ssize_t{m.rows} + m.scale_row_begin + m.scale_rows - 1) / m.scale_rows;
@@ -207,7 +210,7 @@ class Reader {
     SourceMatrix& m = matrix();
     if (attribute("mins").is_none()) return;
     if (m.group_size == 0) fail("mins", "they need group scales");
-    const py::array scales = array_2d(attribute("scales"), "scales", "float32 float16 uint16", false);
+    const py::array scales = array_2d(attribute("scales"), "scales", "float32 float16 uint16 int32", false);
     const py::array array = array_2d(attribute("mins"), "mins", dtype_name(scales), false);
     const bool alike = array.shape(0) == scales.shape(0) && array.shape(1) == scales.shape(1) &&
                        array.strides(0) == scales.strides(0) && array.strides(1) == scales.strides(1);

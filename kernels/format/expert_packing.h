@@ -17,9 +17,8 @@ struct ExpertSource {
   SourceMatrix down;  // [hidden, intermediate]
 };
 
-// Packs an expert into target[layout.expert_bytes], 64-byte aligned: each matrix exactly where it can be, with its
-// codes and rounded scales where that is all it takes (expert_packing.cc), else requantised (requantise.h). Returns the
-// sums of the error that this made; matrices packed exactly add nothing to squared_error, and to squared_reference
+// Packs an expert into target[layout.expert_bytes], 64-byte aligned: each matrix exactly where it can be, else
+// requantised (requantise.h). Returns the sums of the error that this made; matrices packed exactly add nothing to squared_error, and to squared_reference
 // nothing either. Throws std::invalid_argument naming the matrix when a shape differs or a format can not be made.
 // Callable from several threads.
 PackError pack_expert(const ExpertLayout& layout, const ExpertSource& source, std::byte* target);

@@ -11,9 +11,15 @@ namespace {
 
 using Bytes = const uint8_t*;
 
-float half_at(Bytes at) { return decode_float16(load_element<uint16_t>(at, 0)); }
+uint16_t half_at(Bytes at) { return load_element<uint16_t>(at, 0); }
 
-void store_float(uint8_t* target, uint32_t index, float value) { std::memcpy(target + index * 4, &value, 4); }
+// A word as decode_product_word reads it.
+void store_product(uint8_t* target, uint32_t index, uint16_t factor, int whole) {
+  const uint32_t word = factor | uint32_t{static_cast<uint8_t>(whole)} << 16;
+  std::memcpy(target + index * 4, &word, 4);
+}
+
+uint16_t negative(uint16_t half) { return half ^ 0x8000U; }
 
 // Nibbles of 16 bytes, two to a byte, the one of the even byte low: low nibbles first, then high ones.
 struct Nibbles {
@@ -131,7 +137,7 @@ void q3_k_words(Bytes block, uint8_t* target) {
   store_words(codes, target);
 }
 
-// --- Scales and mins in float32: products of float16 factors and whole numbers.
+// --- Scales and mins that are products of float16 factors and whole numbers.
 
 // Of Q4_K and Q5_K: two factors, then in 12 bytes 8 scales and 8 mins 6 bits wide, the first four of each whole, of the
 // others two bits next to them.
@@ -143,50 +149,44 @@ uint32_t k_min(Bytes packed, uint32_t group) {
 }
 
 void k_scales(Bytes block, uint8_t* target) {
-  const float factor = half_at(block);
-  for (uint32_t i = 0; i < 8; ++i) store_float(target, i, factor * static_cast<float>(k_scale(block + 4, i)));
+  for (uint32_t i = 0; i < 8; ++i) store_product(target, i, half_at(block), static_cast<int>(k_scale(block + 4, i)));
 }
 
 void k_mins(Bytes block, uint8_t* target) {
-  const float factor = half_at(block + 2);
-  for (uint32_t i = 0; i < 8; ++i) store_float(target, i, -(factor * static_cast<float>(k_min(block + 4, i))));
+  const uint16_t factor = negative(half_at(block + 2));
+  for (uint32_t i = 0; i < 8; ++i) store_product(target, i, factor, static_cast<int>(k_min(block + 4, i)));
 }
 
 void q6_k_scales(Bytes block, uint8_t* target) {
-  const float factor = half_at(block + 208);
-  for (uint32_t i = 0; i < 16; ++i) {
-    store_float(target, i, factor * static_cast<float>(static_cast<int8_t>(block[192 + i])));
-  }
+  const uint16_t factor = half_at(block + 208);
+  for (uint32_t i = 0; i < 16; ++i) store_product(target, i, factor, block[192 + i]);
 }
 
 void q2_k_scales(Bytes block, uint8_t* target) {
-  const float factor = half_at(block + 80);
-  for (uint32_t i = 0; i < 16; ++i) store_float(target, i, factor * static_cast<float>(block[i] & 15));
+  for (uint32_t i = 0; i < 16; ++i) store_product(target, i, half_at(block + 80), block[i] & 15);
 }
 
 void q2_k_mins(Bytes block, uint8_t* target) {
-  const float factor = -half_at(block + 82);
-  for (uint32_t i = 0; i < 16; ++i) store_float(target, i, factor * static_cast<float>(block[i] >> 4));
+  const uint16_t factor = negative(half_at(block + 82));
+  for (uint32_t i = 0; i < 16; ++i) store_product(target, i, factor, block[i] >> 4);
 }
 
 // 16 numbers of 6 bits less 32: of 12 bytes, eight have the low bits in their nibbles, and bits 2i and 2i + 1 of the
 // last four the high ones of numbers 4i to 4i + 3.
 void q3_k_scales(Bytes block, uint8_t* target) {
   const Bytes packed = block + 96;
-  const float factor = half_at(block + 108);
   for (uint32_t i = 0; i < 16; ++i) {
     const int low = packed[i % 8] >> i / 8 * 4 & 15, high = packed[8 + i % 4] >> i / 4 * 2 & 3;
-    store_float(target, i, factor * static_cast<float>((low | high << 4) - 32));
+    store_product(target, i, half_at(block + 108), (low | high << 4) - 32);
   }
 }
 
 // A factor times eight numbers of 6 bits less 32: low bits in nibbles, two high ones before them.
 void iq4_xs_scales(Bytes block, uint8_t* target) {
-  const float factor = half_at(block);
   const auto high = load_element<uint16_t>(block + 2, 0);
   for (uint32_t i = 0; i < 8; ++i) {
     const int low = block[4 + i / 2] >> i % 2 * 4 & 15;
-    store_float(target, i, factor * static_cast<float>((low | (high >> i * 2 & 3) << 4) - 32));
+    store_product(target, i, half_at(block), (low | (high >> i * 2 & 3) << 4) - 32);
   }
 }
 

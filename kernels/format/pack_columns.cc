@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "kernels/format/source_access.h"
 #include "kernels/format/transpose_words.h"
@@ -22,7 +24,7 @@ void store_scale(const SourceMatrix& source, ScaleType type, uint32_t row, uint3
     std::memcpy(target, static_cast<const std::byte*>(source.scales) + index * static_cast<ptrdiff_t>(bytes), bytes);
     return;
   }
-  const float scale = load_scale(source.scale_type, source.scales, index);
+  const float scale = load_source_scale(source.scale_type, source.scales, index);
   std::memcpy(target, &scale, sizeof(scale));
 }
 
@@ -78,7 +80,27 @@ void copy_scales(const SourceMatrix& source, const PanelLayout& layout, Columns 
   }
 }
 
+// Lines of two groups: their factor, then the whole numbers of each. A group without a neighbour has the line alone.
+void pack_products(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target) {
+  for (uint32_t group = 0; group < layout.groups; ++group) {
+    std::byte* const line = target + size_t{group / 2} * 64;
+    for (uint32_t column = 0; column < columns.count; ++column) {
+      const ptrdiff_t index = source_scale_index(source, columns.begin + column, group);
+      const auto word = load_element<uint32_t>(source.scales, index);
+      const auto factor = static_cast<uint16_t>(word);
+      if (group % 2 != 0 && load_element<uint16_t>(line, column) != factor) {
+        throw std::invalid_argument("source matrix: groups " + std::to_string(group - 1) + " and " +
+                                    std::to_string(group) + " of row " + std::to_string(columns.begin + column) +
+                                    " have two factors; it has to be cut at even groups of its blocks");
+      }
+      std::memcpy(line + column * sizeof factor, &factor, sizeof factor);
+      line[32 + group % 2 * 16 + column] = static_cast<std::byte>(word >> 16);
+    }
+  }
+}
+
 void pack_group_scales(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target) {
+  if (layout.format.scale == ScaleType::kProducts) return pack_products(source, layout, columns, target);
   if (source.scale_type != layout.format.scale || layout.format.panel_scale || source.scale_rows != 1) {
     return pack_any_scales(source, layout, columns, target);
   }

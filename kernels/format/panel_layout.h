@@ -9,7 +9,8 @@
 //                   int4, float4       line = 8 k:  k+2j in bits 4j..4j+3, k+2j+1 in bits 16+4j..16+4j+3 (j = 0..3),
 //                                      so that (word >> 4j) brings the pair (k+2j, k+2j+1) to the low bits of
 //                                      the two halves
-//   scales        [groups][16] of the format's scale type; [groups] when the format has panel_scale
+//   scales        [groups][16] of the format's scale type; [groups] when the format has panel_scale;
+//                 products: lines of 64 bytes for two groups, [16] float16 factors, then [2][16] int8
 //   zeros         [groups][16] uint8                    (formats with zeros)
 //   mins      [groups][16] of the scale type        (formats with mins)
 //   column_scale  [16] float32                          (formats with column_scale)

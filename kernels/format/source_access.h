@@ -58,14 +58,20 @@ inline ptrdiff_t source_scale_index(const SourceMatrix& source, uint32_t row, ui
          static_cast<ptrdiff_t>(group) * source.scale_group_stride;
 }
 
+// An element of scales or mins.
+inline float load_source_scale(ScaleType type, const void* scales, ptrdiff_t index) {
+  if (type == ScaleType::kProducts) return decode_product_word(load_element<uint32_t>(scales, index));
+  return load_scale(type, scales, index);
+}
+
 inline float source_scale(const SourceMatrix& source, uint32_t row, uint32_t group) {
-  return load_scale(source.scale_type, source.scales, source_scale_index(source, row, group));
+  return load_source_scale(source.scale_type, source.scales, source_scale_index(source, row, group));
 }
 
 // 0 without any.
 inline float source_min(const SourceMatrix& source, uint32_t row, uint32_t group) {
   if (source.mins == nullptr) return 0.0f;
-  return load_scale(source.scale_type, source.mins, source_scale_index(source, row, group));
+  return load_source_scale(source.scale_type, source.mins, source_scale_index(source, row, group));
 }
 
 // 0..15.

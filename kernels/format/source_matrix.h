@@ -40,7 +40,9 @@ struct SourceMatrix {
   ScaleType scale_type = ScaleType::kNone;
   uint32_t group_size = 0;        // along in; 0: no group scales
   uint32_t scale_rows = 1;        // logical rows sharing a scale row: 128 for fp8 blocks, 1 for the rest
-  const void* scales = nullptr;   // scale of (logical row r, group g) at
+  // Scale of (logical row r, group g) at the place below; products (kProducts) as words of 32 bits, see
+  // decode_product_word.
+  const void* scales = nullptr;
   ptrdiff_t scale_row_stride = 0; //   (r + scale_row_begin) / scale_rows * scale_row_stride + g * scale_group_stride
   ptrdiff_t scale_group_stride = 1;
   uint32_t scale_row_begin = 0;   // how far into its block of scale_rows the slice begins

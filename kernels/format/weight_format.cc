@@ -30,8 +30,8 @@ WeightFormat grouped(Code code, ScaleType scale, uint32_t group_size) {
   return format;
 }
 
-WeightFormat with_mins(Code code, uint32_t group_size) {
-  WeightFormat format = grouped(code, ScaleType::kFloat16, group_size);
+WeightFormat with_mins(Code code, uint32_t group_size, ScaleType scale = ScaleType::kFloat16) {
+  WeightFormat format = grouped(code, scale, group_size);
   format.mins = true;
   return format;
 }
@@ -71,6 +71,13 @@ std::vector<NamedFormat> make_formats() {
   formats.emplace_back("int4_g16_f16", grouped(Code::kInt4, ScaleType::kFloat16, 16));
   formats.emplace_back("int4_g16_mins", with_mins(Code::kInt4, 16));
   formats.emplace_back("int4_g32_mins", with_mins(Code::kInt4, 32));
+  constexpr auto kProducts = ScaleType::kProducts;
+  formats.emplace_back("int4_g16_products", grouped(Code::kInt4, kProducts, 16));
+  formats.emplace_back("int8_g16_products", grouped(Code::kInt8, kProducts, 16));
+  formats.emplace_back("int8_g32_products", grouped(Code::kInt8, kProducts, 32));
+  formats.emplace_back("int4_g16_mins_products", with_mins(Code::kInt4, 16, kProducts));
+  formats.emplace_back("int4_g32_mins_products", with_mins(Code::kInt4, 32, kProducts));
+  formats.emplace_back("int8_g32_mins_products", with_mins(Code::kInt8, 32, kProducts));
   for (const bool zeros : {false, true}) {
     for (const uint32_t group_size : {32U, 64U, 128U}) {
       for (const ScaleType scale : {ScaleType::kBFloat16, ScaleType::kFloat16}) {
@@ -117,7 +124,8 @@ uint32_t scale_bytes(ScaleType scale) {
     case ScaleType::kNone: return 0;
     case ScaleType::kFloat32: return 4;
     case ScaleType::kBFloat16:
-    case ScaleType::kFloat16: return 2;
+    case ScaleType::kFloat16:
+    case ScaleType::kProducts: return 2;
     case ScaleType::kE8M0:
     case ScaleType::kE4M3: return 1;
   }
@@ -145,6 +153,7 @@ const char* scale_name(ScaleType scale) {
     case ScaleType::kFloat16: return "float16";
     case ScaleType::kE8M0: return "e8m0";
     case ScaleType::kE4M3: return "e4m3";
+    case ScaleType::kProducts: return "products";
   }
   refuse("scale type " + std::to_string(static_cast<int>(scale)) + " is unknown");
 }
@@ -201,12 +210,17 @@ void check_weight_format(const WeightFormat& format) {
   if (format.mins && format.code != Code::kInt4 && format.code != Code::kInt8) {
     refuse("mins are supported for int4 and int8 codes only");
   }
-  if (format.mins && (format.scale != ScaleType::kFloat16 || format.zeros || format.panel_scale ||
-                          format.column_scale || format.quantised_rows)) {
-    refuse("mins need a float16 scale per column and group, and nothing else");
+  const bool products = format.scale == ScaleType::kProducts;
+  if (format.mins && ((format.scale != ScaleType::kFloat16 && !products) || format.zeros || format.panel_scale ||
+                      format.column_scale || format.quantised_rows)) {
+    refuse("mins need a float16 scale, or a product, per column and group, and nothing else");
   }
   if (format.quantised_rows && format.code != Code::kInt8) refuse("quantised rows are supported for int8 codes only");
   const bool integers = format.code == Code::kInt4 || format.code == Code::kInt8;
+  if (products && (!integers || format.zeros || format.panel_scale || format.ordered || size > 32)) {
+    refuse("scales that are products are supported for integer codes in groups of 16 or 32 only, without zero points, "
+           "panel_scale and order");
+  }
   if (format.ordered && (size == 0 || !integers)) refuse("an order is supported for integer codes with group scales only");
 }
 

@@ -21,7 +21,17 @@ enum class Code : uint8_t {
 };
 
 // Type of the group scales, as packed; every one becomes a float32 exactly.
-enum class ScaleType : uint8_t { kNone = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3, kE8M0 = 4, kE4M3 = 5 };
+enum class ScaleType : uint8_t {
+  kNone = 0,
+  kFloat32 = 1,
+  kBFloat16 = 2,
+  kFloat16 = 3,
+  kE8M0 = 4,
+  kE4M3 = 5,
+  // A float16 factor, which two neighbouring groups share, times an int8 of each: what GGUF's K-quants have, whose
+  // product needs more bits than float16. In two bytes a scale, as panel_layout.h has them.
+  kProducts = 6,
+};
 
 // weight[column][k] = value(code[column][k]) * group_scale[column][k / group_size] * column_scale[column], plus
 // minimum[column][k / group_size] where the format has mins (those have no column scale).
@@ -43,10 +53,10 @@ struct WeightFormat {
 };
 
 uint32_t code_bits(Code code);          // 32, 16, 16, 8, 8, 4, 4
-uint32_t scale_bytes(ScaleType scale);  // 0, 4, 2, 2, 1, 1
+uint32_t scale_bytes(ScaleType scale);  // 0, 4, 2, 2, 1, 1, 2
 
 const char* code_name(Code code);         // "float32" ... "float4", as the enumerators
-const char* scale_name(ScaleType scale);  // "no" for kNone, "float32", "bfloat16", "float16", "e8m0", "e4m3"
+const char* scale_name(ScaleType scale);  // "no" for kNone, "float32" ... "products", as the enumerators
 
 // The format of a name, for configuration, tests and benchmarks:
 //   float32 bfloat16 float16
@@ -62,6 +72,8 @@ const char* scale_name(ScaleType scale);  // "no" for kNone, "float32", "bfloat1
 //   int4_g32_zeros int4_g64_zeros int4_g128_zeros   with zero points; "_f16" as above
 //   int4_g16_f16     symmetric, float16 scales
 //   int4_g16_mins int4_g32_mins int8_g32_mins     float16 scale and minimum
+//   int4_g16_products int8_g16_products int8_g32_products                  scales that are products
+//   int4_g16_mins_products int4_g32_mins_products int8_g32_mins_products   the same with mins
 //   mxfp4            e2m1, e8m0 scale per 32
 //   nvfp4            e2m1, e4m3 scale per 16, column scale (the global scale)
 // "_ordered" after a name of integer codes with group scales: sorted by group, see `ordered`.
@@ -71,7 +83,7 @@ std::string weight_format_name(const WeightFormat& format);  // inverse of the a
 std::vector<std::string> weight_format_names();              // without the "_ordered" ones
 
 // Throws std::invalid_argument saying which combination is not supported (zeros without kInt4, mins without
-// integer codes and float16 scales of their own, a group size that is none of those above, quantised_rows without
+// integer codes and float16 scales, or products, of their own, a group size that is none of those above, quantised_rows without
 // kInt8, group scales without a type and the reverse).
 void check_weight_format(const WeightFormat& format);
 

@@ -14,7 +14,9 @@ bool folds_scales(const WeightFormat& format) {
 // Formats whose tiles are the weights in two parts, for any number of rows.
 bool makes_weights(const WeightFormat& format) {
   const bool integers = format.code == Code::kInt4 || format.code == Code::kInt8;
-  if (!integers || format.zeros || format.panel_scale || format.scale != ScaleType::kFloat16) return false;
+  if (!integers || format.zeros || format.panel_scale) return false;
+  if (format.scale == ScaleType::kProducts) return true;
+  if (format.scale != ScaleType::kFloat16) return false;
   return format.mins || format.group_size == 16;
 }
 
@@ -80,11 +82,16 @@ void run_split(const GemmWork& work) {
   run_folded<SplitTiles<CodeTiles<Code::kInt4>>>(work, kFoldedBlocking);
 }
 
-void run_weights(const GemmWork& work) {
-  constexpr auto kType = ScaleType::kFloat16;
+template <ScaleType kType>
+void run_weights_scaled_by(const GemmWork& work) {
   if (work.layout->format.code == Code::kInt8) return run_folded<Int8WeightTiles<kType>>(work, kFoldedBlocking);
   if (work.layout->format.mins) return run_folded<WeightTiles<UnsignedInt4Decoder, kType>>(work, kFoldedBlocking);
   run_folded<WeightTiles<CodeDecoder<Code::kInt4>, kType>>(work, kFoldedBlocking);
+}
+
+void run_weights(const GemmWork& work) {
+  if (work.layout->format.scale == ScaleType::kProducts) return run_weights_scaled_by<ScaleType::kProducts>(work);
+  run_weights_scaled_by<ScaleType::kFloat16>(work);
 }
 
 void run_bfloat16_grouped(const GemmWork& work, const Blocking& blocking) {

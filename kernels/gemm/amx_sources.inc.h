@@ -168,8 +168,8 @@ struct GroupSection {
   }
 };
 
-// code * scale + minimum, to within 2^-18 of a weight: a float16 scale times 8 bits, and sums with mins, have
-// more bits than two bfloat16. Groups of 16 have two scales a tile.
+// code * scale + minimum, to within 2^-18 of a weight: a float16 scale (or a product) times 8 bits, and sums with mins,
+// have more bits than two bfloat16. Groups of 16 have two scales a tile.
 template <class Decoder, ScaleType kType>
 struct WeightTiles : DecodedTiles<WeightTiles<Decoder, kType>, 2, 16 / Decoder::kVectors> {
   Decoder decoder;

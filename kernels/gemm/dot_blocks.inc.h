@@ -29,14 +29,14 @@ MOEBIUS_INLINE void clear(__m512 (&sums)[kRows]) {
 
 // total = the sum over groups of mins times the row's sums.
 // A pass of its own: it takes few registers, and runs during the loads of the first codes.
-template <int kRows>
+template <ScaleType kType, int kRows>
 MOEBIUS_INLINE void start_from_mins(const Panel& panel, Chunks chunks, const RowBlock<kRows>& rows,
-                                        __m512 (&total)[kRows]) {
-  constexpr size_t kGroupBytes = group_scale_bytes(ScaleType::kFloat16);
+                                    __m512 (&total)[kRows]) {
+  constexpr size_t kGroupBytes = group_scale_bytes(kType);
   clear(total);
   for (uint32_t chunk = 0; chunk < chunks.count; ++chunk) {
     const std::byte* const mins = panel.mins + (chunk >> chunks.group_shift) * kGroupBytes;
-    const __m512 minimum = widen_group<ScaleType::kFloat16>(mins);
+    const __m512 minimum = widen_group<kType>(mins);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       total[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(rows.chunk_sums[r][chunk]), total[r]);
@@ -128,7 +128,7 @@ MOEBIUS_INLINE void multiply_byte_groups(const Panel& panel, const RowBlock<kRow
   const uint32_t group_lines = panel.group_size / 4;
   const size_t tail_step = panel.tail_bytes / panel.groups;
   if (panel.mins != nullptr) {
-    start_from_mins(panel, chunks_of(panel, 32), rows, total);
+    start_from_mins<kScale>(panel, chunks_of(panel, 32), rows, total);
   } else {
     clear(total);
   }
@@ -228,7 +228,7 @@ MOEBIUS_INLINE void multiply_nibbles(const Panel& panel, const RowBlock<kRows>& 
   const auto [chunks, group_shift] = chunks_of(panel, 8 * Format::kLines);
   const size_t tail_step = panel.tail_bytes / chunks;
   if constexpr (Format::kMins) {
-    start_from_mins(panel, {chunks, group_shift}, rows, total);
+    start_from_mins<Format::kScale>(panel, {chunks, group_shift}, rows, total);
   } else {
     clear(total);
   }

@@ -22,7 +22,8 @@ namespace {
 enum class Kind : int { kNone, kBFloat16, kFloat8, kInt8, kByteGroups, kNibbles };
 
 bool has_half_scales(const WeightFormat& format) {
-  return !format.panel_scale && (format.scale == ScaleType::kBFloat16 || format.scale == ScaleType::kFloat16);
+  return !format.panel_scale && (format.scale == ScaleType::kBFloat16 || format.scale == ScaleType::kFloat16 ||
+                                 format.scale == ScaleType::kProducts);
 }
 
 bool needs_chunk_sums(const WeightFormat& format) { return format.zeros || format.mins; }
@@ -127,6 +128,7 @@ BlockFunction block_function(Kind kind, const WeightFormat& format, uint32_t row
       constexpr auto kFloat8 = Code::kFloat8;
       switch (format.scale) {
         case ScaleType::kFloat16: return block_of<ByteGroupPanels<kInt8, ScaleType::kFloat16>>(rows, kGroupRows);
+        case ScaleType::kProducts: return block_of<ByteGroupPanels<kInt8, ScaleType::kProducts>>(rows, kGroupRows);
         case ScaleType::kBFloat16: return block_of<ByteGroupPanels<kInt8, ScaleType::kBFloat16>>(rows, kGroupRows);
         case ScaleType::kE8M0: return block_of<ByteGroupPanels<kFloat8, ScaleType::kE8M0>>(rows, kGroupRows);
         default: return block_of<ByteGroupPanels<kFloat8, ScaleType::kFloat32>>(rows, kGroupRows);

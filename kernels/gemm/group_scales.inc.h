@@ -18,7 +18,7 @@ struct GroupBuffer {
 };
 
 constexpr uint32_t bytes_of(ScaleType type) {
-  constexpr uint32_t kBytes[] = {0, 4, 2, 2, 1, 1};
+  constexpr uint32_t kBytes[] = {0, 4, 2, 2, 1, 1, 2};
   return kBytes[static_cast<int>(type)];
 }
 
@@ -30,6 +30,7 @@ constexpr uint32_t bytes_of(ScaleType type) {
     case ScaleType::kFloat16: return Vec::from_float16(at);
     case ScaleType::kE8M0: return Vec::from_e8m0_codes(Vec::load_bytes(at));
     case ScaleType::kE4M3: return Vec::from_float8(at);
+    case ScaleType::kProducts: break;  // no element stands alone: widen_products
   }
   return Vec::zero();
 }
@@ -57,6 +58,16 @@ void widen_panel_scales(const std::byte* at, uint32_t count, GroupBuffer* target
   }
 }
 
+// Lines of two groups: [16] float16 factors, then [2][16] int8.
+void widen_products(const std::byte* scales, uint32_t column, uint32_t group, uint32_t count, GroupBuffer* target) {
+  for (uint32_t i = 0; i < count; ++i) {
+    const std::byte* line = scales + size_t{(group + i) / 2} * 64;
+    const Vec factor = Vec::from_float16(line + column * 2);
+    const Vec whole = Vec::from_signed_bytes(line + 32 + (group + i) % 2 * kPanelColumns + column);
+    Vec::mul(factor, whole).store(target->lanes[i]);
+  }
+}
+
 template <ScaleType kType>
 void widen(const PanelLayout& layout, const std::byte* scales, uint32_t column, uint32_t group, uint32_t count,
            GroupBuffer* target) {
@@ -75,6 +86,7 @@ void widen(const PanelLayout& layout, const std::byte* scales, uint32_t column, 
     case ScaleType::kFloat16: return widen<ScaleType::kFloat16>(layout, scales, column, group, count, target);
     case ScaleType::kE8M0: return widen<ScaleType::kE8M0>(layout, scales, column, group, count, target);
     case ScaleType::kE4M3: return widen<ScaleType::kE4M3>(layout, scales, column, group, count, target);
+    case ScaleType::kProducts: return widen_products(scales, column, group, count, target);
   }
 }
 

@@ -122,7 +122,19 @@ template <class Visit>
 inline bool visit_nibble_format(const WeightFormat& format, Visit&& visit) {
   constexpr auto kBf16 = ScaleType::kBFloat16;
   constexpr auto kF16 = ScaleType::kFloat16;
+  constexpr auto kProducts = ScaleType::kProducts;
   if (format.quantised_rows || format.panel_scale) return false;
+  if (format.scale == kProducts) {
+    if (format.code != Code::kInt4) return false;
+    if (!format.mins) {
+      format.group_size == 16 ? visit(NibbleFormat<Code::kInt4, kProducts, 2, Offset::kNone>{})
+                              : visit(NibbleFormat<Code::kInt4, kProducts, 4, Offset::kNone>{});
+    } else {
+      format.group_size == 16 ? visit(NibbleFormat<Code::kInt4, kProducts, 2, Offset::kMins>{})
+                              : visit(NibbleFormat<Code::kInt4, kProducts, 4, Offset::kMins>{});
+    }
+    return true;
+  }
   if (format.mins) {
     if (format.code != Code::kInt4 || format.group_size < 16 || format.scale != kF16) return false;
     format.group_size == 16 ? visit(NibbleFormat<Code::kInt4, kF16, 2, Offset::kMins>{})

@@ -32,6 +32,9 @@ struct Vec {
     return where_equal(abs(value), broadcast(480.0f), broadcast(__builtin_nanf("")), value);
   }
   static Vec from_unsigned_bytes(const void* at) { return from_integers(load_bytes(at)); }
+  static Vec from_signed_bytes(const void* at) {
+    return from_integers(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(at))));
+  }
   static __m256i load_bytes(const void* at) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(at)));
   }

@@ -32,6 +32,9 @@ struct Vec {
     return where_equal(abs(value), broadcast(480.0f), broadcast(__builtin_nanf("")), value);
   }
   static Vec from_unsigned_bytes(const void* at) { return from_integers(load_bytes(at)); }
+  static Vec from_signed_bytes(const void* at) {
+    return from_integers(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at))));
+  }
   static __m512i load_bytes(const void* at) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
   }

@@ -29,11 +29,23 @@ MOEBIUS_INLINE __m512 widen_bfloat16(__m256i halves) {
       _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, upper, _mm512_broadcast_i64x4(halves)));
 }
 
+// Products: panels begin at multiples of 64 bytes, and so do the lines of two groups, of which `scales` is in the first
+// half for the even group, in the second for the odd one.
+MOEBIUS_INLINE __m512 widen_products(const std::byte* scales) {
+  const size_t odd = reinterpret_cast<uintptr_t>(scales) & 32;
+  const std::byte* line = scales - odd;
+  const __m512 factor = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(line)));
+  const __m128i whole = _mm_loadu_si128(reinterpret_cast<const __m128i*>(line + 32 + odd / 2));
+  return _mm512_mul_ps(factor, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(whole)));
+}
+
 // The 16 scales of a group.
 template <ScaleType kType>
 MOEBIUS_INLINE __m512 widen_group(const std::byte* scales) {
   if constexpr (kType == ScaleType::kFloat32) {
     return _mm512_loadu_ps(scales);
+  } else if constexpr (kType == ScaleType::kProducts) {
+    return widen_products(scales);
   } else if constexpr (kType == ScaleType::kBFloat16 || kType == ScaleType::kFloat16) {
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
     if constexpr (kType == ScaleType::kFloat16) return _mm512_cvtph_ps(halves);
@@ -52,7 +64,8 @@ constexpr size_t group_scale_bytes(ScaleType type) {
     case ScaleType::kNone: return 0;
     case ScaleType::kFloat32: return 64;
     case ScaleType::kBFloat16:
-    case ScaleType::kFloat16: return 32;
+    case ScaleType::kFloat16:
+    case ScaleType::kProducts: return 32;
     case ScaleType::kE8M0:
     case ScaleType::kE4M3: return 16;
   }
@@ -82,6 +95,7 @@ inline void widen_scales(const PanelLayout& layout, const std::byte* panel, floa
     case ScaleType::kFloat16: widen_groups<ScaleType::kFloat16>(scales, layout.groups, target); break;
     case ScaleType::kE8M0: widen_groups<ScaleType::kE8M0>(scales, layout.groups, target); break;
     case ScaleType::kE4M3: widen_groups<ScaleType::kE4M3>(scales, layout.groups, target); break;
+    case ScaleType::kProducts: widen_groups<ScaleType::kProducts>(scales, layout.groups, target); break;
   }
   for (uint32_t group = layout.groups; group < padded_groups(layout); ++group) {
     _mm512_store_ps(target + size_t{group} * 16, _mm512_setzero_ps());

@@ -87,7 +87,8 @@ uint32_t scale_bits(ScaleType type, float value) {
     case ScaleType::kNone: return 0;
     case ScaleType::kFloat32: return std::bit_cast<uint32_t>(value);
     case ScaleType::kBFloat16: return std::bit_cast<uint32_t>(value) >> 16;
-    case ScaleType::kFloat16: return static_cast<uint32_t>(std::max(exponent + 15, 1)) << 10;
+    case ScaleType::kFloat16:
+    case ScaleType::kProducts: return static_cast<uint32_t>(std::max(exponent + 15, 1)) << 10;
     case ScaleType::kE8M0: return static_cast<uint32_t>(exponent + 127);
     case ScaleType::kE4M3: return static_cast<uint32_t>(std::clamp(exponent + 7, 1, 14)) << 3;
   }
@@ -96,6 +97,14 @@ uint32_t scale_bits(ScaleType type, float value) {
 
 void repeat_element(std::byte* target, uint32_t bits, uint32_t bytes, size_t count) {
   for (size_t i = 0; i < count; ++i) std::memcpy(target + i * bytes, &bits, bytes);
+}
+
+// Lines of two groups whose factor has these bits, and whose whole numbers are 1.
+void repeat_product(std::byte* target, uint32_t bits, uint32_t groups) {
+  for (uint32_t line = 0; line < (groups + 1) / 2; ++line) {
+    repeat_element(target + line * 64, bits, 2, kPanelColumns);
+    std::memset(target + line * 64 + 32, 1, 32);
+  }
 }
 
 class PanelFiller {
@@ -116,14 +125,14 @@ class PanelFiller {
     random.fill(words(panel), layout_.scales_offset / 8, codes_.keep, codes_.set);
     const uint32_t bytes = scale_bytes(format.scale);
     const size_t scales = size_t{layout_.groups} * (format.panel_scale ? 1 : kPanelColumns);
-    repeat_element(panel + layout_.scales_offset, scale_bits(format.scale, group_scale_), bytes, scales);
+    fill_scales(panel + layout_.scales_offset, scale_bits(format.scale, group_scale_), bytes, scales);
     if (format.zeros) {  // 6 or 7: near the codes' mean
       const size_t count = (layout_.column_scale_offset - layout_.zeros_offset) / 8;
       random.fill(words(panel + layout_.zeros_offset), count, repeat8(1), repeat8(6));
     }
     if (format.mins) {  // brings the codes' mean to zero
       const float scale = decode_float16(static_cast<uint16_t>(scale_bits(format.scale, group_scale_)));
-      repeat_element(panel + layout_.mins_offset, encode_float16(-codes_.middle * scale), bytes, scales);
+      fill_scales(panel + layout_.mins_offset, encode_float16(-codes_.middle * scale), bytes, scales);
     }
     if (format.column_scale) {
       repeat_element(panel + layout_.column_scale_offset, std::bit_cast<uint32_t>(column_scale_), 4, kPanelColumns);
@@ -136,11 +145,14 @@ class PanelFiller {
     const WeightFormat& format = layout_.format;
     clear_each_line(panel, layout_.scales_offset / 64, 64, begin * 4);
     const uint32_t bytes = scale_bytes(format.scale);
-    if (!format.panel_scale) {
+    if (format.scale == ScaleType::kProducts) {
+      clear_factors(panel + layout_.scales_offset, begin);
+      if (format.mins) clear_factors(panel + layout_.mins_offset, begin);
+    } else if (!format.panel_scale) {
       clear_each_line(panel + layout_.scales_offset, layout_.groups, kPanelColumns * bytes, begin * bytes);
     }
     if (format.zeros) clear_each_line(panel + layout_.zeros_offset, layout_.groups, kPanelColumns, begin);
-    if (format.mins) {
+    if (format.mins && format.scale != ScaleType::kProducts) {
       clear_each_line(panel + layout_.mins_offset, layout_.groups, kPanelColumns * bytes, begin * bytes);
     }
     if (format.column_scale) clear_each_line(panel + layout_.column_scale_offset, 1, 64, begin * 4);
@@ -152,6 +164,18 @@ class PanelFiller {
 
   static void clear_each_line(std::byte* at, size_t lines, uint32_t line_bytes, uint32_t from) {
     for (size_t i = 0; i < lines; ++i) std::memset(at + i * line_bytes + from, 0, line_bytes - from);
+  }
+
+  // Of products: without its factor a column's scales are zero.
+  void clear_factors(std::byte* section, uint32_t begin) const {
+    for (uint32_t line = 0; line < (layout_.groups + 1) / 2; ++line) {
+      std::memset(section + line * 64 + begin * 2, 0, (kPanelColumns - begin) * 2);
+    }
+  }
+
+  void fill_scales(std::byte* section, uint32_t bits, uint32_t bytes, size_t count) const {
+    if (layout_.format.scale == ScaleType::kProducts) return repeat_product(section, bits, layout_.groups);
+    repeat_element(section, bits, bytes, count);
   }
 
   static void fill_bias(RandomWords& random, std::byte* bias) {

@@ -15,8 +15,8 @@ from moebius.checkpoint.stored_arrays import StoredArray, as_slice, count_elemen
 from moebius.checkpoint.stored_values import (
     as_float32,
     check_finite,
-    check_float16,
     check_values,
+    product_factors,
     unpack_bytes,
     unpack_nibbles,
 )
@@ -105,16 +105,14 @@ class StoredMatrix:
     @property
     def is_rounded(self) -> bool:
         """Whether its packed format only comes near what is stored."""
-        return self.scheme.rounds_scales or (self.scheme is PLAIN and bool(self.arrays[0].tensor.packed_as))
+        return self.scheme is PLAIN and bool(self.arrays[0].tensor.packed_as)
 
     @property
     def rounding(self) -> str:
         """What its packed format changes, for people; empty where it holds what is stored."""
         if not self.is_rounded:
             return ""
-        if self.scheme is PLAIN:
-            return f"quantised values to {self.packed_format} (weights by about 0.17 %)"
-        return f"scales and mins of {self.scheme.name} to float16 (weights by about 0.02 %)"
+        return f"quantised values to {self.packed_format} (weights by about 0.17 %)"
 
     @property
     def row_multiple(self) -> int:
@@ -127,7 +125,8 @@ class StoredMatrix:
     @property
     def col_multiple(self) -> int:
         """Columns can be cut at multiples of this: scales are not divided, so groups are not either."""
-        return math.lcm(*(array.role.in_step or 1 for array in self.arrays))
+        steps = (array.role.in_step or 1 for array in self.arrays)
+        return math.lcm(*steps, self.scheme.groups_together * (self.scheme.group_size or 1))
 
     def read(self, reader: SliceReader, rows: slice | None = None, cols: slice | None = None) -> SourceMatrix:
         """Logical `[rows, cols]`; bounds must be multiples of `row_multiple` and `col_multiple`.
@@ -344,11 +343,12 @@ class StoredMatrix:
         return self._checked(mins, reader, rows, cols)
 
     def _checked(self, array: StoredArray, reader: SliceReader, rows: range, cols: range) -> Array:
-        """Scales or mins, such that the packed format can hold them."""
+        """Scales or mins, finite ones."""
         found = array.read(reader, rows, cols)
-        check_finite(found, array.tensor.dtype, array.tensor.name)
-        if self.scheme.rounds_scales:
-            check_float16(found, array.tensor.name)
+        if SCALE_TYPES[array.tensor.dtype] == "products":
+            check_finite(product_factors(found), "F16", array.tensor.name)
+        else:
+            check_finite(found, array.tensor.dtype, array.tensor.name)
         return found
 
     def _zeros(self, reader: SliceReader, rows: range, cols: range) -> Array | None:

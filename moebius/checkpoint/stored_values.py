@@ -12,8 +12,6 @@ from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import Array
 
 _BYTES_PER_WORD = 4
-# What rounds to infinity.
-_FLOAT16_INFINITE = 65520.0
 
 
 def as_float32(array: Array, dtype: str) -> NDArray[np.float32]:
@@ -94,14 +92,9 @@ def check_finite(array: Array, dtype: str, name: str) -> None:
         )
 
 
-def check_float16(array: Array, name: str) -> None:
-    """Raises CheckpointError when float16 has no finite number for a scale or minimum in float32."""
-    largest = float(np.abs(array).max(initial=0.0))
-    if largest >= _FLOAT16_INFINITE:
-        raise CheckpointError(
-            f"tensor {name!r} holds a scale or minimum of {largest:g}; allowed: at most 65504, "
-            "which float16 holds"
-        )
+def product_factors(words: Array) -> NDArray[np.float16]:
+    """Of scales that are products, see `kernels_source.SourceMatrix.scale_type`."""
+    return words.astype(np.uint16).view(np.float16)
 
 
 def unpack_nibbles(words: Array, axis: int) -> NDArray[np.uint8]:

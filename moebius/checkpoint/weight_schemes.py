@@ -27,6 +27,8 @@ SCALE_TYPES: Mapping[str, ScaleType] = {
     "F8_E8M0": "e8m0",
     "U8": "e8m0",
     "F8_E4M3": "e4m3",
+    # Of GGUF blocks alone, see `gguf.block_parts`.
+    "I32": "products",
 }
 # Side tensors that say nothing about the weights: scales of activations, sizes, hints for other kernels.
 IGNORED_SUFFIXES = (
@@ -78,7 +80,8 @@ class WeightScheme:
     packed_format: str = ""
     # GPTQ's "desc_act": a column's group is what `group_index` says, so groups are scattered over the row.
     reorders: bool = False
-    rounds_scales: bool = False  # The packed format has scales in float16, which is less than these have.
+    # Groups that share a factor of their scales: they stay together.
+    groups_together: int = 1
     targets: tuple[str, ...] = ()  # compressed-tensors: modules the scheme applies to; empty: all.
 
     @property

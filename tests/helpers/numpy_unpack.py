@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from moebius.kernels_source import Code, ScaleType
 from moebius.weight_formats import PANEL_COLUMNS, PackedExpertLayout, PanelLayout
 
-SCALE_BYTES: dict[ScaleType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
+SCALE_BYTES: dict[ScaleType, int] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "e8m0": 1,
+    "e4m3": 1,
+    "products": 2,
+}
 # Element i of a word's k, k+1, ... lies in bits shift[i] ... shift[i] + bits - 1.
 WORD_SHIFTS: dict[int, tuple[int, ...]] = {
     32: (0,),
@@ -58,6 +65,12 @@ def _scale_values(scale: ScaleType, section: Bytes) -> Floats:
             return _e8m0_values(section)
         case "e4m3":
             return _float8_values(section)
+        case "products":
+            lines = section.reshape(-1, 64)
+            factors = lines[:, None, :32].copy().view(np.float16).astype(np.float32)
+            whole = lines[:, 32:].copy().view(np.int8).reshape(-1, 2, PANEL_COLUMNS)
+            products: Floats = factors * whole
+            return products
 
 
 def _code_values(code: Code, codes: NDArray[np.uint32]) -> Floats:
@@ -109,8 +122,10 @@ def unpack_panel(layout: PanelLayout, panel: Bytes) -> Floats:
 def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: int) -> Floats:
     """Scales or mins [groups, 16], or [groups, 1] where one serves the whole panel."""
     columns = 1 if layout.panel_scale else PANEL_COLUMNS
-    nbytes = layout.groups * columns * SCALE_BYTES[scale]
-    return _scale_values(scale, panel[begin : begin + nbytes]).reshape(-1, columns)
+    # Products lie in lines of two groups.
+    groups = layout.groups + layout.groups % 2 if scale == "products" else layout.groups
+    nbytes = groups * columns * SCALE_BYTES[scale]
+    return _scale_values(scale, panel[begin : begin + nbytes]).reshape(-1, columns)[: layout.groups]
 
 
 def unpack_bias(layout: PanelLayout, panel: Bytes) -> Floats:

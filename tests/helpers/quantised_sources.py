@@ -199,6 +199,48 @@ def with_mins(weights: Floats, bits: int, group_size: int = 32) -> Quantised:
     return Quantised(name, source, meant, tensors)
 
 
+def with_products(weights: Floats, bits: int, group_size: int, *, mins: bool = False) -> Quantised:
+    """GGUF's K types: scales (and mins) are a float16 factor, shared by two groups, times an int8 of each."""
+    rows, cols = weights.shape
+    groups = in_groups(weights, group_size)
+    largest = 2**bits - 1 if mins else 2 ** (bits - 1) - 1
+    low = np.minimum(groups.min(2), 0) if mins else np.zeros(groups.shape[:2], np.float32)
+    reach = (groups.max(2) - low) / largest if mins else np.abs(groups).max(2) / largest
+    scale_words, scales = _products(reach.astype(np.float32), -1 if not mins else 1)
+    min_words, low = _products(low.astype(np.float32), 1)
+    codes = np.rint((groups - low[..., None]) / np.where(scales == 0, 1, scales)[..., None])
+    codes = np.clip(codes, 0 if mins else -largest - 1, largest).reshape(rows, -1)[:, :cols]
+    meant = codes.astype(np.float32) * per_element(scales, group_size, cols)
+    meant += per_element(low, group_size, cols) if mins else 0
+    if bits == 4:
+        stored: Array = pack_words(np.ascontiguousarray(codes + (0 if mins else 8), np.uint8), 1)
+        source = SourceMatrix(stored, "compressed_int4", cols=cols)
+    else:
+        stored = np.ascontiguousarray(codes, np.int8)
+        source = SourceMatrix(stored)
+    source = replace(source, scales=scale_words, scale_type="products", group_size=group_size)
+    if mins:
+        source = replace(source, mins=min_words)
+    name = f"int{4 if bits == 4 else 8}_g{group_size}{'_mins' if mins else ''}_products"
+    return Quantised(name, source, meant, {"codes": stored, "scales": scale_words, "mins": min_words})
+
+
+def _products(values: Floats, sign: int) -> tuple[NDArray[np.int32], Floats]:
+    """Words and what they mean, both `[rows, groups]`; every second whole number has the other `sign`."""
+    rows, groups = values.shape
+    pairs = np.pad(values, [(0, 0), (0, groups % 2)]).reshape(rows, -1, 2)
+    factors = (np.abs(pairs).max(2, keepdims=True) / 63).astype(np.float16)
+    signs = np.array([1, sign], np.float32)
+    divisors = np.where(factors == 0, 1, factors).astype(np.float32)
+    whole = (np.rint(pairs / divisors) * signs).astype(np.int8)
+    bits = np.broadcast_to(factors, pairs.shape).copy().view(np.uint16).astype(np.int32)
+    words = bits | whole.view(np.uint8).astype(np.int32) << 16
+    meant = factors.astype(np.float32) * whole
+    flat = (array.reshape(rows, -1)[:, :groups] for array in (words, meant))
+    found, means = (np.ascontiguousarray(array) for array in flat)
+    return found.astype(np.int32), means.astype(np.float32)
+
+
 @dataclass(frozen=True, eq=False)
 class Int4:
     """codes 0..15 [rows, cols]; zeros 0..15, scales as stored and in float32: [rows, groups]."""
@@ -388,6 +430,12 @@ ENCODERS: dict[str, Callable[[Floats], Quantised]] = {
     "int4_g16_f16": lambda w: compressed_int4(w, 16, float16=True),
     "int4_g16_mins": lambda w: with_mins(w, 4, 16),
     "int4_g32_mins": lambda w: with_mins(w, 4),
+    "int8_g16_products": lambda w: with_products(w, 6, 16),
+    "int8_g32_products": lambda w: with_products(w, 8, 32),
+    "int8_g32_mins_products": lambda w: with_products(w, 5, 32, mins=True),
+    "int4_g16_products": lambda w: with_products(w, 4, 16),
+    "int4_g16_mins_products": lambda w: with_products(w, 4, 16, mins=True),
+    "int4_g32_mins_products": lambda w: with_products(w, 4, 32, mins=True),
     "mxfp4": mxfp4,
     "nvfp4": nvfp4,
     "nvfp4_reciprocal": lambda w: nvfp4(w, reciprocal=True),

@@ -59,9 +59,20 @@ def _scales(rng: np.random.Generator, format_name: str, count: int) -> NDArray[n
         return rng.integers(120, 128, count, np.uint8)
     if format_name == "nvfp4":
         return rng.integers(0, 0x7F, count, np.uint8)  # subnormal ones too
+    if format_name.endswith("_products"):
+        whole = rng.integers(20, 64, count // 2, np.int8)
+        # Of mins and scales together, signs are those of GGUF's: codes lie on both sides of zero.
+        signs = 1 if "_mins_" in format_name else rng.choice(np.array([-1, 1], np.int8), count // 2)
+        return _products(values[: count // 4] / 40, whole * signs)
     if format_name.endswith(("_f16", "_mins")):
         return values[: count // 2].astype(np.float16).view(np.uint8)
     return bfloat16_bits(values[: count // 2]).view(np.uint8)
+
+
+def _products(factors: NDArray[np.float32], whole: NDArray[np.int8]) -> NDArray[np.uint8]:
+    """Lines of 16 float16 factors and 32 int8."""
+    halves = factors.astype(np.float16).reshape(-1, 16).view(np.uint8)
+    return np.concatenate((halves, whole.astype(np.int8).view(np.uint8).reshape(-1, 32)), axis=1).reshape(-1)
 
 
 def random_matrix(
@@ -81,8 +92,12 @@ def random_matrix(
     if mins_at > zeros_at:
         panels[:, zeros_at:mins_at] = rng.integers(0, 16, (num_panels, mins_at - zeros_at), np.uint8)
     if column_at > mins_at:
-        values = rng.uniform(-5.0, -3.0, num_panels * (column_at - mins_at) // 2).astype(np.float16)
-        panels[:, mins_at:column_at] = values.view(np.uint8).reshape(num_panels, -1)
+        nbytes = num_panels * (column_at - mins_at)
+        mins = rng.uniform(-5.0, -3.0, nbytes // 2).astype(np.float16).view(np.uint8)
+        if format_name.endswith("_products"):
+            factors = rng.uniform(-0.088, -0.072, nbytes // 4).astype(np.float32)
+            mins = _products(factors, rng.integers(42, 57, nbytes // 2, np.int8))
+        panels[:, mins_at:column_at] = mins.reshape(num_panels, -1)
     floats = rng.uniform(0.5, 2.0, (num_panels, (layout["panel_bytes"] - column_at) // 4)).astype(np.float32)
     panels[:, column_at:] = floats.view(np.uint8)
     packed = panels.reshape(-1)

@@ -30,6 +30,8 @@ STATED = {
     "int8_g32_mins": ("int8", 8, "float16", 32, "mins"),
     "int4_g64_zeros": ("int4", 4, "bfloat16", 64, "zeros"),
     "int4_g16_f16": ("int4", 4, "float16", 16),
+    "int4_g32_mins_products": ("int4", 4, "products", 32, "mins"),
+    "int8_g16_products": ("int8", 8, "products", 16),
     "mxfp4": ("float4", 4, "e8m0", 32),
     "nvfp4": ("float4", 4, "e4m3", 16, "column_scale"),
 }
@@ -51,6 +53,8 @@ def test_formats_are_what_their_names_say(name: str) -> None:
         ("fp8_block", 300, True, (320, 3, 5120, 5184, 5184, 5184, 5184, 5248)),
         ("int4_g32_zeros", 136, True, (192, 5, 1536, 1728, 1856, 1856, 1856, 1920)),
         ("int8_g32_mins", 64, False, (64, 2, 1024, 1088, 1088, 1152, 1152, 1152)),
+        # A line of two groups, however many of them are there.
+        ("int4_g32_mins_products", 96, False, (128, 3, 1024, 1152, 1152, 1280, 1280, 1280)),
         ("nvfp4", 72, False, (128, 5, 1024, 1152, 1152, 1152, 1216, 1216)),
     ],
 )
@@ -65,7 +69,9 @@ def test_sections_lie_where_stated(name: str, k: int, has_bias: bool, stated: tu
 def test_sections_follow_one_another(name: str, k: int, has_bias: bool) -> None:
     """Each begins at a multiple of 64 and is as large as the documentation says, in its order."""
     found = panel_layout(name, k, has_bias)
-    scale_bytes = {None: 0, "float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}[found.scale]
+    scale_bytes = {None: 0, "float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1, "products": 2}[
+        found.scale
+    ]
     scales = found.groups * scale_bytes * (1 if found.panel_scale else 16)
     sizes = (
         found.k_padded * 16 * found.bits // 8,

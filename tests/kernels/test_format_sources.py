@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from moebius import _kernels
 from moebius.kernels_source import SourceMatrix
-from moebius.weight_formats import expert_layout
-from tests.helpers.numpy_unpack import unpack_expert
 from tests.helpers.quantised_sources import (
     ENCODERS,
     Quantised,
@@ -193,29 +191,18 @@ def test_experts_packed_in_parts_are_the_same() -> None:
         np.testing.assert_array_equal(shared[0], whole[0])
 
 
-def test_float32_scales_of_a_float16_format_are_rounded() -> None:
-    """To nearest even, down to subnormal ones, as numpy rounds; codes stay, and the error is the scales'."""
-    rng = np.random.default_rng(9)
-    scales = np.ldexp(rng.uniform(1, 2, (64, 2)), rng.integers(-27, 15, (64, 2))).astype(np.float32)
-    scales[0] = 2048.5, -2049.5  # both are ties
-    scales[1] = 65519.0, 2.0**-25
-    mins = -scales
-    codes = rng.integers(1, 32, (64, 64)).astype(np.int8)
-    source = SourceMatrix(codes, scales=scales, mins=mins, group_size=32)
-    name = "int8_g32_mins"
-    assert "float32 scales" in _kernels.unsupported_reason(name, source)
-    packed, squared_error, squared = _kernels.pack_expert(name, name, None, source, source)
-    _, up, down = unpack_expert(expert_layout(name, name, 64, 64, gated=False), packed)
-    kept = np.repeat(scales.astype(np.float16).astype(np.float32), 32, 1)
-    expected = codes * kept - kept
-    np.testing.assert_array_equal(up, expected)
-    np.testing.assert_array_equal(down, expected)
-    stored = (codes - 1) * np.repeat(scales.astype(np.float64), 32, 1)
-    assert squared == pytest.approx(2 * (stored**2).sum())
-    assert squared_error == pytest.approx(2 * ((expected - stored) ** 2).sum())
-    beyond = replace(source, mins=np.full((64, 2), 65520, np.float32))
-    with pytest.raises(ValueError, match=r"up: .* of 65520\.0+ is beyond float16"):
-        _kernels.pack_expert(name, name, None, beyond, source)
+def test_factors_are_of_two_groups() -> None:
+    """A source that was cut between groups with other factors is refused; so are words without their type."""
+    quantised = encode("int4_g32_mins_products")
+    source = quantised.source
+    assert source.scales is not None
+    assert source.mins is not None
+    cut = replace(source, scales=source.scales[:, 1:3], mins=source.mins[:, 1:3], cols=64)
+    with pytest.raises(ValueError, match=r"groups 0 and 1 of row 0 have two factors"):
+        _kernels.pack_matrix(quantised.format, cut)
+    with pytest.raises(ValueError, match="int32 scales need it: products"):
+        _kernels.unsupported_reason(quantised.format, replace(source, scale_type=None))
+    assert "it has products scales" in _kernels.unsupported_reason("int4_g32_mins", source)
 
 
 def test_mins_are_neither_lost_nor_made_up() -> None:

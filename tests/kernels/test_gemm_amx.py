@@ -164,6 +164,7 @@ def test_kernels_by_panels_know_formats_whose_sums_are_scaled() -> None:
     found = {name for name, kernel in CASES if kernel == "bfloat16_panels"}
     assert {"int4_g32", "int4_g128_zeros", "int4_g64_f16", "int8_g32_f16", "fp8_block"} <= found
     assert not found & {"bfloat16", "mxfp4", "nvfp4", "int4_g32_mins", "int4_g16_f16", "fp8_channel", "int8"}
+    assert not [name for name in found if name.endswith("_products")]
 
 
 @needs_bf16

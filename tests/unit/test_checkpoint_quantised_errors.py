@@ -256,5 +256,6 @@ def test_gpt_oss_names(tmp_path: Path) -> None:
 def test_every_encoder_has_a_configuration() -> None:
     """The tests above go through all that can be encoded, but for what gpt-oss or GGUF files alone have."""
     mins = {f"{code}_mins" for code in ("int8_g32", "int4_g32", "int4_g16")}
-    gguf = {"int8_g16_f16", "int4_g16_f16", *mins}
+    products = {name for name in ENCODERS if name.endswith("_products")}
+    gguf = {"int8_g16_f16", "int4_g16_f16", *mins, *products}
     assert set(ENCODERS) - set(QUANTIZATION_CONFIGS) == {"mxfp4", *gguf}

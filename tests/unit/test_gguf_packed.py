@@ -1,6 +1,6 @@
-"""Invariant: experts keep the codes of a GGUF file when packed, and what that rounds is what is reported.
+"""Invariant: packed experts mean what a GGUF file says, bit by bit: codes, scales and mins are kept.
 
-Types with float16 scales are exact bit by bit; those whose scales are products are off by float16's rounding.
+Scales that are products of two stored numbers have more bits than float16; they stay two numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from moebius.models.read import read_geometry
 from moebius.weight_formats import expert_layout
 from tests.helpers.gguf_models import make_gguf
 from tests.helpers.numpy_unpack import unpack_expert
-from tests.tolerances import EXPERTS_GGUF_FLOAT16_SCALES
 from tests.unit.test_gguf_values import write_tensors
 
 SIZE = 256
@@ -62,7 +61,7 @@ def test_packed_experts_mean_what_the_file_says(tmp_path: Path, kind: str) -> No
     found = checkpoint_of(tmp_path, stacks).expert(0, 0)
     scheme = KEPT_SCHEMES[kind]
     assert found.formats == (scheme.packed_format, scheme.packed_format)
-    assert found.is_rounded == scheme.rounds_scales == kind.endswith(("_K", "_XS"))
+    assert not found.is_rounded
     wanted = {
         which: quants.dequantize(blocks, GGMLQuantizationType[kind])[0]
         for which, (blocks, _) in stacks.items()
@@ -71,27 +70,20 @@ def test_packed_experts_mean_what_the_file_says(tmp_path: Path, kind: str) -> No
         sources = {which: getattr(found, which).read(reader) for which in NAMES}
         for which, source in sources.items():
             np.testing.assert_array_equal(_kernels.dequantise_matrix(source), wanted[which])
-        part = found.down.read(reader, rows=slice(16, 48), cols=slice(32, 224))
-        np.testing.assert_array_equal(_kernels.dequantise_matrix(part), wanted["down"][16:48, 32:224])
-        packed, squared_error, squared = _kernels.pack_expert(*found.formats, *sources.values(), parts=3)
-    unpacked = dict(
-        zip(
-            NAMES,
-            unpack_expert(expert_layout(scheme.packed_format, scheme.packed_format, SIZE, SIZE), packed),
-            strict=True,
-        )
-    )
-    if not scheme.rounds_scales:
-        assert squared_error == 0
-        for which in NAMES:
-            np.testing.assert_array_equal(unpacked[which], wanted[which])
-        return
-    differences = [unpacked[which].astype(np.float64) - wanted[which] for which in NAMES]
-    assert squared_error == pytest.approx(sum((one**2).sum() for one in differences), rel=1e-3)
-    assert squared == pytest.approx(
-        sum((wanted[which].astype(np.float64) ** 2).sum() for which in NAMES), rel=1e-6
-    )
-    assert 0 < squared_error < EXPERTS_GGUF_FLOAT16_SCALES**2 * squared
+        multiple = 32 * scheme.groups_together
+        assert found.down.col_multiple == (multiple if scheme.group_size == 32 else 32)
+        inside = slice(multiple, 256 - multiple)
+        part = found.down.read(reader, rows=slice(16, 48), cols=inside)
+        np.testing.assert_array_equal(_kernels.dequantise_matrix(part), wanted["down"][16:48, inside])
+        packed = _kernels.pack_matrix(scheme.packed_format, part)
+        kept = _kernels.unpack_matrix(scheme.packed_format, packed, 32, inside.stop - inside.start, False)
+        np.testing.assert_array_equal(kept, wanted["down"][16:48, inside])
+        packed, squared_error, _ = _kernels.pack_expert(*found.formats, *sources.values(), parts=3)
+    layout = expert_layout(scheme.packed_format, scheme.packed_format, SIZE, SIZE)
+    unpacked = dict(zip(NAMES, unpack_expert(layout, packed), strict=True))
+    assert squared_error == 0
+    for which in NAMES:
+        np.testing.assert_array_equal(unpacked[which], wanted[which])
 
 
 @pytest.mark.parametrize("kind", sorted(BLOCK_PARTS))
@@ -114,16 +106,24 @@ def test_parts_of_rows_that_lie_apart(kind: str) -> None:
         _kernels.take_gguf_part(kind, "bias", blocks, np.empty(0, np.uint8))
 
 
-def test_scales_beyond_float16_are_refused_by_name(tmp_path: Path) -> None:
-    """A product of two stored numbers may be larger than float16 holds; it must not become infinite."""
-    kinds = {"gate": "Q4_K", "up": "Q4_K", "down": "Q4_K"}
-    factors = {"gate": 0.01, "up": 60000.0, "down": 0.01}
-    stacks = {which: (stack(kind, 1, factors[which]), kind) for which, kind in kinds.items()}
-    found = checkpoint_of(tmp_path, stacks).expert(0, 0)
+def test_scales_beyond_float16_are_kept(tmp_path: Path) -> None:
+    """A product of two stored numbers may be larger than float16 holds."""
+    blocks = stack("Q4_K", 1, 60000.0)
+    found = checkpoint_of(tmp_path, dict.fromkeys(NAMES, (blocks, "Q4_K"))).expert(0, 0)
+    wanted = quants.dequantize(blocks, GGMLQuantizationType.Q4_K)[0]
+    assert np.abs(wanted).max() > 15 * 65504
     with MappedReader() as reader:
-        found.gate.read(reader)
-        with pytest.raises(CheckpointError, match=r"up_proj\.q4_k_scales.*at most 65504"):
-            found.up.read(reader)
+        packed = _kernels.pack_matrix(found.formats[0], found.up.read(reader))
+    kept = _kernels.unpack_matrix(found.formats[0], packed, SIZE, SIZE, False)
+    np.testing.assert_array_equal(kept, wanted)
+
+
+def test_a_factor_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
+    blocks = stack("Q6_K", 1)
+    blocks[0, 3, 208:210] = 0, 0x7C
+    found = checkpoint_of(tmp_path, dict.fromkeys(NAMES, (blocks, "Q6_K"))).expert(0, 0)
+    with MappedReader() as reader, pytest.raises(CheckpointError, match=r"up_proj\.q6_k_scales.*infinite"):
+        found.up.read(reader)
 
 
 def test_gate_and_up_of_different_types_become_bfloat16(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_gate_and_up_of_different_types_become_bfloat16(tmp_path: Path) -> None:
     found = checkpoint_of(tmp_path, {which: (stack(kind, 2), kind) for which, kind in kinds.items()}).expert(
         0, 0
     )
-    assert found.formats == ("bfloat16", "int8_g16_f16")
+    assert found.formats == ("bfloat16", "int8_g16_products")
 
 
 def test_biases_and_stacks_of_a_model(tmp_path: Path) -> None:

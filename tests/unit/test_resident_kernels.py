@@ -69,7 +69,15 @@ def test_activations_and_biases(activation: str, bias: bool, few_rows: int) -> N
 
 
 # Of each way to scale one, and of those that are not unpacked one; `test_every_format` has the others' codes.
-UNPACKED = ("float16", "fp8_block", "int8_g32_mins", "int4_g128_zeros", "int4_g32_ordered", "mxfp4")
+UNPACKED = (
+    "float16",
+    "fp8_block",
+    "int8_g32_mins",
+    "int4_g32_mins_products",
+    "int4_g128_zeros",
+    "int4_g32_ordered",
+    "mxfp4",
+)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ _SCALE_VIEWS = {
     "float16": torch.float16,
     "e8m0": torch.uint8,
     "e4m3": torch.uint8,
+    # Their factors.
+    "products": torch.float16,
 }
 
 

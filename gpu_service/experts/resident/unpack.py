@@ -67,6 +67,13 @@ def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> tor
     groups = panels.groups
     typed = views(packed, panels).scales.view(count, -1)
     begin = offset * typed.shape[1] // packed.shape[1]
+    if panels.scale == "products":
+        # Lines of 64 bytes: a factor for two groups, then an int8 of each.
+        lines = packed[:, offset : offset + -(-groups // 2) * 64].reshape(count, -1, 64)
+        factors = lines[..., :32].contiguous().view(torch.float16).float()
+        whole = lines[..., 32:].contiguous().view(torch.int8).float()
+        products = factors[:, :, None] * whole.view(count, -1, 2, PANEL_COLUMNS)
+        return products.flatten(1, 2)[:, :groups]
     values = typed[:, begin : begin + groups * columns].reshape(count, groups, columns)
     return _scale_values(panels, values)
 

@@ -21,8 +21,8 @@ class BlockPart:
 
 
 _WORDS, _BYTES, _HALVES = BlockPart("I32", 8), BlockPart("I8", 1), BlockPart("F16", 32)
-# Products of a factor of the block and a whole number.
-_OF_32, _OF_16 = BlockPart("F32", 32), BlockPart("F32", 16)
+# Products of a factor of the block and a whole number, as words of both (`SourceMatrix.scale_type`).
+_OF_32, _OF_16 = BlockPart("I32", 32), BlockPart("I32", 16)
 
 # By the type's name, then by what the scheme calls the tensor; those of a type are read of the same blocks.
 BLOCK_PARTS: Mapping[str, Mapping[Role, BlockPart]] = {

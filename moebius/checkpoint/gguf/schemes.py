@@ -12,16 +12,16 @@ from moebius.kernels_source import SourceLayout
 _PACKED: Mapping[str, tuple[str, SourceLayout]] = {
     "Q4_0": ("int4_g32_f16", "compressed_int4"),
     "Q4_1": ("int4_g32_mins", "compressed_int4"),
-    "Q4_K": ("int4_g32_mins", "compressed_int4"),
+    "Q4_K": ("int4_g32_mins_products", "compressed_int4"),
     "Q5_0": ("int8_g32_f16", "plain"),
     "Q5_1": ("int8_g32_mins", "plain"),
-    "Q5_K": ("int8_g32_mins", "plain"),
-    "Q6_K": ("int8_g16_f16", "plain"),
+    "Q5_K": ("int8_g32_mins_products", "plain"),
+    "Q6_K": ("int8_g16_products", "plain"),
     "Q8_0": ("int8_g32_f16", "plain"),
-    "Q2_K": ("int4_g16_mins", "compressed_int4"),
-    "Q3_K": ("int4_g16_f16", "compressed_int4"),
+    "Q2_K": ("int4_g16_mins_products", "compressed_int4"),
+    "Q3_K": ("int4_g16_products", "compressed_int4"),
     "IQ4_NL": ("int8_g32_f16", "plain"),
-    "IQ4_XS": ("int8_g32_f16", "plain"),
+    "IQ4_XS": ("int8_g32_products", "plain"),
     "MXFP4": ("mxfp4", "mxfp4"),
 }
 
@@ -39,8 +39,8 @@ def _scheme(kind: str) -> WeightScheme:
         layout=layout,
         group_size=parts["scales"].step,
         packed_format=packed_format,
-        # Products of a factor of the block and a whole number have more bits than float16 holds.
-        rounds_scales=parts["scales"].dtype == "F32",
+        # Packed scales that are products have a factor for two groups.
+        groups_together=2 if parts["scales"].dtype == "I32" else 1,
     )
 
 

@@ -20,7 +20,6 @@ from gpu_service.experts.resident.triton_kernels.gemm import (
     element_shift,
     finish_tile,
     load_scales,
-    scale_index,
 )
 from gpu_service.ops.triton.jit import jit, jit_for_any
 
@@ -61,11 +60,13 @@ def unpack(  # type: ignore[no-untyped-def]
         elif PANEL.code == "int4":
             value -= INT4_BASE if PANEL.mins else INT4_OFFSET
         if PANEL.group_size:
-            at = scale_index(panel + PANEL.scales_offset, group, column[None, :], PANEL)
-            value *= load_scales(scales, at, inside, PANEL)[:, None, :]
+            section = panel + PANEL.scales_offset
+            scale = load_scales(scales, bytes_, section, group, column[None, :], inside, PANEL)
+            value *= scale[:, None, :]
         if PANEL.mins:
-            at = scale_index(panel + PANEL.mins_offset, group, column[None, :], PANEL)
-            value += load_scales(scales, at, inside, PANEL)[:, None, :]
+            section = panel + PANEL.mins_offset
+            minimum = load_scales(scales, bytes_, section, group, column[None, :], inside, PANEL)
+            value += minimum[:, None, :]
         k = begin * per_word + tl.arange(0, LINES * per_word)
         plain = tl.reshape(value, [LINES * per_word, 16])
         if PANEL.k != PANEL.k_padded:

@@ -57,18 +57,28 @@ def element(words, shift, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def load_scales(scales, index, mask, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 of group scales or mins; `scales` points to the scale type, or to its bits."""
-    raw = tl.load(scales + index, mask=mask, other=0)
-    if PANEL.scale == "e8m0":
-        bits = raw.to(tl.int32)
-        # 2^-127 is no normal float32.
-        value = tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
-        value = tl.where(bits == 255, float("nan"), value)
-    elif PANEL.scale == "e4m3":
-        value = decode_e4m3(raw.to(tl.int32))
+def load_scales(scales, bytes_, section, group, column, mask, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 of a group's scales or mins; `section`: their first byte.
+
+    `scales` points to the scale type, to its bits, or to the factors of products.
+    """
+    if PANEL.scale == "products":
+        # Lines of 64 bytes for two groups: 16 factors, then 16 int8 of each group.
+        line = section + group // 2 * 64
+        factor = tl.load(scales + line // 2 + column, mask=mask, other=0).to(tl.float32)
+        whole = tl.load(bytes_ + line + 32 + group % 2 * 16 + column, mask=mask, other=0).to(tl.int32)
+        value = factor * ((whole << 24) >> 24).to(tl.float32)
     else:
-        value = raw.to(tl.float32)
+        raw = tl.load(scales + scale_index(section, group, column, PANEL), mask=mask, other=0)
+        if PANEL.scale == "e8m0":
+            bits = raw.to(tl.int32)
+            # 2^-127 is no normal float32.
+            value = tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
+            value = tl.where(bits == 255, float("nan"), value)
+        elif PANEL.scale == "e4m3":
+            value = decode_e4m3(raw.to(tl.int32))
+        else:
+            value = raw.to(tl.float32)
     return value
 
 
@@ -164,11 +174,12 @@ def line_products(  # type: ignore[no-untyped-def]
         if PANEL.mins:
             row_sum += row
     if PANEL.group_size:
-        index = scale_index(panel + PANEL.scales_offset, group, column[None, :], PANEL)
-        product *= load_scales(scales, index, in_groups, PANEL)
+        section = panel + PANEL.scales_offset
+        product *= load_scales(scales, bytes_, section, group, column[None, :], in_groups, PANEL)
     if PANEL.mins:
-        index = scale_index(panel + PANEL.mins_offset, group, column[None, :], PANEL)
-        product += row_sum[:, None] * load_scales(scales, index, in_groups, PANEL)
+        section = panel + PANEL.mins_offset
+        minimum = load_scales(scales, bytes_, section, group, column[None, :], in_groups, PANEL)
+        product += row_sum[:, None] * minimum
     return product
 
 
@@ -280,12 +291,12 @@ def add_product(  # type: ignore[no-untyped-def]
     else:
         weights = decoded_tile(words, bytes_, panel, column, begin, PANEL).to(TYPE)
     if PANEL.group_size:
-        index = scale_index(panel + PANEL.scales_offset, begin // PANEL.group_size, column, PANEL)
-        scale = load_scales(scales, index, column >= 0, PANEL)
+        group = begin // PANEL.group_size
+        scale = load_scales(scales, bytes_, panel + PANEL.scales_offset, group, column, column >= 0, PANEL)
         total += tl.dot(x, weights, input_precision=PRECISION) * scale[None, :]
         if PANEL.mins:
-            index = scale_index(panel + PANEL.mins_offset, begin // PANEL.group_size, column, PANEL)
-            minimum = load_scales(scales, index, column >= 0, PANEL)
+            section = panel + PANEL.mins_offset
+            minimum = load_scales(scales, bytes_, section, group, column, column >= 0, PANEL)
             total += tl.sum(x.to(tl.float32), 1)[:, None] * minimum[None, :]
     else:
         total = tl.dot(x, weights, total, input_precision=PRECISION)
