@@ -137,7 +137,8 @@ class OutputState:
         self._prompt_ids = prompt_ids
         self._detokenizer = make_detokenizer(tokenizer, rules.skip_special_tokens, prompt_ids)
         self._stops = StopStrings(rules.stop_strings, rules.include_stop)
-        self._pending: list[TokenLogprob] = []
+        self._pending: list[TokenLogprob] = []  # of output tokens, by offset
+        self._echoed_logprobs: list[TokenLogprob] = []  # the prompt's, until they are given out
         self._echoed = rules.prompt_text is None
         self._decoded_length = 0  # characters detokenised, the echoed prompt's included
         self._shown_length = 0  # characters given out
@@ -249,11 +250,19 @@ class OutputState:
         return result.text
 
     def _release(self) -> tuple[TokenLogprob, ...]:
-        """Held log-probabilities, without those of tokens that lie wholly in a cut-off stop string."""
+        """Log-probabilities whose text has been given out; at the output's end all others too, except those
+        of tokens that lie wholly in a cut-off stop string.
+
+        What is given out follows from the text alone, not from how many tokens a message had.
+        """
         held, self._pending = self._pending, []
-        if self.finish is not None and isinstance(self.finish.stop_reason, str):
-            return tuple(token for token in held if token.offset < self._shown_length)
-        return tuple(held)
+        echoed, self._echoed_logprobs = self._echoed_logprobs, []
+        if self.finish is not None and not isinstance(self.finish.stop_reason, str):
+            return (*echoed, *held)
+        shown = [token for token in held if token.offset < self._shown_length]
+        if self.finish is None:
+            self._pending = held[len(shown) :]
+        return (*echoed, *shown)
 
     def _reason(self, message: engine_pb2.GenerateComplete) -> Finish:
         """The engine's reason; a stop token is named unless it is the model's own end of sequence."""
@@ -273,7 +282,7 @@ class OutputState:
         offset = 0
         for position, token_id in enumerate(logprobs.token_ids if self._rules.echoes_logprobs else ()):
             value = logprobs.token_logprobs[position]
-            self._pending.append(
+            self._echoed_logprobs.append(
                 TokenLogprob(
                     token_id,
                     finite(value.value) if value.HasField("value") else None,

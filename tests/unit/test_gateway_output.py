@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from gateway.errors import ApiError
 from gateway.output import OutputRules, OutputState, chat_logprobs, completion_logprobs
@@ -100,6 +102,66 @@ def test_logprobs_wait_for_their_text() -> None:
     ids = TOKENIZER.encode("fox!?")
     for delta in run(ids, replace(RULES, stop_strings=("!?!",))):
         assert not delta.logprobs or delta.content
+
+
+@given(
+    pieces=st.lists(
+        st.sampled_from(["a", "b ", "<", "!", "\u00e9", "\u65e5", "<think>", "</think>"]), max_size=12
+    ),
+    stops=st.sets(st.sampled_from(["<!", "!<", "a<", "\u00e9!"])),
+    include_stop=st.booleans(),
+    cuts=st.sets(st.integers(0, 60), max_size=8),
+    streamed=st.integers(0, 60),
+    parsed=st.booleans(),
+)
+@example(pieces=["a", "<", "!"], stops={"<!"}, include_stop=False, cuts={2}, streamed=9, parsed=False)
+def test_messages_do_not_change_log_probabilities(
+    pieces: list[str], stops: set[str], include_stop: bool, cuts: set[int], streamed: int, parsed: bool
+) -> None:
+    """Whatever tokens the engine's messages have, an output has the same log-probabilities.
+
+    Messages end at `cuts`; tokens from `streamed` on come with the completion.
+    """
+    plan = OutputPlan(reasoning_parser="deepseek_r1") if parsed else None
+    rules = replace(RULES, stop_strings=tuple(stops), include_stop=include_stop, plan=plan)
+    ids = [*TOKENIZER.encode("".join(pieces)), EOS_ID]
+    assert grouped(ids, rules, cuts, streamed) == grouped(ids, rules, set(range(len(ids))), len(ids))
+
+
+def grouped(
+    ids: list[int], rules: OutputRules, cuts: set[int], streamed: int
+) -> tuple[str, list[TokenLogprob]]:
+    """Text and log-probabilities of tokens that come in some messages."""
+    state = OutputState(0, TOKENIZER, rules, [3, 4])
+    ends = [cut for cut in sorted(cuts) if 0 < cut < min(streamed, len(ids))]
+    deltas, start = [], 0
+    for end in [*ends, *([min(streamed, len(ids))] if streamed else [])]:
+        part, start = ids[start:end], end
+        logprobs = pb.OutputLogProbs(token_ids=part, token_logprobs=[-1.0] * len(part))
+        deltas.append(state.feed(pb.GenerateStreamChunk(token_ids=part, output_logprobs=logprobs)))
+        if state.finish is not None:
+            break
+    if state.finish is None:
+        logprobs = pb.OutputLogProbs(token_ids=ids, token_logprobs=[-1.0] * len(ids))
+        message = pb.GenerateComplete(output_ids=ids, finish_reason="stop", output_logprobs=logprobs)
+        message.matched_token_id = EOS_ID
+        deltas.append(state.complete(message))
+    return text_of(deltas), logprobs_of(deltas)
+
+
+def test_the_prompts_log_probabilities_come_whatever_the_output_is() -> None:
+    """A stop string at the output's beginning does not take tokens of an echoed prompt along."""
+    ids = TOKENIZER.encode("fox")
+    scored = [pb.InputTokenLogProb(value=-1.0) for _ in ids]
+    rules = replace(RULES, stop_strings=("dog",), prompt_text="f", echoes_logprobs=True)
+    state = OutputState(0, TOKENIZER, rules, ids)
+    dog = TOKENIZER.encode("dog")
+    chunk = pb.GenerateStreamChunk(
+        token_ids=dog,
+        output_logprobs=pb.OutputLogProbs(token_ids=dog, token_logprobs=[-1.0] * len(dog)),
+        input_logprobs=pb.InputLogProbs(token_ids=ids, token_logprobs=scored),
+    )
+    assert [token.token_id for token in state.feed(chunk).logprobs] == ids
 
 
 def test_stop_strings_do_not_count_before_min_tokens() -> None:
