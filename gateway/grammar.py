@@ -28,7 +28,7 @@ def response_format_constraint(body: StructuredFields) -> Constraint | None:
     """What `response_format`, `structured_outputs` and the older fields ask for; None: nothing.
 
     Raises:
-        ApiError: 400 naming parameter and keyword; it cannot be enforced, or two fields ask for something.
+        ApiError: 400 naming parameter and keyword; it cannot be enforced, or two fields ask for different things.
     """
     wanted: Wanted = []
     if body.response_format is not None:
@@ -38,10 +38,10 @@ def response_format_constraint(body: StructuredFields) -> Constraint | None:
     wanted += _older_fields(body)
     if not wanted:
         return None
-    if len(wanted) > 1:
-        (first, _), (second, _) = wanted[:2]
-        raise bad_request(f"{first!r} and {second!r} both say what the output is: send one", second)
     param, constraint = wanted[0]
+    for other, asked in wanted[1:]:
+        if asked != constraint:  # clients send one grammar by the names of several servers
+            raise bad_request(f"{param!r} and {other!r} say different things of the output: send one", other)
     check_constraint(constraint, param)
     return constraint
 

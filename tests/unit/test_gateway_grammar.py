@@ -97,6 +97,18 @@ def test_a_text_format_may_come_with_another_field() -> None:
     assert takes(constraint_of(response_format={"type": "text"}, guided_choice=["a"]), "a")
 
 
+def test_equal_values_by_several_names_are_one() -> None:
+    """guidance's `VLLMModel` sends its grammar by vLLM's old and new name; other values are refused."""
+    grammar = '%llguidance {}\n\nstart: "a" /[0-9]/\n'
+    sent = {"guided_decoding_backend": "guidance", "guided_grammar": grammar}
+    assert takes(constraint_of(**sent, structured_outputs={"grammar": grammar}), "a1")
+    assert takes(constraint_of(guided_json=json.dumps(POINT), structured_outputs={"json": POINT}), '{"x": 1}')
+    with pytest.raises(ApiError) as caught:
+        constraint_of(**sent, structured_outputs={"grammar": 'start: "b"'})
+    assert caught.value.param == "guided_grammar"
+    assert "'structured_outputs.grammar'" in caught.value.message
+
+
 def test_unlisted_properties_can_be_closed() -> None:
     """`disable_additional_properties` reaches nested objects, and leaves what a schema says itself."""
     inner = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
