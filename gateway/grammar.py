@@ -7,7 +7,7 @@ parameter and the keyword; the engine compiles it again for its masks.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gateway.errors import bad_request
@@ -20,15 +20,30 @@ from gateway.schemas.structured import (
 from moebius.grammar.compile import GrammarCheck, GrammarError, unsupported_keywords
 from protos.engine_pb2 import Choice, Constraint
 
-_check = GrammarCheck()
 Wanted = list[tuple[str, Constraint]]  # each with its parameter
+
+
+class GrammarTakesLong(Exception):
+    """Compiling a grammar takes longer than other requests should wait: it is done where they do not."""
+
+
+class _Checks:
+    """How constraints are checked in this process; `check_with` says otherwise."""
+
+    check = GrammarCheck()
+
+
+def check_with(compiler: Callable[[Constraint], object]) -> None:
+    """From now on constraints are compiled by this function; it raises GrammarError or GrammarTakesLong."""
+    _Checks.check = GrammarCheck(compiler=compiler)
 
 
 def response_format_constraint(body: StructuredFields) -> Constraint | None:
     """What `response_format`, `structured_outputs` and the older fields ask for; None: nothing.
 
     Raises:
-        ApiError: 400 naming parameter and keyword; it cannot be enforced, or two fields ask for different things.
+        ApiError: 400 naming parameter and keyword; it cannot be enforced, or two fields ask for different
+            things.
     """
     wanted: Wanted = []
     if body.response_format is not None:
@@ -49,7 +64,7 @@ def response_format_constraint(body: StructuredFields) -> Constraint | None:
 def check_constraint(constraint: Constraint, param: str) -> None:
     """Raises ApiError 400, naming `param`, when the constraint cannot be enforced."""
     try:
-        _check.check(constraint)
+        _Checks.check.check(constraint)
     except GrammarError as error:
         raise bad_request(
             f"{param!r} cannot be enforced: {error}{_where(constraint, error)}", param

@@ -17,6 +17,7 @@ from moebius.grammar.lark import GrammarError, quoted
 from moebius.grammar.regex import ANYTHING, escaped, literal, whole
 
 _DEPTH = 8  # of references and combinations, as the parser follows them
+_MOST_PARTS = 4096  # schemas of one parameter, each as often as it is referred to
 ALL_KINDS = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
 SPACE = r" \t\n\r"
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null"}
@@ -52,6 +53,21 @@ class RawValue:
     strings: str | None  # a terminal's body; None: any text
     words: tuple[str, ...] = ()  # values that are no strings, and could be taken for some
     others: tuple[str, ...] = ()  # types of values that are written as JSON, which strings do not look like
+
+
+def check_size(schema: object, root: Mapping[str, Any]) -> None:
+    """Raises GrammarError where a parameter's references and combinations amount to too many schemas."""
+    waiting, count = [(schema, _DEPTH)], 0
+    while waiting:
+        part, depth = waiting.pop()
+        count += 1
+        if count > _MOST_PARTS:
+            raise GrammarError(f"references and combinations that amount to more than {_MOST_PARTS} schemas")
+        if isinstance(part, Mapping) and depth:
+            if "$ref" in part:
+                waiting.append((referred(str(part["$ref"]), root), depth - 1))
+            for name in ("anyOf", "oneOf", "allOf"):
+                waiting += [(one, depth - 1) for one in part.get(name) or ()]
 
 
 def allows_strings(schema: object, root: Mapping[str, Any]) -> bool:

@@ -286,6 +286,9 @@ class Gateway:
             record = IdentityRecord(self.config.model.identity_file)
             why = "; ".join(filter(None, (reason, await asyncio.to_thread(record.refusal))))
             raise ApiError(503, why, code="engine_unavailable", retry_after_s=2)
+        problem = self._prompts.problem()
+        if problem:
+            raise ApiError(503, problem, code="unavailable", retry_after_s=2)
         return model
 
     @property

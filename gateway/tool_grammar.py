@@ -10,7 +10,7 @@ from gateway.errors import ApiError, bad_request
 from gateway.grammar import check_constraint, json_constraint
 from gateway.parsers.events import ToolSpec
 from gateway.parsers.typed_values import kinds_of, referred
-from gateway.raw_values import ALL_KINDS, allows_strings, raw_value, valid_words
+from gateway.raw_values import ALL_KINDS, allows_strings, check_size, raw_value, valid_words
 from gateway.schemas.structured import JsonSchema
 from moebius.grammar.embedded import text_grammar
 from moebius.grammar.lark import ANY_TEXT, GrammarError, LarkGrammar, quoted
@@ -109,6 +109,9 @@ _OF_OBJECTS = (
     "not", "if", "minProperties", "maxProperties", "patternProperties", "propertyNames", "dependentRequired",
     "dependentSchemas", "dependencies", "enum", "const",
 )  # fmt: skip
+
+
+_MOST_FORMS = 256  # of the arguments' object
 
 
 class _Calls:
@@ -328,6 +331,7 @@ class _Calls:
 
     def _parameter(self, name: str, schema: Any, root: Mapping[str, Any]) -> str:
         framing, lark = self._framing, self._lark
+        check_size(schema, root)
         end = self._end_of(name, False)
         definitions: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
         described = {**definitions, **schema} if isinstance(schema, dict) else schema
@@ -408,6 +412,8 @@ def _object_forms(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
             if isinstance(part, Mapping)
             for form in _object_forms(part, root, depth - 1)
         ]
+        if len(forms) * len(inner) > _MOST_FORMS:
+            raise GrammarError(f"combinations of more than {_MOST_FORMS} sets of properties")
         forms = [_merged(one, other) for one in forms for other in inner]
     return forms
 

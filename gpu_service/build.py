@@ -73,6 +73,7 @@ from gpu_service.parallel.partition import shard_config
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
+from moebius.grammar.process import BudgetedCompiler
 from moebius.models.config import ModelConfig
 from moebius.models.registry import family_of
 from moebius.served_model import read_served_model
@@ -298,8 +299,10 @@ def _engine(
         max_added_s=None if gpu.max_itl_ms is None else gpu.max_itl_ms / 1e3,
         draft_pace=make_draft_pace(gpu),
     )
-    if compiler is not None and group.parallel.size > 1 and group.parallel.rank == 0:
-        compiler.announce = partial(engine.call, PREPARE)
+    if compiler is not None and group.parallel.rank == 0:
+        compiler.vet = BudgetedCompiler().compiled
+        if group.parallel.size > 1:
+            compiler.announce = partial(engine.call, PREPARE)
     return engine
 
 

@@ -194,6 +194,9 @@ class ConstraintCompiler:
 
     # Tells other ranks of a constraint that is about to be compiled, as the argument of `PREPARE`.
     announce: Callable[[str], object] | None = None
+    # Gives llguidance's grammar within a budget of time and memory. On rank 0 only, where requests come in:
+    # what it accepts is compiled on all ranks, whatever the time is that one of them needs.
+    vet: Callable[[Constraint], str] = staticmethod(grammar_of)
 
     def __init__(
         self,
@@ -244,17 +247,18 @@ class ConstraintCompiler:
             self._compiled.move_to_end(key)
         if is_new:
             try:
+                grammar = self.vet(constraint)
                 if self.announce is not None:
                     self.announce(base64.b64encode(constraint.SerializeToString()).decode())
-                compiled.set_result(self._compile(constraint))
+                compiled.set_result(self._compile(grammar))
             except Exception as error:  # it is raised again in everybody who waits
                 compiled.set_exception(error)
                 with self._lock:
                     self._compiled.pop(key, None)
         return compiled.result()
 
-    def _compile(self, constraint: Constraint) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, grammar_of(constraint), log_level=0, limits=limits())
+    def _compile(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
         # The first masks, too: they are the most expensive ones, and show whether the grammar is too complex.
         if not matcher.is_error():
             first = matcher.deep_copy()

@@ -13,8 +13,17 @@ _MAY_BE_NULL = 16  # characters, white space included
 _SPELLINGS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
-def kinds_of(schema: object, root: Mapping[str, Any], depth: int = _DEPTH) -> frozenset[str]:
-    """The JSON types that a schema allows; empty: it does not say."""
+_Known = dict[tuple[str, int], frozenset[str]]
+
+
+def kinds_of(
+    schema: object, root: Mapping[str, Any], depth: int = _DEPTH, known: _Known | None = None
+) -> frozenset[str]:
+    """The JSON types that a schema allows; empty: it does not say.
+
+    `known`: what references at a depth have given so far, since they may refer to one another many times.
+    """
+    known = {} if known is None else known
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
     kind = schema.get("type")
@@ -24,18 +33,20 @@ def kinds_of(schema: object, root: Mapping[str, Any], depth: int = _DEPTH) -> fr
         return frozenset(item for item in kind if isinstance(item, str))
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        return kinds_of(referred(reference, root), root, depth - 1)
+        if (reference, depth) not in known:
+            known[reference, depth] = kinds_of(referred(reference, root), root, depth - 1, known)
+        return known[reference, depth]
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         return frozenset(map(_kind, values))
     for name in ("anyOf", "oneOf"):
         parts = schema.get(name)
         if isinstance(parts, list) and parts:
-            found = [kinds_of(part, root, depth - 1) for part in parts]
+            found = [kinds_of(part, root, depth - 1, known) for part in parts]
             return frozenset().union(*found) if all(found) else frozenset()
     parts = schema.get("allOf")
     if isinstance(parts, list):
-        return next(filter(None, (kinds_of(part, root, depth - 1) for part in parts)), frozenset())
+        return next(filter(None, (kinds_of(part, root, depth - 1, known) for part in parts)), frozenset())
     if "properties" in schema:
         return frozenset(("object",))
     return frozenset(("array",)) if "items" in schema else frozenset()

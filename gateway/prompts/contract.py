@@ -112,8 +112,13 @@ class Broken:
     details: str
 
 
+@dataclass(frozen=True)
+class Postponed:
+    """A grammar of this request takes long to compile: it is to be sent again as `patient`."""
+
+
 # bytes: the JSON of an answer that needs no engine.
-Answer = Prepared | Refused | Broken | bytes
+Answer = Prepared | Refused | Broken | Postponed | bytes
 
 
 def packed(value: Any) -> bytes:

@@ -15,7 +15,7 @@ from gateway.apis.registry import TRANSLATIONS
 from gateway.apis.stored_responses import ResponseStore
 from gateway.apis.translation import Context, Translation
 from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request, describe_validation_error
-from gateway.grammar import response_format_constraint
+from gateway.grammar import GrammarTakesLong, response_format_constraint
 from gateway.model import ServedModel
 from gateway.prompts.contract import Answer, Broken, Kind, Prepared, Refused
 from gateway.prompts.data_images import with_data
@@ -78,7 +78,8 @@ class Preparer:
         }
 
     def answer(self, kind: Kind, data: bytes | bytearray) -> Answer:
-        """The request of this kind whose body is `data`, prepared or refused; raises MemoryError only."""
+        """The request of this kind whose body is `data`, prepared or refused; raises MemoryError only, or
+        GrammarTakesLong where a constraint is not checked at once (gateway/grammar.py)."""
         self._tolerance = Tolerance(self._strict)
         try:
             answer = self._kinds[kind](data)
@@ -87,7 +88,7 @@ class Preparer:
             return answer
         except ApiError as error:
             return Refused(error.status, error.message[:_LONGEST_MESSAGE], error.param, error.code)
-        except MemoryError:
+        except (MemoryError, GrammarTakesLong):
             raise
         except Exception as error:
             return Broken(type(error).__name__, traceback.format_exc())

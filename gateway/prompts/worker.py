@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from gateway.garbage import collect_rarely
+from gateway.grammar import GrammarTakesLong, check_with
 from gateway.model import load_served_model
 from gateway.prompts.contract import (
     HEADER,
@@ -26,6 +27,7 @@ from gateway.prompts.contract import (
     Answer,
     ModelFiles,
     OtherFiles,
+    Postponed,
     WorkerSetup,
     packed_answer,
     too_much_memory,
@@ -33,12 +35,16 @@ from gateway.prompts.contract import (
 from gateway.prompts.prepare import Preparer
 from gateway.text.tokenizer import Tokenizer
 from moebius.errors import WRONG_IDENTITY_EXIT
+from moebius.grammar.compile import GrammarError, OverBudget
+from moebius.grammar.process import MOST_S, QUICK_S, TOO_SLOW, GrammarProcess
 from moebius.model_identity import changes, text_parts
 from protos import engine_pb2
+from protos.engine_pb2 import Constraint
 
 OUT_OF_MEMORY = 3  # exit code
 _BUFFER = 2**17  # bytes
 _GROWTH = 2**28  # bytes; a process that keeps more after a request makes room for a new one
+_LEAST_S = 0.005  # processor time of a grammar below which the kernel's timer has no meaning
 _OOM_SCORE = "500"  # if the machine runs out of memory, the kernel takes this process before the engine
 
 
@@ -61,6 +67,37 @@ def _used(what: str) -> int:
     return int(found.group(1)) * 1024
 
 
+class _Grammars:
+    """Compiles a request's grammars within what all of them together may take."""
+
+    def __init__(self) -> None:
+        self._process = GrammarProcess()
+        self._process.start()
+        self._is_patient = False
+        self._end_s = 0.0  # of the process's processor time
+
+    def begin(self, is_patient: bool) -> None:
+        """A request's grammars follow; `is_patient`: nothing waits for it that should not wait long."""
+        self._is_patient = is_patient
+        self._process.spent_s = 0.0
+        self._end_s = MOST_S if is_patient else QUICK_S
+
+    def compiled(self, constraint: Constraint) -> str:
+        """Raises GrammarError where it cannot be enforced, GrammarTakesLong where that takes too long to see
+        while others may wait."""
+        left = self._end_s - self._process.spent_s
+        try:
+            if left < _LEAST_S:
+                raise OverBudget(TOO_SLOW)
+            return self._process.compiled(constraint, left)
+        except OverBudget as error:
+            if not self._is_patient:
+                raise GrammarTakesLong from None
+            if left == MOST_S:  # it will never do
+                raise GrammarError(str(error)) from None
+            raise
+
+
 def _prepare_all(
     channel: socket.socket,
     incoming: io.BufferedReader[socket.SocketIO],
@@ -70,6 +107,8 @@ def _prepare_all(
     """Answers requests until the gateway is gone or this process has grown."""
     info = engine_pb2.GetModelInfoResponse.FromString(setup.model_info)
     model = load_served_model(info, tokenizer, setup.served_name, setup.aliases, setup.parsers)
+    grammars = _Grammars()
+    check_with(grammars.compiled)
     preparer = Preparer(model, setup.images, setup.max_body_bytes, setup.strict_parameters, setup.responses)
     most = _used("VmData") + setup.memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -78,13 +117,16 @@ def _prepare_all(
     channel.sendall(b"".join(packed_answer(READY)))
     while (data := _message(incoming)) is not None:
         answers: list[Answer] = []
-        for kind, size in pickle.loads(data):
+        for kind, size, is_patient in pickle.loads(data):
+            grammars.begin(is_patient)
             body = _received(incoming, size)
             if body is None:
                 return
             signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
             try:
                 answers.append(preparer.answer(kind, body))
+            except GrammarTakesLong:
+                answers.append(Postponed())
             except MemoryError:
                 answers.append(too_much_memory(setup))
             del body

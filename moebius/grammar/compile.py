@@ -11,13 +11,16 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from functools import cache
+from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from moebius.grammar.lark import GrammarError as GrammarError
-from moebius.grammar.lark import json_options, quoted
+from moebius.grammar.errors import GrammarError as GrammarError
+from moebius.grammar.errors import Unsatisfiable, quoted
+from moebius.grammar.json_schema import json_grammar
+from moebius.grammar.lark import json_options
 from moebius.grammar.structural_tags import StructuralTagError, structural_tag_grammar
 from moebius.request_limits import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from protos.engine_pb2 import Constraint
@@ -26,6 +29,7 @@ _ENDLESS = "the grammar is empty: no text satisfies it"
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 _NO_KEYWORD = "keywords that are not supported:"
 _LONGEST_REASON = 600
+_TOKEN = "<["  # with which a token's id begins in a grammar
 # Answers of `check` that are remembered.
 _REMEMBERED = 1024
 
@@ -59,11 +63,16 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def _json(schema: str, no_whitespace: bool) -> str:
-    schema = "{}" if schema.strip() == "true" else schema
     try:
-        return LLMatcher.grammar_from_json_schema(schema, defaults=cast(Any, json_options(no_whitespace)))
-    except ValueError as error:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError) as error:
         raise GrammarError(f"not a JSON schema: {error}") from error
+    if not isinstance(parsed, dict | bool):
+        raise GrammarError("not a JSON schema, which is an object, true or false")
+    try:
+        return LLMatcher.grammar_from_lark(json_grammar(parsed, json_options(no_whitespace)))
+    except Unsatisfiable as error:
+        raise GrammarError(f"no value satisfies it ({error})") from error
 
 
 def _choice(choice: Any) -> str:
@@ -105,11 +114,43 @@ _KINDS: Mapping[str, Callable[[Any], str]] = {
 }
 
 
+class OverBudget(GrammarError):
+    """Compiling a grammar takes more than it may at this time; the message says what is allowed."""
+
+
+def compiled(constraint: Constraint) -> str:
+    """llguidance's grammar for a constraint that has one (`kind`), found to be enforceable.
+
+    Raises:
+        GrammarError: it cannot be enforced.
+    """
+    grammar = grammar_of(constraint)
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
+    if failed:
+        raise GrammarError(reason(messages[0]))
+    if _TOKEN not in grammar:
+        matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=limits())
+        matcher.compute_bitmask()  # the first is the most expensive one
+        if matcher.is_error():
+            raise GrammarError(reason(matcher.get_error()))
+    return grammar
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    """A vocabulary of one token per byte, for grammars that ask for no token by its id."""
+    return LLTokenizer("byte")
+
+
 class GrammarCheck:
     """Whether constraints can be enforced; remembers its latest answers. Any thread may ask."""
 
-    def __init__(self, remembered: int = _REMEMBERED) -> None:
+    def __init__(
+        self, remembered: int = _REMEMBERED, compiler: Callable[[Constraint], object] = compiled
+    ) -> None:
+        """`compiler`: raises GrammarError for what cannot be enforced; what else it raises is not kept."""
         self._remembered = remembered
+        self._compiler = compiler
         self._answers: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -121,23 +162,19 @@ class GrammarCheck:
             if problem is not None:
                 self._answers.move_to_end(key)
         if problem is None:
-            problem = _problem(constraint)
+            problem = ""
+            try:
+                self._compiler(constraint)
+            except OverBudget:  # which depends on what the request has left
+                raise
+            except GrammarError as error:
+                problem = str(error)
             with self._lock:
                 self._answers[key] = problem
                 if len(self._answers) > self._remembered:
                     self._answers.popitem(last=False)
         if problem:
             raise GrammarError(problem)
-
-
-def _problem(constraint: Constraint) -> str:
-    """Why the constraint cannot be enforced; empty: it can be."""
-    try:
-        grammar = grammar_of(constraint)
-    except GrammarError as error:
-        return str(error)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
-    return reason(messages[0]) if failed else ""
 
 
 def reason(message: str) -> str:

@@ -44,7 +44,10 @@ def text_grammar(
     else:
         raise GrammarError(f"the syntax of a grammar is 'lark' or 'regex', got {syntax!r:.100}")
     writer = _Writer(grammar, None if end is None else (end, tuple(not_in_text)))
-    return f"%lark {{\n{writer.text()}}}"
+    try:
+        return f"%lark {{\n{writer.text()}}}"
+    except RecursionError:
+        raise GrammarError("its rules and terminals are nested too deeply") from None
 
 
 class _Writer:
@@ -55,6 +58,8 @@ class _Writer:
         self._grammar = grammar
         self._raw = raw
         self._added: dict[str, str] = {}  # rules and terminals by name
+        self._by_body: dict[str, str] = {}  # names of some of them
+        self._spells_escapes: dict[str, bool] = {}  # by terminal: whether JSON spells any of its characters
         self._last_rules: list[str] = []  # whose variants that end with the marker are needed
         nested = set(grammar.rules) if grammar.ignored else _recursive(grammar.rules)
         self._terminals = {**grammar.terminals}
@@ -110,8 +115,13 @@ class _Writer:
 
     def _has_escapes(self, atom: Atom) -> bool:
         """Whether JSON spells any of its characters otherwise."""
+        if atom.kind == "name" and atom.text in self._spells_escapes:
+            return self._spells_escapes[atom.text]
         if atom.kind in ("group", "name"):
-            return any(self._has_escapes(item.atom) for inner in self._inside(atom) for item in inner)
+            found = any(self._has_escapes(item.atom) for inner in self._inside(atom) for item in inner)
+            if atom.kind == "name":
+                self._spells_escapes[atom.text] = found
+            return found
         return r"\\\\" in self._terminal(atom)
 
     def _inside(self, atom: Atom) -> Alternatives:
@@ -167,11 +177,10 @@ class _Writer:
         return f"({self._in_terminal(atom)}) & ~{literal(f'{ANYTHING}(?:{found}){ANYTHING}')}"
 
     def _named(self, body: str, kind: str) -> str:
-        for name, known in self._added.items():
-            if known == body:
-                return name
-        name = f"{kind}_{len(self._added)}"
-        self._added[name] = body
+        name = self._by_body.get(body)
+        if name is None:
+            name = self._by_body[body] = f"{kind}_{len(self._added)}"
+            self._added[name] = body
         return name
 
     def _ending(self, name: str) -> str:
@@ -218,12 +227,19 @@ class _Writer:
 def _recursive(rules: Mapping[str, Alternatives]) -> set[str]:
     """Rules that need themselves, and rules that need those."""
     needs = {name: set(_names_in(alternatives)) & rules.keys() for name, alternatives in rules.items()}
-    for name in rules:  # closed transitively (Warshall)
-        for user in rules:
-            if name in needs[user]:
-                needs[user] |= needs[name]
-    nested = {name for name in rules if name in needs[name]}
-    return nested | {name for name in rules if needs[name] & nested}
+    users: dict[str, list[str]] = {name: [] for name in rules}
+    for name, needed in needs.items():
+        for one in needed:
+            users[one].append(name)
+    # Rules that need none that is left are taken away, in the order of Kahn's topological sort.
+    left = {name: len(needed) for name, needed in needs.items()}
+    flat = [name for name, count in left.items() if count == 0]
+    while flat:
+        for user in users[flat.pop()]:
+            left[user] -= 1
+            if left[user] == 0:
+                flat.append(user)
+    return {name for name, count in left.items() if count}
 
 
 def _names_in(alternatives: Alternatives) -> Iterator[str]:

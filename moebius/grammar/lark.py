@@ -6,10 +6,13 @@ the same will do. https://github.com/guidance-ai/llguidance/blob/main/docs/synta
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from moebius.grammar.errors import GrammarError as GrammarError
+from moebius.grammar.errors import quoted as quoted
+from moebius.grammar.json_schema import json_grammar
 
 # White space that a model may put between JSON's tokens: enough for usual layouts, and bounded, since models
 # that would rather say something else go on with white space for ever.
@@ -21,10 +24,6 @@ ANY_TEXT = r"/(.|\n)*/"
 def json_options(no_whitespace: bool) -> dict[str, Any]:
     """How llguidance writes JSON, as its `JsonCompileOptions`."""
     return {"whitespace_flexible": False} if no_whitespace else {"whitespace_pattern": _WHITESPACE}
-
-
-class GrammarError(ValueError):
-    """A constraint cannot be enforced; the message says what of it."""
 
 
 class LarkGrammar:
@@ -82,10 +81,8 @@ class LarkGrammar:
         return name
 
     def json(self, schema: Any, *, no_whitespace: bool = False) -> str:
-        """A rule for a JSON value that satisfies a schema."""
-        if isinstance(schema, Mapping):
-            schema = {"x-guidance": json_options(no_whitespace), **schema}
-        return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
+        """A rule for a JSON value that satisfies a schema. Raises GrammarError: it cannot be enforced."""
+        return self.rule(f"%lark {{\n{json_grammar(schema, json_options(no_whitespace))}}}")
 
     def until(self, end: str) -> str:
         """A rule for any text up to the first occurrence of `end`, which is part of it."""
@@ -98,8 +95,3 @@ class LarkGrammar:
     def render(self, start: str) -> str:
         """The whole grammar; `start` is the body of its first rule."""
         return "\n".join(["%llguidance {}", f"start: {start or quoted('')}", *self._rules]) + "\n"
-
-
-def quoted(text: str) -> str:
-    """A literal in the dialect, which is JSON's."""
-    return json.dumps(text, ensure_ascii=False)

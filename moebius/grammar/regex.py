@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from moebius.grammar.lark import GrammarError
+from moebius.grammar.errors import GrammarError
 
 ANYTHING = r"(?s:.*)"
 Kind = Literal["character", "class", "any", "open", "close", "or", "repeat", "begin", "end"]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tests.drills import again, crash, files, freeze, kill, malformed, memory, replace, soak
+from tests.drills import again, crash, files, freeze, grammars, kill, malformed, memory, replace, soak
 from tests.drills.report import Report
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -107,6 +107,18 @@ def run_soak(
     """Mixed load with aborts and disconnects: memory, descriptors, threads, KV pages, shared memory flat."""
     report = Report("soak", {"duration": duration, "period": period, "seed": seed})
     soak.run(report, duration, period, seed)
+    raise typer.Exit(report.finish(output))
+
+
+@app.command("grammars")
+def run_grammars(
+    duration: Duration = 60,
+    clients: Annotated[int, typer.Option(min=1, help="Clients that send grammars of seconds")] = 4,
+    output: Output = None,
+) -> None:
+    """Grammars of 56 KB that take seconds to compile: small requests are answered, /ready stays true."""
+    report = Report("grammars", {"duration": duration, "clients": clients})
+    grammars.run(report, duration, clients)
     raise typer.Exit(report.finish(output))
 
 

@@ -11,6 +11,7 @@ drills: setup
 	$(DRILL) 900 $(BIN)/python -m tests.drills replace --duration 30 $(ROWS)
 	$(DRILL) 900 $(BIN)/python -m tests.drills files --period 2 $(ROWS)
 	$(DRILL) 600 $(BIN)/python -m tests.drills memory --duration 60 $(ROWS)
+	$(DRILL) 600 $(BIN)/python -m tests.drills grammars --duration 20 $(ROWS)
 	$(DRILL) 900 $(BIN)/python -m tests.drills malformed --requests 2000 $(ROWS)
 	$(DRILL) 600 $(BIN)/python -m tests.drills soak --duration 120 --period 10 $(ROWS)
 
@@ -22,5 +23,6 @@ drills-full: setup
 	$(DRILL) 1800 $(BIN)/python -m tests.drills replace $(ROWS)
 	$(DRILL) 1800 $(BIN)/python -m tests.drills files $(ROWS)
 	$(DRILL) 1200 $(BIN)/python -m tests.drills memory $(ROWS)
+	$(DRILL) 900 $(BIN)/python -m tests.drills grammars $(ROWS)
 	$(DRILL) 7200 $(BIN)/python -m tests.drills malformed $(ROWS)
 	$(DRILL) 3000 $(BIN)/python -m tests.drills soak $(ROWS)

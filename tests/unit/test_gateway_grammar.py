@@ -13,7 +13,7 @@ from gateway.grammar import response_format_constraint
 from gateway.parsers.events import ToolSpec
 from gateway.schemas.requests import CompletionRequest
 from gateway.tool_grammar import ToolFraming, tool_call_constraint
-from moebius.grammar.compile import GrammarCheck, GrammarError, grammar_of, limits
+from moebius.grammar.compile import GrammarCheck, GrammarError, compiled, grammar_of, limits
 from moebius.request_limits import MAX_CHOICES
 from protos.engine_pb2 import Choice, Constraint
 
@@ -134,7 +134,7 @@ def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
             "not (at properties.a)",
         ),
         ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems (at the top)"),
-        ({"guided_json": {"type": "nothing"}}, "guided_json", "Invalid type: nothing"),
+        ({"guided_json": {"type": "nothing"}}, "guided_json", "type is 'nothing'; allowed: null"),
         ({"guided_json": {"$ref": "http://host/x"}}, "guided_json", "http://host/x"),
         ({"guided_json": {"enum": []}}, "guided_json", "no value satisfies it"),
         ({"guided_json": "{"}, "guided_json", "not valid JSON"),
@@ -214,31 +214,24 @@ def test_malformed_structural_tags_are_named(described: dict[str, Any], part: st
     assert part in str(caught.value)
 
 
-def test_answers_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_remembered_within_a_bound() -> None:
     """The same schema is compiled once while it is among the latest; refusals are remembered, too."""
-    compiled: list[str] = []
-    validate = LLMatcher.validate_grammar_with_warnings
+    done: list[Constraint] = []
 
-    class Counting:
-        grammar_from_regex = LLMatcher.grammar_from_regex
-        grammar_from_json_schema = LLMatcher.grammar_from_json_schema
+    def counting(constraint: Constraint) -> str:
+        done.append(constraint)
+        return compiled(constraint)
 
-        @staticmethod
-        def validate_grammar_with_warnings(grammar: str, **more: Any) -> tuple[bool, list[str]]:
-            compiled.append(grammar)
-            return validate(grammar, **more)
-
-    monkeypatch.setattr("moebius.grammar.compile.LLMatcher", Counting)
-    check = GrammarCheck(remembered=2)
+    check = GrammarCheck(remembered=2, compiler=counting)
     bad = Constraint(json_schema='{"not": {}}')
     for _ in range(3):
         check.check(Constraint(json_object=True))
         with pytest.raises(GrammarError, match="not"):
             check.check(bad)
-    assert len(compiled) == 2
+    assert len(done) == 2
     check.check(Constraint(json_schema='{"type": "null"}'))
     check.check(Constraint(json_object=True))
-    assert len(compiled) == 4
+    assert len(done) == 4
 
 
 WEATHER = ToolSpec(

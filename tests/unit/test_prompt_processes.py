@@ -21,7 +21,8 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.prompts.contract import ModelFiles, WorkerSetup
-from gateway.prompts.pool import SMALL_BYTES, PromptPool, _Died
+from gateway.prompts.pool import PromptPool
+from gateway.prompts.process import SMALL_BYTES, Died
 from moebius.config import ImageConfig
 from moebius.errors import WrongIdentity
 from moebius.model_identity import text_parts
@@ -174,7 +175,7 @@ class FakeProcess:
         await asyncio.sleep(0)
         bodies = [b"".join(job.body) for job in jobs]
         if b"bad" in bodies:
-            raise _Died(-signal.SIGPROF)
+            raise Died(-signal.SIGPROF)
         return bodies
 
     async def stop(self, kill: bool = True) -> int:
@@ -187,7 +188,7 @@ async def test_one_bad_request_of_a_group_is_refused_alone(
     """Small requests that wait are given to a process together; when it dies of one of them, the others are
     answered all the same, whatever their place."""
     files, setup = setup_for(tmp_path)
-    monkeypatch.setattr("gateway.prompts.pool._Process", FakeProcess)
+    monkeypatch.setattr("gateway.prompts.pool.Process", FakeProcess)
     monkeypatch.setattr(FakeProcess, "groups", [])
     pool = PromptPool(1, 100)
     await pool.spawn(files)
@@ -214,13 +215,13 @@ async def test_a_process_that_is_killed_while_it_starts_costs_no_request(
 ) -> None:
     """One more start is waited for; one that fails again is what those who wait are told."""
     files, setup = setup_for(tmp_path)
-    deaths = [_Died(-signal.SIGKILL)] * failures
+    deaths = [Died(-signal.SIGKILL)] * failures
 
     async def begin(_process: FakeProcess, _setup: WorkerSetup) -> None:
         if pool._tasks and deaths:
             raise deaths.pop()
 
-    monkeypatch.setattr("gateway.prompts.pool._Process", FakeProcess)
+    monkeypatch.setattr("gateway.prompts.pool.Process", FakeProcess)
     monkeypatch.setattr("gateway.prompts.pool._RESTART_S", 0.01)
     monkeypatch.setattr(FakeProcess, "begin", begin)
     pool = PromptPool(1, 100)
@@ -261,19 +262,19 @@ class FatefulProcess(FakeProcess):
         """Ready, unless no process starts."""
         await asyncio.sleep(0)
         if self.fate.starts_fail:
-            raise _Died(-signal.SIGKILL)
+            raise Died(-signal.SIGKILL)
 
     async def run(self, jobs: Sequence[Any], _limit_s: float) -> list[bytes]:
         """Echoes the bodies, or dies."""
         await asyncio.sleep(0)
         if self.fate.dies(0.3):
-            raise _Died(self.fate.draws.choice([-signal.SIGKILL, -signal.SIGPROF, None]))
+            raise Died(self.fate.draws.choice([-signal.SIGKILL, -signal.SIGPROF, None]))
         return [b"".join(job.body) for job in jobs]
 
 
 def fateful_pool(monkeypatch: pytest.MonkeyPatch, seed: int, processes: int, most: int) -> PromptPool:
     """A pool whose processes are `FatefulProcess`."""
-    monkeypatch.setattr("gateway.prompts.pool._Process", FatefulProcess)
+    monkeypatch.setattr("gateway.prompts.pool.Process", FatefulProcess)
     monkeypatch.setattr("gateway.prompts.pool._RESTART_S", 0.005)
     monkeypatch.setattr(FatefulProcess, "fate", Fate(seed), raising=False)
     return PromptPool(processes, most)

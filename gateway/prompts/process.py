@@ -1,0 +1,165 @@
+"""One process that reads requests, as the gateway has it: its start, what it is sent and answers, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from gateway.prompts.contract import (
+    ANSWER_HEADER,
+    HEADER,
+    READY,
+    Answer,
+    Kind,
+    ModelFiles,
+    OtherFiles,
+    WorkerSetup,
+    packed,
+)
+from moebius.errors import WrongIdentity
+from moebius.model_identity import REMEDY
+
+SMALL_BYTES = 2**16  # bodies up to this size have a process of their own
+_PIECE = 2**18  # bytes written at once, so that the loop goes on in between
+_START_S = 120.0  # a large vocabulary on a busy machine takes many seconds
+
+
+@dataclass(eq=False)
+class Job:
+    """One request waiting for a process or in one; filled by `PromptPool.prepare`. Compared by identity."""
+
+    kind: Kind
+    body: Sequence[bytes]
+    size: int
+    client: str  # whose request it is
+    answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
+    deaths: int = 0  # processes that ended in it by another's hand
+    alone: bool = False  # a process ended in a group that it was in: whose fault that was is not known
+    patient: bool = False  # its grammar takes long, so it is compiled where small requests do not wait
+    since: float = field(default_factory=time.monotonic)  # when it came
+
+    def end(self, answer: Answer) -> None:
+        """Answers it, unless its client has gone."""
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+
+def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
+    """A new process with `channel` as its standard input."""
+    # Each process tokenises one text at a time, for which threads are of no use.
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", "gateway.prompts.worker"]
+    return subprocess.Popen(command, stdin=channel.fileno(), env=environment)
+
+
+def _message_of(jobs: Sequence[Job]) -> list[bytes]:
+    """Some requests for a process; small ones as one piece, which takes one system call."""
+    pieces = [packed([(job.kind, job.size, job.patient) for job in jobs])]
+    for job in jobs:
+        pieces += job.body
+    return [b"".join(pieces)] if sum(job.size for job in jobs) <= SMALL_BYTES else pieces
+
+
+class Died(Exception):
+    """A process ended while it worked; `status` as `Popen.returncode`, None: it was too slow."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class Process:
+    """One running process; made by `spawn`."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self.leaving = False  # it ends after its last answer, having grown
+
+    @classmethod
+    async def spawn(cls, files: ModelFiles) -> Process:
+        """A process that begins to read the model's files; OSError when it cannot be started."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                popen = await asyncio.to_thread(_spawn, theirs)
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        process = cls(popen, reader, writer)
+        await process._send([packed(files)])
+        return process
+
+    async def begin(self, setup: WorkerSetup) -> None:
+        """Waits until it can serve; Died or TimeoutError when it cannot, and is stopped.
+
+        Raises WrongIdentity when it found other files of the model than the gateway has read.
+        """
+        try:
+            async with asyncio.timeout(_START_S):
+                await self._send([packed(setup)])
+                ready = await self._receive()
+            if isinstance(ready, OtherFiles):
+                raise WrongIdentity(f"{ready.changes} since the gateway has read it: {REMEDY}")
+        except BaseException:
+            await self.stop()
+            raise
+        assert ready == READY, ready
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended by itself or by a signal."""
+        return self._process.poll() is not None
+
+    async def run(self, jobs: Sequence[Job], limit_s: float) -> list[Answer]:
+        """The answers; Died when the process ended without, or took `limit_s` for each by the clock."""
+        try:
+            async with asyncio.timeout(limit_s * len(jobs)):
+                await self._send(_message_of(jobs))
+                answers, self.leaving = await self._receive()
+        except TimeoutError:
+            await self.stop()
+            raise Died(None) from None
+        return cast(list[Answer], answers)
+
+    async def _send(self, pieces: Sequence[bytes]) -> None:
+        try:
+            for piece in pieces:
+                for start in range(0, len(piece), _PIECE):
+                    self._writer.write(piece[start : start + _PIECE])
+                    await self._writer.drain()
+        except ConnectionError:
+            raise Died(await self.stop()) from None
+
+    async def _receive(self) -> Any:
+        try:
+            header = await self._reader.readexactly(ANSWER_HEADER.size)
+            length, count = ANSWER_HEADER.unpack(header)
+            data = await self._reader.readexactly(length)
+            buffers = [await self._read_buffer() for _ in range(count)]
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise Died(await self.stop(kill=False)) from None
+        return pickle.loads(data, buffers=buffers)
+
+    async def _read_buffer(self) -> bytes:
+        (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        return await self._reader.readexactly(length)
+
+    async def stop(self, kill: bool = True) -> int:
+        """Closes the connection and waits for the end; returns the exit status."""
+        self._writer.close()
+        if kill:
+            self._process.kill()
+        return await asyncio.to_thread(self._process.wait)

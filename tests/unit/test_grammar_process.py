@@ -1,0 +1,131 @@
+"""Guards that a grammar costs no more processor time and memory than it may, whatever it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import psutil
+import pytest
+
+from moebius.grammar.compile import GrammarCheck, GrammarError, OverBudget, compiled
+from moebius.grammar.process import QUICK_S, BudgetedCompiler, GrammarProcess
+from protos.engine_pb2 import Choice, Constraint
+from tests.helpers.constraints import compiler
+from tests.helpers.heavy_grammars import heavy_gbnf
+
+HEAVY = Constraint(ebnf=heavy_gbnf())
+LIGHT = [
+    Constraint(json_object=True),
+    Constraint(json_schema=json.dumps({"type": "object", "properties": {"a": {"type": "string"}}})),
+    Constraint(regex="[ab]+"),
+    Constraint(choice=Choice(options=["yes", "no"])),
+    Constraint(ebnf='root ::= "a" | "b"'),
+    Constraint(lark='start: "a" <[5]>'),
+]
+
+
+def test_a_process_says_what_this_one_would() -> None:
+    """Grammars and refusals are those of `compiled`."""
+    process = GrammarProcess()
+    try:
+        for constraint in LIGHT:
+            assert process.compiled(constraint) == compiled(constraint)
+        for bad in (Constraint(json_schema='{"not": {}}'), Constraint(ebnf="root ::= [")):
+            with pytest.raises(GrammarError) as here:
+                compiled(bad)
+            with pytest.raises(GrammarError) as there:
+                process.compiled(bad)
+            assert str(there.value) == str(here.value)
+    finally:
+        process.close()
+
+
+def test_a_grammar_that_takes_long_is_refused() -> None:
+    """It ends the process that compiles, not the one that starts it; the next one is compiled."""
+    process = GrammarProcess()
+    try:
+        process.compiled(LIGHT[0])
+        assert process._process is not None
+        started = process._process.pid
+        for _ in range(3):
+            with pytest.raises(OverBudget, match="more than 1 s of processor time"):
+                process.compiled(HEAVY, QUICK_S)
+            process.compiled(LIGHT[0])
+        assert process._process.pid == started
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize("who", ["starts", "compiles"])
+def test_a_process_that_was_killed_is_replaced(who: str) -> None:
+    """As the kernel kills for memory: grammars after that are compiled, each answer its own."""
+    process = GrammarProcess()
+    try:
+        process.compiled(LIGHT[0])
+        assert process._process is not None
+        victim = psutil.Process(process._process.pid)
+        victim = victim if who == "starts" else victim.children()[0]
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.wait()
+        for constraint in LIGHT:
+            assert process.compiled(constraint) == compiled(constraint)
+    finally:
+        process.close()
+
+
+def test_nothing_is_left() -> None:
+    """Both processes end with the one that asks, or when they are closed."""
+    process = GrammarProcess()
+    process.compiled(LIGHT[0])
+    assert process._process is not None
+    parent = psutil.Process(process._process.pid)
+    family = [parent, *parent.children()]
+    process.close()
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+def test_what_takes_long_has_a_process_of_its_own() -> None:
+    """Within a second it is compiled all the same."""
+    wide = {f"p{number}": {"type": "string", "maxLength": number} for number in range(300)}
+    constraint = Constraint(json_schema=json.dumps({"type": "object", "properties": wide}))
+    budgeted = BudgetedCompiler()
+    try:
+        assert budgeted.compiled(constraint) == compiled(constraint)
+        with pytest.raises(OverBudget):
+            budgeted.compiled(HEAVY)
+    finally:
+        budgeted.close()
+
+
+def test_a_refusal_for_want_of_time_is_not_kept() -> None:
+    """What a request has left is no property of the grammar."""
+    answers = iter([OverBudget("no time"), None])
+
+    def answer(_constraint: Constraint) -> None:
+        error = next(answers)
+        if error is not None:
+            raise error
+
+    check = GrammarCheck(compiler=answer)
+    with pytest.raises(OverBudget):
+        check.check(LIGHT[0])
+    check.check(LIGHT[0])
+    check.check(LIGHT[0])
+
+
+def test_an_engine_refuses_before_it_compiles() -> None:
+    """Ranks hear only of grammars that were found to be in time, and of those whatever they take there."""
+    engine, announced = compiler(), list[str]()
+    engine.announce = announced.append
+    vetting = BudgetedCompiler()
+    engine.vet = vetting.compiled
+    try:
+        with pytest.raises(OverBudget):
+            engine.make(HEAVY)
+        assert announced == []
+        assert len(engine.make(Constraint(regex="[ab]+"), 2)) == 2
+        assert len(announced) == 1
+    finally:
+        vetting.close()
