@@ -33,6 +33,8 @@ _STRING = frozenset(("minLength", "maxLength", "pattern", "format"))
 _NUMBER = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 _KEY = r'"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"'  # each character in one way
 _MOST_UNIQUE = 64  # bits of a rule's parameter
+# Properties or first items: each is a level of rules, and llguidance descends on the stack.
+_MOST_PARTS = 400
 
 
 def json_grammar(schema: Any, options: Mapping[str, Any]) -> str:
@@ -244,6 +246,8 @@ class _Writer:
         others = schema.get("additionalProperties", True)
         if not isinstance(listed, Mapping) or not isinstance(required, list):
             raise GrammarError(f"properties is an object, and required a list (at {place or 'the top'})")
+        if len(listed) + len(required) > _MOST_PARTS:
+            return [], [self._left(schema, place)]
         members: list[tuple[str, bool]] = []
         for name in dict.fromkeys([*listed, *required]):
             where = f"{place}.properties.{name}" if place else f"properties.{name}"
@@ -295,6 +299,8 @@ class _Writer:
         first, items = schema.get("prefixItems", []), schema.get("items", True)
         if schema.get("uniqueItems") is True and (most is None or most > 1) and not self._lenient:
             return [], [self._unique(schema, least, most, place)]
+        if len(first) > _MOST_PARTS:
+            return [], [self._left(schema, place)]
         rules: list[str] = []
         for number, part in enumerate(first if most is None else first[:most]):
             try:

@@ -362,6 +362,19 @@ def test_what_is_allowed_is_valid(schema: Any, some: list[Any]) -> None:
             assert allowed, value
 
 
+@pytest.mark.parametrize("needed", [[], ["p4999"]])
+def test_wide_schemas_are_no_deep_ones(needed: list[str]) -> None:
+    """llguidance descends on the stack, whose end would be the end of the process."""
+    names = [f"p{number}" for number in range(5000)]
+    integer = {"type": "integer"}
+    wide = {"type": "object", "properties": dict.fromkeys(names, integer), "required": needed}
+    assert not LLMatcher(BYTES, grammar_of(constraint(wide)), log_level=0).is_error()
+    long = {"type": "array", "prefixItems": [integer] * 5000}
+    assert not LLMatcher(BYTES, grammar_of(constraint(long)), log_level=0).is_error()
+    few = {"type": "object", "properties": dict.fromkeys(names[:390], integer)}
+    assert Texts(few).take('{"p7": 1, "p389": 2}')
+
+
 def test_references_that_never_end_are_refused() -> None:
     """A definition that is itself has no text."""
     for schema in (
