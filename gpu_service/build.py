@@ -141,7 +141,7 @@ def _assemble(
     num_pages = _num_pages(memory, model, moe, resident, states, profiled, lane_stream, group)
     limits, kv_cache = scheduler_limits(gpu, model_config, num_pages), shape.make_pool(num_pages)
     memory.reached(KV)
-    experts = connect_experts(config, moe, group, undo)
+    experts = connect_experts(config, moe, group, undo, adaptive)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
     runner = group.model_runner(
         model,

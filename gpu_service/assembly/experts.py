@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from gpu_service.assembly.process import local_rank, resolve_device
 from gpu_service.device.stream import DeviceStream
 from gpu_service.expert_recorder import ExpertRecorder
+from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.factory import make_expert_client
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
@@ -104,9 +105,15 @@ def load_resident(
 
 
 def connect_experts(
-    config: MoebiusConfig, moe: RankMoe | None, group: RankGroup, undo: ExitStack
+    config: MoebiusConfig,
+    moe: RankMoe | None,
+    group: RankGroup,
+    undo: ExitStack,
+    placement: AdaptivePlacement | None = None,
 ) -> CheckedExperts | None:
     """A client whose servers are ready; None where no layer of any rank needs one. `undo` closes it.
+
+    `placement` is to know when servers find an expert damaged.
 
     Ranks decide alike: they agree on failures through their clients, so all have one or none.
     """
@@ -123,6 +130,8 @@ def connect_experts(
     undo.callback(experts.close)
     with phase("waiting for expert servers"):
         experts.wait_ready(config.supervisor.ready_timeout_s)
+    if placement is not None:
+        placement.damages = experts.damages
     return experts
 
 

@@ -37,7 +37,8 @@ def host_of(model: Path, placement: dict[str, Any], **request: Any) -> ExpertHos
     """A server in this process that has loaded its share."""
     settings = LoadSettings(calibrate_kernels=False)
     host = ExpertHost(ThreadPlacement(-1, 2, ()), lambda *_: None, lambda: None, settings)
-    host.load(SliceRequest(str(model), placement=PlacementConfig(**placement), **request))
+    chosen = PlacementConfig(**{"drop_resident": "drop", **placement})
+    host.load(SliceRequest(str(model), placement=chosen, **request))
     return host
 
 

@@ -72,6 +72,8 @@ class SlotExchanges:
         self._streamer = streamer
         self._copying: deque[_Copying] = deque()
         self._packing: deque[tuple[Wanted, Future[torch.Tensor]]] = deque()
+        # (layer, slot) of experts that came from a segment, not from the checkpoint.
+        self._from_segments: set[tuple[int, int]] = set()
         self._packer = ThreadPoolExecutor(1, "packing-residents")
         self._places: dict[int, dict[int, int]] = {}
         self._places_of: ExpertSegments | None = None
@@ -96,15 +98,23 @@ class SlotExchanges:
         if changes:
             self._resident.remap(changes, self._device)
         copies = self._possible([(each, None) for each in self._copyable(wanted)] + self._packed())
-        slots = [self._resident.slots[each.layer].expert_of_slot.index(each.leaver) for each, _ in copies]
         if copies:
-            self._resident.remap(
-                [SlotChange(each.layer, slot, -1) for (each, _), slot in zip(copies, slots, strict=True)],
-                self._device,
-            )
+            changes = [SlotChange(each.layer, slot, -1) for each, _, slot in copies]
+            self._resident.remap(changes, self._device)
             self._device.copy_waits(self._device.record_read())
-            for (each, packed), slot in zip(copies, slots, strict=True):
+            for each, packed, slot in copies:
                 self._copy(each, slot, packed)
+
+    def distrust(self) -> None:
+        """Servers have found an expert damaged: what was copied from their memory may have been, too.
+
+        Its slots are emptied before the next step, and copies under way are not used.
+        """
+        self._copying = deque(each for each in self._copying if each.segments is None)
+        changes = [SlotChange(layer, slot, -1) for layer, slot in sorted(self._from_segments)]
+        self._from_segments = set()
+        if changes:
+            self._resident.remap(changes, self._device)
 
     def wait(self) -> None:
         """Maps everything that was begun: for tests and measurements."""
@@ -147,19 +157,23 @@ class SlotExchanges:
                 self._pack(each)
         return found
 
-    def _possible(self, copies: Sequence[_Copy]) -> list[_Copy]:
-        """Those whose slots are still as they were when they were wanted; of one slot or newcomer the
-        first.
+    def _possible(self, copies: Sequence[_Copy]) -> list[tuple[Wanted, torch.Tensor | None, int]]:
+        """Those whose slots are still as they were when they were wanted, with the slot; of one slot or
+        newcomer the first. A slot whose newcomer is on its way is nobody's.
         """
-        used = {*self.under_way}
+        coming = {*self.under_way}
+        taken = {(each.layer, each.slot) for each in self._copying}
         found = []
         for each, packed in copies:
             held = self._resident.slots[each.layer].expert_of_slot
-            leaver, newcomer = (each.layer, each.leaver), (each.layer, each.newcomer)
-            is_held = each.leaver in held and each.newcomer not in held
-            if is_held and leaver not in used and newcomer not in used:
-                used |= {leaver, newcomer}
-                found.append((each, packed))
+            free = (
+                n for n, expert in enumerate(held) if expert == each.leaver and (each.layer, n) not in taken
+            )
+            slot, newcomer = next(free, None), (each.layer, each.newcomer)
+            if slot is not None and each.newcomer not in held and newcomer not in coming:
+                taken.add((each.layer, slot))
+                coming.add(newcomer)
+                found.append((each, packed, slot))
         return found
 
     def _pack(self, each: Wanted) -> None:
@@ -215,6 +229,11 @@ class SlotExchanges:
             run = CopyRun(stored.offset + self._place_in(stored)[each.newcomer] * size, 0, size)
             self._streamer.copy(segments, target, Piece(stored, (each.newcomer,), (run,)), run)
         end = self._device.record_copied()
+        place = each.layer, slot
+        if segments is None:
+            self._from_segments.discard(place)
+        else:
+            self._from_segments.add(place)
         self._copying.append(_Copying(each.layer, slot, each.newcomer, end, segments, packed))
         self.count += 1
         self.nbytes += target.nbytes

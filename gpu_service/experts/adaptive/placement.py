@@ -34,6 +34,8 @@ _LINK, _LONGEST_STEP_S = 40e9, 0.05
 # Exchanges that may wait: later counts know better.
 _MOST_WANTED = 64
 _SAVED_EVERY_S = 60.0
+# After a find of damage, while servers pack the expert anew and compare the others.
+_CAREFUL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,9 @@ class AdaptivePlacement:
         self._inbox: queue.SimpleQueue[tuple[Observation, NDArray[np.bool_]] | None] = queue.SimpleQueue()
         self._wanted: list[Wanted] = []
         self._is_deciding = False
+        # Set once there is a client of expert servers; see `ExpertClient.damages`.
+        self.damages: Callable[[], int] = int
+        self._known_damages, self._careful_until = 0, 0.0
         self._next_read = self._last_step = 0.0
         self._step_s = _LONGEST_STEP_S
         self._chosen = self._hits = 0
@@ -93,7 +98,11 @@ class AdaptivePlacement:
         self._last_step = now
         if self._resident.is_held:
             return
-        self._exchanges.advance(self._next_exchanges())
+        damages = self.damages()
+        if damages != self._known_damages:
+            self._known_damages, self._careful_until = damages, now + _CAREFUL_S
+            self._exchanges.distrust()
+        self._exchanges.advance(self._next_exchanges() if now >= self._careful_until else ())
         found = self._counts.poll()
         if found is not None and not self._is_deciding:
             self._is_deciding = True
