@@ -102,8 +102,9 @@ def test_residents_are_kept_where_asked(model: Path, split: str) -> None:
         )
 
     assert identity(placed) == identity({**placed, "gpu_experts": 3}) == identity({})
-    assert identity({"gpu_experts": 20}) != identity({"gpu_experts": 3})
-    kept, all_of_them, left = (planned_bytes(model, p) for p in (placed, {}, {"gpu_experts": 20}))
+    dropped = {"gpu_experts": 20, "drop_resident": "drop"}
+    assert identity(dropped) != identity({**dropped, "gpu_experts": 3})
+    kept, all_of_them, left = (planned_bytes(model, p) for p in (placed, {}, dropped))
     assert kept == all_of_them
     # Segments end at 2 MiB pages, which may hide so little; the plan counts smaller ones.
     assert kept[0] > left[0]
