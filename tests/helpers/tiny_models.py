@@ -230,6 +230,19 @@ def randomize(model: Any, seed: int, model_type: str) -> None:
             tensor.copy_(noise * (1.5 / tensor.shape[-1] ** 0.5))
 
 
+def add_image_outputs(model: Any) -> None:
+    """Llama4ForConditionalGeneration of transformers 5.24 reads a field of its language model's outputs that
+    they do not have; other models stay as they are.
+    """
+
+    def add(module: Any, inputs: Any, outputs: Any) -> None:
+        if not hasattr(outputs, "image_outputs"):
+            outputs.image_outputs = None
+
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model.language_model.register_forward_hook(add)
+
+
 def make_tiny_model(name: str, directory: Path, *, publish: bool = True) -> Any:
     """Write the checkpoint into `directory` and return transformers' own float32 model of it.
 
@@ -256,6 +269,7 @@ def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int, publish: bo
         config_class, model_class = _classes(tiny.written_as or tiny.model_type)
         model = model_class(config_class(**values)).eval()
     randomize(model, seed, model.config.model_type)
+    add_image_outputs(model)
     if tiny.shard_bytes is None:
         model.save_pretrained(directory)
     else:

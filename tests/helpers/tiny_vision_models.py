@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from tests.helpers.tiny_models import _COMMON, TINY_MODELS, randomize
+from tests.helpers.tiny_models import _COMMON, TINY_MODELS, add_image_outputs, randomize
 from tests.helpers.tiny_multimodal_text import TEXT_TOWERS
 from tests.helpers.tiny_tokenizer import write_tokenizer
 
@@ -317,8 +317,7 @@ def write_vision_model(name: str, directory: Path, *, publish: bool = True) -> A
         config.projection_hidden_size = tiny.vision["hidden_size"]
     model = tower.model(config).eval()
     randomize(model, sum(name.encode()) + 1, model.config.model_type)
-    if text.model_type.startswith("llama4"):
-        model.language_model.register_forward_hook(_with_image_outputs)
+    add_image_outputs(model)
     model.save_pretrained(directory)
     if publish:
         tower.publish(directory, values)
@@ -328,13 +327,6 @@ def write_vision_model(name: str, directory: Path, *, publish: bool = True) -> A
     if tiny.tokens:
         write_tokenizer(directory, word_tokenizer(tiny.tokens), None)
     return model
-
-
-def _with_image_outputs(module: Any, inputs: Any, outputs: Any) -> None:
-    """Llama4ForConditionalGeneration of transformers 5.24 reads this of its language model's outputs, which
-    have no such field."""
-    if not hasattr(outputs, "image_outputs"):
-        outputs.image_outputs = None
 
 
 def word_tokenizer(tokens: dict[str, int], vocab_size: int = 211) -> Tokenizer:

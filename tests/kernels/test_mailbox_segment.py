@@ -37,9 +37,9 @@ def test_wrong_abi_names_both_versions() -> None:
     """Client and server refuse, naming found and expected."""
     with new_mailbox(geometry()) as box:
         overwrite(box.name, 8, (77).to_bytes(4, "little"))
-        with pytest.raises(AbiMismatch, match="found 77, expected 3"):
+        with pytest.raises(AbiMismatch, match="found 77, expected 4"):
             Mailbox.attach(box.name, 0)
-        with pytest.raises(AbiMismatch, match="found 77, expected 3"):
+        with pytest.raises(AbiMismatch, match="found 77, expected 4"):
             MailboxServer(box.name, 0, EchoBackend(48))
 
 

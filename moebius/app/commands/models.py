@@ -234,7 +234,7 @@ def random(
     from moebius.app.random_model import RandomModelOptions, write_random_model
 
     options = RandomModelOptions(
-        shape, weight_format, layers, max_gb, skew, head, mtp_right, overlap, topic_tokens, seed, threads
+        shape, weight_format, layers, max_gb, skew, head, mtp_right, seed, threads, overlap, topic_tokens
     )
     with rich_progress() as progress:
         written = write_random_model(

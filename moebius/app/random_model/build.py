@@ -100,12 +100,12 @@ class RandomModelOptions:
     head: str = "random"
     # After how many percent of the tokens layers of multi-token prediction guess right, with a chained head.
     mtp_right: int = 80
+    seed: int = 0
+    threads: int = 0  # 0: one per allowed CPU.
     # Of a token's experts, the percentage that the next token chooses as well, with a chained head; 0: what
     # chance gives. And how many tokens a topic lasts.
     overlap: int = 0
     topic_tokens: int = 64
-    seed: int = 0
-    threads: int = 0  # 0: one per allowed CPU.
 
 
 @dataclass(frozen=True)

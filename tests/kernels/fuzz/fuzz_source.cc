@@ -135,9 +135,7 @@ class Builder {
     const uint32_t groups = groups_of(cols_, format_.group_size);
     const bool stored_by_group =
         matrix().layout == SourceLayout::kAwqInt4 || matrix().layout == SourceLayout::kGptqInt4;
-    // Products of two numbers, which are rounded while they are packed.
-    const bool products = format_.scale == ScaleType::kFloat16 && random_.one_in(4);
-    matrix().scale_type = products ? ScaleType::kFloat32 : format_.scale;
+    matrix().scale_type = format_.scale;
     matrix().group_size = format_.group_size;
     if (format_.panel_scale) {
       matrix().scale_rows = 128;
@@ -158,11 +156,22 @@ class Builder {
 
   // scale_count_ scales, times `factor` unless it is 0.
   const std::byte* scale_array(float factor) {
-    const size_t width = scale_bytes(matrix().scale_type);
+    const bool products = matrix().scale_type == ScaleType::kProducts;
+    const size_t width = products ? 4 : scale_bytes(matrix().scale_type);
+    const size_t groups = groups_of(cols_, format_.group_size);
     std::byte* data = buffer(scale_count_ * width);
-    for (size_t i = 0; i < scale_count_; ++i) {
-      const uint32_t bits = scale_bits(factor);
-      std::memcpy(data + i * width, &bits, width);
+    for (size_t row = 0; row < scale_count_ / groups; ++row) {
+      uint32_t shared = 0;
+      for (size_t group = 0; group < groups; ++group) {
+        uint32_t bits = scale_bits(factor);
+        if (products) {
+          // A word: a float16 factor, which two groups of a row share, and the whole number that multiplies it.
+          if (group % 2 == 0) shared = bits & 0xffff;
+          bits = shared | (1 + random_.below(63)) << 16;
+        }
+        const size_t place = row * matrix().scale_row_stride + group * matrix().scale_group_stride;
+        std::memcpy(data + place * width, &bits, width);
+      }
     }
     return data;
   }
@@ -174,6 +183,7 @@ class Builder {
       case ScaleType::kFloat32: return bits;
       case ScaleType::kBFloat16: return bits >> 16;
       case ScaleType::kFloat16: return encode_float16(scale);
+      case ScaleType::kProducts: return encode_float16(scale / 32.0f);
       case ScaleType::kE8M0: return bits >> 23;
       default: return 0x30 + random_.below(0x10);  // e4m3: 0.5 to 1.9, the column scale does the rest
     }
