@@ -1,6 +1,6 @@
 """A limit on requests in flight: beyond it clients get 429 and retry later, so that latency stays bounded.
 
-One that has less than an equal share of the places is let in all the same: nobody is kept out by others.
+One that has less than an equal share of the places is let in all the same: no client is kept out by others.
 """
 
 from __future__ import annotations

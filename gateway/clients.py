@@ -13,7 +13,7 @@ _BYTES = 16
 
 
 def client_of(scope: Scope) -> str:
-    """A hash by which one client's requests are told from another's; gateways with the same keys agree on it.
+    """A hash by which one client's requests differ from another's; gateways with the same keys agree on it.
 
     It is of the key's name, or without keys of the address that the connection comes from (of IPv6 the
     network of 64 bits that a site has). `X-Forwarded-For` counts only if a proxy on this machine sends it:

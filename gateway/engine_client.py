@@ -259,7 +259,7 @@ class EngineClient:
             span.set_attribute("rpc.grpc.status_code", error.code().value[0])
             span.set_status(Status(StatusCode.ERROR, error.details()))
             if is_lost(error) and error.code() not in (_UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                # Lost in the middle of a stream it has other names, by which nobody would try another engine.
+                # Lost in the middle of a stream it has other names, by which no other engine would be tried.
                 raise call_error(_UNAVAILABLE, error.details() or "") from error
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Whether a request would be answered now, and if not, why: looked at all the time, told to whoever asks."""
+"""Whether a request would be answered now, and if not, why: looked at all the time, for whoever asks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _ExplainedHealth(health.aio.HealthServicer):  # type: ignore[misc]
 class HealthReport:
     """The standard health service: "" says that the process works, the engine service that it would answer.
 
-    A process that still loads, drains or waits for expert servers works: nobody should kill it for that.
+    A process that still loads, drains or waits for expert servers works: it should not be killed for that.
     """
 
     def __init__(self, server: grpc.aio.Server, others: Sequence[str] = ()) -> None:

@@ -30,7 +30,7 @@ _NO_MEMORY = re.compile(
 
 def report_failure(cause: str) -> None:
     """Prints why this process ends, as one line on stderr: its last one, which the supervisor repeats."""
-    with contextlib.suppress(OSError, ValueError):  # stderr is full, or nobody reads it: the status remains
+    with contextlib.suppress(OSError, ValueError):  # stderr is full, or closed: the status remains
         print(FAILURE_MARK + " ".join(cause.split()) + shortage(cause), file=sys.stderr, flush=True)
 
 

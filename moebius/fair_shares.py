@@ -37,7 +37,7 @@ class FairShares:
     def settle(self, waiting: Collection[str]) -> None:
         """To be called with all clients that wait, before one is chosen: no others can save up.
 
-        Where none waits there is enough for all, and nobody owes anybody anything.
+        Where none waits there is enough for all, and no client owes anything.
         """
         if not waiting:
             self._served.clear()
@@ -69,7 +69,7 @@ def in_turns(
 def has_place(taken: Mapping[str, int], client: str, limit: int, wanted: int = 1) -> bool:
     """Whether a client may have `wanted` places more, by how many each has `taken` of `limit`.
 
-    When all are taken, one with less than its equal share still gets some, so that nobody is kept out by
+    When all are taken, one with less than its equal share still gets some, so that no client is kept out by
     others who came first; there are at most twice as many places in use then.
     """
     return sum(taken.values()) + wanted <= limit or is_below_share(taken, client, limit, wanted)

@@ -257,7 +257,7 @@ class IdentityRecord:
         self._path = Path(path) if path else None
 
     def check(self, parts: Parts) -> None:
-        """Compares, and notes what nobody has noted yet.
+        """Compares, and notes what has not been noted yet.
 
         Raises WrongIdentity naming the files that have changed, StartupError when the record cannot be used.
         """

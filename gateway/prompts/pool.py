@@ -271,7 +271,7 @@ class PromptPool:
                 await process.stop(kill=False)
 
     def _postpone(self, job: Job) -> None:
-        """Has it wait with those whose grammars take long, of which there may be so many."""
+        """Has it wait with those whose grammars take long, of which a limited number may wait."""
         if job.answer.done():
             return
         if len(self._slow) >= max(1, self._most_waiting // _SLOW_SHARE):

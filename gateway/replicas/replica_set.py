@@ -170,7 +170,7 @@ class ReplicaSet:
 
     async def why_not_serving(self) -> str:
         """Why no replica would answer a request now; empty: at least one would."""
-        if self._is_one:  # nobody else looks after it
+        if self._is_one:  # nothing else looks after it
             (only,) = self.replicas.values()
             if await only.client.is_serving() and await self._compare(only) and not only.mismatch:
                 return ""

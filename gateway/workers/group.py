@@ -87,7 +87,7 @@ class Group:
         self._gone: Samples = {}  # what processes had counted that are gone
         self._broken: UserError | None = None
         self._files = _files_of(config)
-        self._refusals: dict[int, str] = {}  # by seat: why nobody could take it
+        self._refusals: dict[int, str] = {}  # by seat: why no process could take it
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         # A SIGHUP has come that no replacement has begun for; and whether one runs.

@@ -24,7 +24,7 @@ class DamageWatch:
     """Used by the engine thread."""
 
     def __init__(self, scheduler: Scheduler, runner: StepRunner, inbox: Inbox) -> None:
-        """`runner` knows of damaged experts; those of before are nobody's concern."""
+        """`runner` knows of damaged experts; those of before do not count."""
         self._scheduler, self._runner, self._inbox = scheduler, runner, inbox
         self._known, self._trusted_from = runner.damages, 0
 

@@ -1,7 +1,7 @@
 """Which processes serve the experts by gRPC: asked for their health, and then who they are.
 
-A remote server has nobody but its clients to compare it with its predecessor. One that does not fit is
-healthy in its own eyes and stays where it is until somebody replaces it: who waits for it is told at once.
+Only its clients compare a remote server with its predecessor. One that does not fit is
+healthy in its own eyes and stays where it is until it is replaced: whoever waits for it learns of it at once.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GrpcServers:
     def problem(self) -> str:
         """Why a layer would not be computed now; asks all servers at once."""
         for index, look in enumerate(self._look(_PROBE_S)):
-            # A damaged expert that cannot be packed anew keeps nobody from asking for others.
+            # A damaged expert that cannot be packed anew does not prevent requests for others.
             problem = look.problem or (look.info.problem if look.info is not None else "")
             if problem:
                 return f"expert server {index}: {problem}"

@@ -36,7 +36,7 @@ def build_model(
     """Compose the model, or a rank's part of it, on the meta device; `load_weights` puts it on `device`.
 
     `dtype` is that of weights and activations, by default the config's. Raises ConfigError for a model that
-    can not be divided over so many ranks, and as `check_switches`.
+    can not be divided over the ranks, and as `check_switches`.
     """
     check_switches(config)
     check_divisible(config, parallel)

@@ -96,7 +96,7 @@ def divide_budget(
     half for itself; the other half goes to the shortest prompts first, whether they run already or wait
     (`newcomers`). So a short prompt starts at once however long the others are, and a long one is held up by
     at most as many tokens as it computes itself. Of prompts of one length the older is done first: sharing
-    evenly would delay the older and hasten nobody. `rank`: which prompt is the oldest, where clients share.
+    evenly would delay the older and hasten none. `rank`: which prompt is the oldest, where clients share.
     `splits` as in `chunk_size`; `excluded` says, of a running
     request and the tokens that it needs, whether it is another step's; `budget` other than the usual one.
     """

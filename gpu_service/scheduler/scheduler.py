@@ -366,7 +366,7 @@ class Scheduler:
     def _newcomers(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
         """Waiting requests that may start now: a client's oldest, then its shortest, of clients in turns.
 
-        As long as the one whose turn it is lacks pages nobody overtakes it, or it could wait for ever.
+        As long as the one whose turn it is lacks pages no other overtakes it, or it could wait for ever.
         `choose`: which of them the step takes, in the same order.
         """
         if not (self._free_slots and self.waiting and self.cache.has_free_state):
@@ -440,7 +440,7 @@ class Scheduler:
         request.last_step = batch.step
 
     def preempt(self, victim: Request, keep: bool = True) -> None:
-        """Back to waiting; `keep`: what it computed stays in the tree as long as nobody needs the pages."""
+        """Back to waiting; `keep`: what it computed stays in the tree as long as its pages are not needed."""
         self.running.remove(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1

@@ -1,6 +1,6 @@
 """Which client's requests are next: each gets an equal share of the tokens computed, as long as several wait.
 
-Clients are told apart by `Request.fairness_id`. What one was served is the tokens that were computed for it,
+Clients differ by `Request.fairness_id`. What one was served is the tokens that were computed for it,
 prompt and output, each position once: neither cached prefixes nor what a preemption has computed again. As a
 request's place in the batch is a promise of more, a client's account also has what its running requests
 still need: the rest of their prompts, and as much output as requests have had lately. With one client, or as
@@ -73,7 +73,7 @@ class ClientShares:
         return (self._accounts.get(request.fairness_id, 0.0), seniority(request))
 
     def oldest(self, candidates: Sequence[Request]) -> Request:
-        """The waiting request that nobody may overtake: the oldest of the client that was served least."""
+        """The waiting request that no other may overtake: the oldest of the client that was served least."""
         return min(candidates, key=self.rank) if self._accounts else candidates[0]
 
     def choose(self, prompts: Sequence[Prompt], count: int) -> list[Prompt]:

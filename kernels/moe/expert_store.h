@@ -61,7 +61,7 @@ class ExpertStore {
   // Packs a damaged expert once more, into memory of its own. Empty: the source is not what was packed. Throws
   // std::invalid_argument when it does not fit.
   AlignedBytes pack_again(uint32_t layer, uint32_t expert, const ExpertSource& source) const;
-  // Puts what pack_again() returned where the damaged expert is; nobody may read that one meanwhile. False: the memory
+  // Puts what pack_again() returned where the damaged expert is; it must not be read meanwhile. False: the memory
   // does not keep it, and the expert stays damaged.
   bool replace(uint32_t layer, uint32_t expert, const AlignedBytes& packed);
   // Every expert of the segment is packed.

@@ -156,7 +156,7 @@ class Segment {
   void set_packed(ExpertRecord& record, uint64_t digest, double squared_error, double squared_reference);
   // The expert's bytes are not what was packed: it is missing from now on, and readers learn of it.
   void set_missing(ExpertRecord& record);
-  // Writes bytes of an expert, also after finish(); nobody may read them meanwhile.
+  // Writes bytes of an expert, also after finish(); they must not be read meanwhile.
   void write(std::byte* target, const std::byte* source, size_t count);
   // The expert's bytes are again what was packed. With the last missing one all is complete again.
   void set_repaired(ExpertRecord& record);

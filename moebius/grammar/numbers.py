@@ -1,4 +1,4 @@
-"""JSON's numbers within bounds as terminals of a grammar: exact, and of so many digits.
+"""JSON's numbers within bounds as terminals of a grammar: exact, and of a limited number of digits.
 
 Bounds are compared as decimals, digit by digit, so it does not matter what a float64 can hold. Each bound is
 an expression of its own; a number satisfies both (`&`). Digits are bounded, since models that are forced into
@@ -152,7 +152,7 @@ def constant_terminal(value: float) -> str:
 
 
 class _Magnitudes:
-    """Expressions for numbers without a sign, of so many digits before and after the point."""
+    """Expressions for numbers without a sign, with limits on digits before and after the point."""
 
     def __init__(self, digits: int) -> None:
         self._digits = digits
@@ -205,7 +205,7 @@ def _digits(number: Decimal) -> tuple[str, str]:
 
 
 def _whole_from(least: int, digits: int) -> str:
-    """Whole numbers from `least` >= 0 on, of at most so many digits."""
+    """Whole numbers from `least` >= 0 on, of at most `digits` digits."""
     if least == 0:
         return f"0|[1-9][0-9]{{0,{digits - 1}}}"
     text = str(least)

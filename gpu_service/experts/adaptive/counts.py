@@ -36,7 +36,7 @@ class RoutingCounts:
         self._on_the_way: tuple[torch.Tensor, Any] | None = None
 
     def of(self, layer: int, rows: int) -> torch.Tensor:
-        """int32 `[num_experts]`, which a step of so many token rows adds to; the same tensor every time."""
+        """int32 `[num_experts]`, which a step of `rows` token rows adds to; the same tensor every time."""
         return self._totals[int(rows > DECODE_ROWS), self._rows[layer]]
 
     def fetch(self) -> None:

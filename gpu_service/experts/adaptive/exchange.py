@@ -159,7 +159,7 @@ class SlotExchanges:
 
     def _possible(self, copies: Sequence[_Copy]) -> list[tuple[Wanted, torch.Tensor | None, int]]:
         """Those whose slots are still as they were when they were wanted, with the slot; of one slot or
-        newcomer the first. A slot whose newcomer is on its way is nobody's.
+        newcomer the first. A slot whose newcomer is on its way is not free.
         """
         coming = {*self.under_way}
         taken = {(each.layer, each.slot) for each in self._copying}

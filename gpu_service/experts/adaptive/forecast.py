@@ -24,7 +24,7 @@ _PREFILL_TOKENS = 64.0
 _JUDGED_OVER = 1024.0
 # How much better another half-life has to be, in hits of all, to be followed instead.
 _BETTER = 0.005
-# Weight of recorded counts, in tokens: as if so many had been seen.
+# Weight of recorded counts, in tokens that are taken to have been seen.
 _KNOWN_TOKENS = 512.0
 
 Rates = NDArray[np.float64]

@@ -167,7 +167,7 @@ class Planner:
         fill: bool,
         explain: bool,
     ) -> CapacityPlan:
-        """With these residents, beside which there is room for so many tokens."""
+        """With these residents, beside which there is room for `kv_tokens`."""
         context, concurrency = wish.tokens(self.model.max_model_len)
         if self.on_gpu:
             ledgers = self._ledgers(hardware, residency, explain)
