@@ -93,12 +93,25 @@ def end(host: ExpertHost) -> None:
     end_of_watch()
 
 
+def watches() -> set[threading.Thread]:
+    """Threads that compare experts."""
+    return {thread for thread in threading.enumerate() if thread.name == "weights-watch"}
+
+
+# Of hosts that tests of other files have left in this process.
+_EARLIER: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _own_watches() -> None:
+    _EARLIER.update(watches())
+
+
 def end_of_watch() -> None:
-    """Of hosts that are drained."""
-    for thread in threading.enumerate():
-        if thread.name == "weights-watch":
-            thread.join(60)
-            assert not thread.is_alive()
+    """Of this test's hosts, which are drained."""
+    for thread in watches() - _EARLIER:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def outputs(host: ExpertHost) -> list[bytes]:
