@@ -108,7 +108,7 @@ def build_engine(
     backends.install(device, config.gpu.attention_backend, shape.dtype, sizes, shape.attention_modules)
     stream = device_stream(device)
     with stream.active(), ExitStack() as undo:
-        built = _assemble(config, model_config, group, stream, observer, on_output, undo)
+        built = _assemble(config, model_config, identity.experts, group, stream, observer, on_output, undo)
         identity.confirm()
         undo.pop_all()
         return replace(built, identity=identity.parts)
@@ -117,6 +117,7 @@ def build_engine(
 def _assemble(
     config: MoebiusConfig,
     model_config: ModelConfig,
+    fingerprint: str,
     group: RankGroup,
     stream: DeviceStream,
     observer: EngineObserver,
@@ -130,7 +131,7 @@ def _assemble(
     moe = rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.rank_config, device)
-    loaded = _load(config, model, model_config, moe, streaming, group, memory, undo)
+    loaded = _load(config, model, model_config, fingerprint, moe, streaming, group, memory, undo)
     vision, resident, streamer, adaptive = loaded
     # Before the pool is sized: a CPU allocates counts at first use, a GPU all of them now.
     sampler = group.sampler(model_config.vocab_size, device, gpu.num_seqs if _is_gpu(device) else 0)
@@ -141,7 +142,7 @@ def _assemble(
     num_pages = _num_pages(memory, model, moe, resident, states, profiled, lane_stream, group)
     limits, kv_cache = scheduler_limits(gpu, model_config, num_pages), shape.make_pool(num_pages)
     memory.reached(KV)
-    experts = connect_experts(config, moe, group, undo, adaptive)
+    experts = connect_experts(config, moe, group, undo, fingerprint, adaptive)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
     runner = group.model_runner(
         model,
@@ -160,7 +161,7 @@ def _assemble(
         placement=adaptive,
     )
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
-    open_streamer(config, streaming, streamer, experts, stream, dtype, undo)
+    open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint)
     engine = _engine(config, group, runner, steps, lane, limits, num_pages, observer, on_output, compiler)
     context, tokens = limits.context_limit, gpu.num_batched_tokens
     return Built(
@@ -222,6 +223,7 @@ def _load(
     config: MoebiusConfig,
     model: CausalLM,
     model_config: ModelConfig,
+    fingerprint: str,
     moe: RankMoe | None,
     streaming: StreamingPlan | None,
     group: RankGroup,
@@ -237,7 +239,7 @@ def _load(
     memory.reached(VISION)
     load_weights(model, config.model.model, keep_fp8=config.model.dense_weights == "keep")
     memory.reached(DENSE)
-    record = routing_record(config, moe, group, device)
+    record = routing_record(config, moe, group, device, fingerprint)
     known = {} if moe is None else known_routing(config, moe, record)
     resident = load_resident(config, moe, device, dtype, group, known)
     memory.reached(RESIDENT)

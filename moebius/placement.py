@@ -334,7 +334,13 @@ def make_placement(config: PlacementConfig, geometry: MoeGeometry) -> Placement:
     others = tuple(layer for layer in geometry.moe_layers if layer not in whole)
     if others and (config.gpu_experts or config.gpu_experts_ratio):
         strategy = STRATEGIES[config.placement_strategy]
-        counts = _counts(config, geometry) if strategy.takes_statistics else None
+        counts = None
+        if strategy.takes_statistics:
+            counts = recorded_counts(config, geometry)
+            if counts is None and config.placement_strategy == "frequency":
+                raise UserError(
+                    "placement_strategy is 'frequency', but expert_statistics is empty: it names a file"
+                )
         candidates = Candidates(others, geometry.num_experts, config.placement_seed, counts)
         chosen += _take(config, strategy, candidates)
     return Placement.of(geometry, chosen)
@@ -365,13 +371,12 @@ def _take(config: PlacementConfig, strategy: Strategy, candidates: Candidates) -
     return ranking[: config.gpu_experts * len(candidates.layers)]
 
 
-def _counts(config: PlacementConfig, geometry: MoeGeometry) -> Mapping[int, NDArray[np.int64]] | None:
-    """None: there is no file, which only `frequency` needs."""
+def recorded_counts(config: PlacementConfig, geometry: MoeGeometry) -> Mapping[int, NDArray[np.int64]] | None:
+    """Counts int64 `[num_experts]` by layer, of the file `expert_statistics`; None: it names none.
+
+    Raises UserError for a file that cannot be read, or is another model's.
+    """
     if not config.expert_statistics:
-        if config.placement_strategy == "frequency":
-            raise UserError(
-                "placement_strategy is 'frequency', but expert_statistics is empty: it names a file"
-            )
         return None
     statistics = ExpertStatistics.read(config.expert_statistics)
     statistics.check_model(geometry, config.expert_statistics)

@@ -109,11 +109,12 @@ def connect_experts(
     moe: RankMoe | None,
     group: RankGroup,
     undo: ExitStack,
-    placement: AdaptivePlacement | None = None,
+    fingerprint: str,
+    placement: AdaptivePlacement | None,
 ) -> CheckedExperts | None:
     """A client whose servers are ready; None where no layer of any rank needs one. `undo` closes it.
 
-    `placement` is to know when servers find an expert damaged.
+    `fingerprint`: `EngineIdentity.experts`. `placement` is to know when servers find an expert damaged.
 
     Ranks decide alike: they agree on failures through their clients, so all have one or none.
     """
@@ -123,7 +124,7 @@ def connect_experts(
     if all(len(placed.get(layer, ())) == moe.geometry.num_experts for layer in moe.geometry.moe_layers):
         return None
     device = resolve_device(config.gpu, local_rank(config.parallel))
-    client = make_expert_client(config, moe.geometry, device)
+    client = make_expert_client(config, moe.geometry, device, fingerprint)
     shared = group.experts(client, divides_rows=config.experts.expert_transport != "mailbox")
     assert shared is not None
     experts = CheckedExperts(shared)

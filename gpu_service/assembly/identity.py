@@ -12,6 +12,7 @@ from moebius.model_identity import (
     Parts,
     check_unchanged,
     checkpoint_parts,
+    expert_fingerprint,
     identity_digest,
     identity_text,
     model_parts,
@@ -35,6 +36,11 @@ class EngineIdentity:
     def text(self) -> str:
         """For other processes, as `moebius.model_identity` writes it."""
         return identity_text(self.parts)
+
+    @property
+    def experts(self) -> str:
+        """Of what holds the routed experts, as their servers say it."""
+        return expert_fingerprint(self.parts)
 
     @property
     def digest(self) -> str:

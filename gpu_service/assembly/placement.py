@@ -19,9 +19,7 @@ from gpu_service.experts.streaming.ring import transfer_device
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.parallel.group import RankGroup
 from moebius.config import MoebiusConfig
-from moebius.model_identity import checkpoint_fingerprint
-from moebius.models.checkpoint import open_index
-from moebius.placement import ExpertStatistics, keeps_residents
+from moebius.placement import keeps_residents, recorded_counts
 
 _log = structlog.get_logger(__name__)
 Known = Mapping[int, NDArray[np.int64]]
@@ -39,25 +37,22 @@ def follows_traffic(config: MoebiusConfig, group: RankGroup, device: torch.devic
 
 
 def routing_record(
-    config: MoebiusConfig, moe: RankMoe | None, group: RankGroup, device: torch.device
+    config: MoebiusConfig, moe: RankMoe | None, group: RankGroup, device: torch.device, fingerprint: str
 ) -> RoutingRecord | None:
-    """Where this checkpoint's routing is kept; None: the placement does not follow it."""
+    """Where this checkpoint's routing is kept, by `EngineIdentity.experts`; None: the placement does not
+    follow it.
+    """
     if moe is None or not follows_traffic(config, group, device):
         return None
-    index = open_index(config.model.expert_checkpoint or config.model.model)
-    return RoutingRecord(moe.geometry, checkpoint_fingerprint(index))
+    return RoutingRecord(moe.geometry, fingerprint)
 
 
 def known_routing(config: MoebiusConfig, moe: RankMoe, record: RoutingRecord | None) -> Known:
     """Counts by layer: of the file that the settings name, else of this model's last run; empty: none."""
-    path = config.placement.expert_statistics
     if record is None:
         return {}
-    if not path:
-        return record.read()
-    statistics = ExpertStatistics.read(path)
-    statistics.check_model(moe.geometry, path)
-    return statistics.counts_by_layer()
+    named = recorded_counts(config.placement, moe.geometry)
+    return record.read() if named is None else named
 
 
 def make_adaptive(

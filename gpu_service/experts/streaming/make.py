@@ -27,11 +27,9 @@ from gpu_service.parallel.context import ParallelContext
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
 from moebius.expert_slices import REQUANTISED, SliceRequest, plan_slice
-from moebius.model_identity import checkpoint_fingerprint
-from moebius.models.checkpoint import open_index
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
-from moebius.placement import ExpertStatistics, make_placement
+from moebius.placement import make_placement, recorded_counts
 from moebius.weight_segment import WeightSegment, WeightSegmentError, segment_path
 
 _log = structlog.get_logger(__name__)
@@ -239,15 +237,8 @@ def _warm_up(
 
 def _counts(config: MoebiusConfig, geometry: MoeGeometry) -> dict[int, list[int]]:
     """How often experts were chosen, by layer, where a file says so."""
-    path = config.placement.expert_statistics
-    if not path:
-        return {}
-    statistics = ExpertStatistics.read(path)
-    statistics.check_model(geometry, path)
-    return {
-        layer: [int(count) for count in counts]
-        for layer, counts in zip(statistics.layers, statistics.counts, strict=True)
-    }
+    found = recorded_counts(config.placement, geometry) or {}
+    return {layer: counts.tolist() for layer, counts in found.items()}
 
 
 def open_streamer(
@@ -258,11 +249,13 @@ def open_streamer(
     stream: DeviceStream,
     dtype: torch.dtype,
     undo: ExitStack,
+    fingerprint: str,
 ) -> None:
     """Begins to open and register the servers' segments, in the background; `undo` closes them again.
 
     Expert servers are ready, all ranks call it at once, and nothing is captured in a graph any more: what
-    servers and device take is measured first, where the settings leave the choice to that.
+    servers and device take is measured first, where the settings leave the choice to that. `fingerprint`:
+    of what holds the experts, which segments have to be of.
     """
     if plan is None or streamer is None:
         return
@@ -271,7 +264,6 @@ def open_streamer(
         rows = config.gpu.num_batched_tokens
         costs = measure_costs(streamer, experts, stream, plan.widest, dtype, rows)
     paths = [segment_path(settings.expert_weights_dir, index) for index in range(settings.split_count)]
-    fingerprint = checkpoint_fingerprint(open_index(config.model.expert_checkpoint or config.model.model))
 
     def on_ready(source: SegmentSource, segments: ExpertSegments) -> None:
         if costs is not None:
