@@ -14,8 +14,10 @@ import pytest
 
 from moebius.app import cli
 from moebius.app.doctor.facts import Volume, read_volume
+from moebius.app.planning import fill
 from moebius.app.supervisor import shortages
 from moebius.app.supervisor.shortages import Needs, find_shortages
+from moebius.config import MoebiusConfig
 from moebius.limits import FEWEST_BYTES
 from moebius.weight_segment import segment_path
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
@@ -168,3 +170,20 @@ def test_a_real_dev_shm_of_1_mib(model: Path, tmp_path: Path) -> None:
         ended = subprocess.run([*moebius, *command, *SETTINGS], capture_output=True, text=True, timeout=240)
         assert ended.returncode == status, ended.stdout + ended.stderr
         assert "but it holds 1 MiB, and 1 MiB are free" in ended.stdout + ended.stderr
+
+
+def test_what_serve_puts_on_gpus_by_itself_needs_no_ram(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Doctor judges the placement that `serve` would choose: with all on a GPU no server packs any."""
+
+    def on_gpu(config: MoebiusConfig) -> MoebiusConfig:
+        placement = config.placement.model_copy(update={"gpu_experts_ratio": 1.0})
+        return config.model_copy(update={"placement": placement})
+
+    little_memory(monkeypatch)
+    assert run("doctor", model, *SETTINGS) == 1
+    assert "FAILURE RAM for this model" in capsys.readouterr().out
+    monkeypatch.setattr(fill, "with_filled_gpus", on_gpu)
+    run("doctor", model, *SETTINGS)
+    assert "FAILURE RAM for this model" not in capsys.readouterr().out

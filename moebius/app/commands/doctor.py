@@ -127,6 +127,7 @@ def _model_findings(config: MoebiusConfig) -> list[Finding]:
     """Whether `moebius serve MODEL` would start here: files, then sizes, then the memory plan."""
     from moebius.app.commands.models import check_files, with_checkpoint
     from moebius.app.doctor.checks import check_model, check_plan, check_shortages
+    from moebius.app.planning.fill import with_filled_gpus
 
     given, error = config.model.model, ""
     try:
@@ -138,6 +139,8 @@ def _model_findings(config: MoebiusConfig) -> list[Finding]:
     if error:
         return findings
     try:
+        # As `serve` does: what it puts on GPUs by itself needs no RAM.
+        config = with_filled_gpus(config)
         shortages = _shortages(config)
     except (UserError, ValueError) as found:
         return [*findings, check_plan(str(found))]
