@@ -20,6 +20,7 @@ from moebius.models.read import read_geometry
 from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.expert_cluster import Cluster, running_cluster
 from tests.helpers.tiny_models import make_tiny_model
+from tests.service.test_streaming_engine import settings as streaming_settings
 from tests.service.test_streaming_engine import wait_until_streaming
 
 KEPT = PlacementConfig(drop_resident="keep")
@@ -44,11 +45,9 @@ def restless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def settings(cluster: Cluster, gpu_experts: int, **gpu: Any) -> MoebiusConfig:
     """An engine of the cluster's model and servers, some experts of each layer on its device."""
-    small = {"num_pages": 256, "page_size": 4, "max_num_seqs": 6, "device": "cpu", "gpu_threads": 1}
-    document = cluster.config.model_dump()
-    document["gpu"] |= small | {"max_num_batched_tokens": 32} | gpu
-    document["placement"] |= {"gpu_experts": gpu_experts}
-    return MoebiusConfig.model_validate(document)
+    config = streaming_settings(cluster, num_pages=256, prefix_caching=True, **gpu)
+    placement = config.placement.model_copy(update={"gpu_experts": gpu_experts})
+    return config.model_copy(update={"placement": placement})
 
 
 def requests() -> list[Request]:

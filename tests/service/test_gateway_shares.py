@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +13,9 @@ import httpx
 import pytest
 
 from moebius.api_keys import KeyLimits, add_key
-from moebius.app.cli import main as cli
+from tests.helpers.engine_process import engine_process, write_one_layer
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
-from tests.helpers.stack import ROOT
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 pytestmark = pytest.mark.plain_http
@@ -28,29 +25,10 @@ SEQS = 2
 @contextlib.contextmanager
 def engine(directory: Path) -> Iterator[str]:
     """The address of a real engine process with few places, which computes a tiny checkpoint."""
-    model, address = directory / "tiny", f"unix:{directory}/engine.sock"
-    with contextlib.suppress(SystemExit):
-        cli(["models", "random", str(model), "--shape", "tiny", "--layers", "1"])
-    command = [
-        sys.executable,
-        "-m",
-        "moebius",
-        "gpu",
-        str(model),
-        "--device",
-        "cpu",
-        "--gpu-address",
-        address,
-    ]
-    command += ["--expert-transport", "local", "--num-pages", "4096", "--served-model-name", "tiny"]
-    command += ["--max-num-seqs", str(SEQS), "--gpu-threads", "1"]
-    with (directory / "log").open("wb") as sink:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink)
-    try:
+    address = f"unix:{directory}/engine.sock"
+    options = ("--num-pages", "4096", "--max-num-seqs", str(SEQS), "--gpu-threads", "1")
+    with engine_process(write_one_layer(directory / "tiny"), address, directory / "log", *options):
         yield address
-    finally:
-        process.kill()
-        process.wait()
 
 
 class Load:

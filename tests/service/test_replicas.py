@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from moebius.app.cli import main as cli
+from tests.helpers.engine_process import engine_process, write_one_layer
 from tests.helpers.gateway_server import gateway_config, running_gateway
-from tests.helpers.stack import ROOT
 
 PROMPT_TOKENS, TOKENS = 8, 60
 
@@ -25,34 +21,7 @@ PROMPT_TOKENS, TOKENS = 8, 60
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint with random weights and a tokenizer."""
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    with contextlib.suppress(SystemExit):
-        cli(["models", "random", str(directory), "--shape", "tiny", "--layers", "1"])
-    return directory
-
-
-@contextlib.contextmanager
-def engine(model: Path, address: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A real engine process, alone."""
-    command = [
-        sys.executable,
-        "-m",
-        "moebius",
-        "gpu",
-        str(model),
-        "--device",
-        "cpu",
-        "--gpu-address",
-        address,
-    ]
-    command += ["--expert-transport", "local", "--num-pages", "512", "--served-model-name", "tiny"]
-    with log.open("wb") as sink:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    return write_one_layer(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def test_no_answer_that_had_not_begun_is_lost_with_its_replica(model: Path, tmp_path: Path) -> None:
@@ -62,7 +31,9 @@ def test_no_answer_that_had_not_begun_is_lost_with_its_replica(model: Path, tmp_
     addresses = [f"unix:{tmp_path}/{number}.sock" for number in range(2)]
     with contextlib.ExitStack() as stack:
         first, _ = (
-            stack.enter_context(engine(model, address, tmp_path / f"{number}.log"))
+            stack.enter_context(
+                engine_process(model, address, tmp_path / f"{number}.log", "--num-pages", "512")
+            )
             for number, address in enumerate(addresses)
         )
         url = stack.enter_context(running_gateway(gateway_config("unused:1", engines=addresses)))

@@ -25,13 +25,9 @@ from gpu_service.experts.resident.experts import (
     make_slots,
 )
 from gpu_service.experts.resident.panels import layer_format
-from tests.helpers.resident_layers import Shape
+from tests.helpers.marked_segments import LAYERS, SHAPE, load_again, marked_segment
 from tests.helpers.simulated_streams import SimulatedDevice
 from tests.helpers.stored_experts import MadeSegment, MadeSource, expert_split, geometry, tensor_split
-from tests.unit.test_streaming_simulated import marked_segment, write_marks
-
-SHAPE = Shape(hidden=16, intermediate=32, experts=7, top_k=2)
-LAYERS, ROWS = 3, 4
 
 
 class SimulatedResidents(ResidentExperts):
@@ -129,22 +125,10 @@ class World:
             self.device.advance(self.rng.randrange(6))
         self.steps += 1
 
-    def load_again(self) -> None:
-        """A server replaces its weights: begins, or ends what it has begun."""
-        for server, segment in enumerate(self.segments):
-            if not segment.is_complete:
-                write_marks(segment, server)
-                segment.is_complete = True
-                return
-        segment = self.rng.choice(self.segments)
-        segment.is_complete = False
-        segment.generation += 1
-        segment.data[:] = 255
-
     def check_end(self) -> None:
         """Everything has ended: maps of device and host agree, and every slot that can be is filled."""
         while any(not segment.is_complete for segment in self.segments):
-            self.load_again()
+            load_again(self.rng, self.segments)
         self.exchanges.wait()
         self.device.drain()
         for layer, slots in self.resident.slots.items():
@@ -163,7 +147,7 @@ def test_steps_meet_the_experts_that_are_mapped(seed: int, has_streamer: bool) -
         world.exchanges.advance(world.wanted())
         world.step()
         if has_streamer and world.rng.random() < 0.05:
-            world.load_again()
+            load_again(world.rng, world.segments)
     world.check_end()
     world.exchanges.close()
 

@@ -11,24 +11,20 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 import torch
 
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.experts import LayerSlots, Share
-from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.streaming.plan import SHARES
 from gpu_service.experts.streaming.ring import _COPY_OPERATIONS, _PIECE_OPERATIONS, BufferRing
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer, StreamedStep
 from gpu_service.layers.moe import start_experts
-from moebius.weight_segment import SegmentLayer
-from tests.helpers.resident_layers import Shape
+from tests.helpers.marked_segments import LAYERS, SHAPE, load_again, marked_segment
 from tests.helpers.simulated_streams import SimulatedDevice, SimulatedEvent, SimulatedKernels
 from tests.helpers.stored_experts import (
     FixedShare,
-    MadeSegment,
     MadeSource,
     Part,
     expert_split,
@@ -36,35 +32,11 @@ from tests.helpers.stored_experts import (
     tensor_split,
 )
 
-SHAPE = Shape(hidden=16, intermediate=32, experts=7, top_k=2)
-LAYERS, ROWS = 3, 4
+ROWS = 4
 # Bytes a second of the link.
 RATE = 1e9
 Pairs = Counter[tuple[int, int, int, int]]
 """(layer, row, expert, server) of what was computed."""
-
-
-def marked_segment(part: Part, server: int = 0) -> MadeSegment:
-    """Every expert's bytes say which one it is, whose, and of which generation."""
-    kind = layer_format("int8", "int8", SHAPE.hidden, part.end - part.begin, False)
-    layers, end = {}, 0
-    for layer in range(LAYERS):
-        layers[layer] = SegmentLayer(
-            layer, end, kind.expert_bytes, part.experts, "int8", "int8", False, SHAPE.hidden,
-            part.begin, part.end,
-        )  # fmt: skip
-        end += layers[layer].nbytes
-    segment = MadeSegment(np.zeros(end, dtype=np.uint8), layers)
-    write_marks(segment, server)
-    return segment
-
-
-def write_marks(segment: MadeSegment, server: int) -> None:
-    """What a server does when it loads."""
-    for layer in segment.layers.values():
-        rows = segment.data[layer.offset : layer.offset + layer.nbytes].reshape(-1, layer.expert_bytes)
-        rows[:, 0], rows[:, 1] = layer.layer, layer.experts
-        rows[:, 2], rows[:, 3] = server, segment.generation % 256
 
 
 class Residents:
@@ -250,25 +222,12 @@ class World:
         assert len({server for server, _ in run.met}) == len(run.met)
         self.counts["streamed" if run.streamed is not None else "served"] += 1
 
-    def load_again(self) -> None:
-        """A server replaces its weights: begins, or ends what it has begun."""
-        for server, segment in enumerate(self.segments):
-            if not segment.is_complete:
-                write_marks(segment, server)
-                segment.is_complete = True
-                return
-        segment = self.rng.choice(self.segments)
-        segment.is_complete = False
-        segment.generation += 1
-        # What is copied now is nothing.
-        segment.data[:] = 255
-
     def disturb(self) -> None:
         """Anything may happen between two launches."""
         self.device.advance(self.rng.randrange(12))
         is_loading = any(not segment.is_complete for segment in self.segments)
         if self.rng.random() < (0.2 if is_loading else 0.02):
-            self.load_again()
+            load_again(self.rng, self.segments)
 
 
 def new_ids(rng: random.Random) -> list[torch.Tensor]:

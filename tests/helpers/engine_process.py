@@ -1,0 +1,35 @@
+"""A real engine process, alone, that computes a tiny random checkpoint on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from moebius.app.cli import main as cli
+from tests.helpers.stack import ROOT
+
+
+def write_one_layer(directory: Path) -> Path:
+    """A tiny checkpoint of one layer with random weights and a tokenizer."""
+    with contextlib.suppress(SystemExit):
+        cli(["models", "random", str(directory), "--shape", "tiny", "--layers", "1"])
+    return directory
+
+
+@contextlib.contextmanager
+def engine_process(model: Path, address: str, log: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Serves `model` as "tiny" at `address` until it is left, however that is."""
+    command = [
+        *(sys.executable, "-m", "moebius", "gpu", str(model), "--device", "cpu", "--gpu-address", address),
+        *("--expert-transport", "local", "--served-model-name", "tiny", *options),
+    ]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
