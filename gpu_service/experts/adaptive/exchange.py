@@ -81,11 +81,6 @@ class SlotExchanges:
         self.count = self.nbytes = 0
 
     @property
-    def num_under_way(self) -> int:
-        """Exchanges that were begun and have not ended."""
-        return len(self._copying) + len(self._packing)
-
-    @property
     def under_way(self) -> list[tuple[int, int]]:
         """(layer, expert) of newcomers that are not mapped yet."""
         return [(each.layer, each.expert) for each in self._copying] + [
@@ -118,7 +113,7 @@ class SlotExchanges:
 
     def wait(self) -> None:
         """Maps everything that was begun: for tests and measurements."""
-        while self.num_under_way:
+        while self.under_way:
             for each in self._copying:
                 self._device.wait(each.end)
             for _, packed in self._packing:

@@ -21,7 +21,7 @@ from gpu_service.experts.adaptive.counts import Observation, RoutingCounts
 from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
 from gpu_service.experts.adaptive.forecast import RoutingForecast
 from gpu_service.experts.adaptive.policy import worthwhile
-from gpu_service.experts.resident.experts import ResidentExperts, Share
+from gpu_service.experts.resident.experts import ResidentExperts
 
 _log = structlog.get_logger(__name__)
 # How often counts are read, at most.
@@ -71,13 +71,14 @@ class AdaptivePlacement:
         self._exchanges = exchanges
         self._save, self._link = save, link
         self._layers = tuple(resident.slots)
-        self._is_fixed = [resident.share(layer) is Share.ALL for layer in self._layers]
         self._num_slots = slots = [found.count for found in resident.slots.values()]
         num_experts = resident.geometry.num_experts
         self._forecast = RoutingForecast(slots, num_experts, resident.geometry.top_k, known)
         self._bytes_each = max(found.kind.expert_bytes for found in resident.slots.values())
         self._num_experts = num_experts
-        self._inbox: queue.SimpleQueue[tuple[Observation, NDArray[np.bool_]] | None] = queue.SimpleQueue()
+        # What was chosen, and what was resident then; None for the latter: another decision is under way.
+        self._inbox: queue.SimpleQueue[tuple[Observation, NDArray[np.bool_] | None] | None]
+        self._inbox = queue.SimpleQueue()
         self._wanted: list[Wanted] = []
         self._is_deciding = False
         # Set once there is a client of expert servers; see `ExpertClient.damages`.
@@ -104,11 +105,10 @@ class AdaptivePlacement:
             self._exchanges.distrust()
         self._exchanges.advance(self._next_exchanges() if now >= self._careful_until else ())
         found = self._counts.poll()
-        if found is not None and not self._is_deciding:
+        if found is not None:
+            resident = None if self._is_deciding else self.resident_mask()
             self._is_deciding = True
-            self._inbox.put((found, self.resident_mask()))
-        elif found is not None:
-            self._inbox.put((found, np.empty((0, 0), np.bool_)))
+            self._inbox.put((found, resident))
         if now >= self._next_read:
             self._next_read = now + _EVERY_S
             self._counts.fetch()
@@ -155,9 +155,9 @@ class AdaptivePlacement:
         except Exception:  # serving goes on with what is resident
             _log.exception("experts on the GPU are not exchanged any more")
 
-    def _take(self, observation: Observation, resident: NDArray[np.bool_]) -> None:
+    def _take(self, observation: Observation, resident: NDArray[np.bool_] | None) -> None:
         self._forecast.observe(observation)
-        if resident.size:
+        if resident is not None:
             self._note_hits(observation, resident)
             self._wanted = self._decide(resident)
             self._is_deciding = False
@@ -176,11 +176,7 @@ class AdaptivePlacement:
             if resident[row].sum() < self._num_slots[row]
         ]
         found = worthwhile(rates, forecast.tokens, forecast.half_lives, resident, _MOST_WANTED)
-        return wanted + [
-            Wanted(self._layers[each.row], each.newcomer, each.leaver)
-            for each in found
-            if not self._is_fixed[each.row]
-        ]
+        return wanted + [Wanted(self._layers[each.row], each.newcomer, each.leaver) for each in found]
 
     def _note_hits(self, observation: Observation, resident: NDArray[np.bool_]) -> None:
         self._chosen += int(observation.decode.sum())

@@ -41,7 +41,7 @@ from moebius.app.planning.memory import (
 )
 from moebius.app.planning.speed import make_work, predict_decode, predict_prefill
 from moebius.checkpoint.index import has_weights
-from moebius.config import MoebiusConfig, PlacementConfig
+from moebius.config import MoebiusConfig, PlacementConfig, Section
 from moebius.errors import ConfigError, UserError
 from moebius.expert_slices import REQUANTISED
 from moebius.placement import keeps_residents
@@ -114,10 +114,7 @@ class Planner:
         if placement.drop_resident != "auto" or not residency.count:
             return self
         chosen = "keep" if self._keeps(hardware, residency) else "drop"
-        other = copy(self)
-        changed = placement.model_copy(update={"drop_resident": chosen})
-        other.config = self.config.model_copy(update={"placement": changed})
-        return other
+        return self._with(placement=placement.model_copy(update={"drop_resident": chosen}))
 
     def _keeps(self, hardware: Hardware, residency: Residency) -> bool:
         """Whether servers hold resident experts, too, so that they can be exchanged: if the RAM allows it."""
@@ -228,9 +225,12 @@ class Planner:
 
     def _with_gpu(self, **changes: object) -> Planner:
         """The same with other settings of the engine."""
+        return self._with(gpu=self.config.gpu.model_copy(update=changes))
+
+    def _with(self, **sections: Section) -> Planner:
+        """The same with other sections of the settings."""
         other = copy(self)
-        gpu = self.config.gpu.model_copy(update=changes)
-        other.config = self.config.model_copy(update={"gpu": gpu})
+        other.config = self.config.model_copy(update=sections)
         return other
 
     def _ledgers(
@@ -375,9 +375,7 @@ class Planner:
         found = {}
         for dtype in ("keep", *REQUANTISED):
             changed = self.config.experts.model_copy(update={"expert_dtype": dtype})
-            other = copy(self)
-            update = {"experts": changed, "placement": self.asked}
-            other.config = self.config.model_copy(update=update)
+            other = self._with(experts=changed, placement=self.asked)
             try:
                 residency = other._residency(hardware, kv_tokens, fill)
                 other = other._with_kept(hardware, residency)

@@ -12,6 +12,7 @@ with dtype, shape and byte range of every tensor, then the data.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import itertools
 import json
 import math
@@ -263,6 +264,7 @@ def successor(tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
     return following
 
 
+@functools.cache  # embedding and head ask for it both
 def chain_places(vocab_size: int) -> NDArray[np.int64]:
     """int64 `[vocab_size]`: the place of each token in the chain of `successor`; bytes come before words."""
     following = successor(np.arange(vocab_size), vocab_size)

@@ -50,6 +50,7 @@ class Topics:
 NO_TOPICS = Topics()
 
 
+@functools.cache  # embedding and head have it both
 def trajectory(length: int, topics: Topics, seed: int) -> NDArray[np.float32]:
     """float32 `[length, NUM_ELEMENTS]`: the topic of each place of the chain, of unit variance."""
     rng, kept = generator(seed, _TRAJECTORY), topics.correlation
