@@ -263,12 +263,22 @@ class Replicas:
                 await asyncio.sleep(0.01)
 
 
+IDENTITY = "tokenizer.json=00\nconfig.json=00\n"
+
+
 @contextlib.asynccontextmanager
-async def replicas(directory: Path, count: int = 3) -> AsyncIterator[Replicas]:
-    """Engines that serve, and a set that knows them."""
+async def replicas(directory: Path, count: int = 3, identity: str = "") -> AsyncIterator[Replicas]:
+    """Engines that serve, and a set that knows them.
+
+    With an `identity` they say that they have read that, and the set refuses what was made for other files.
+    """
     made = Replicas(directory, count)
+    for engine in made.engines:
+        engine.info.identity = identity
     made.servers = [await made.start(number) for number in range(count)]
     await made.set.open()
+    if identity:
+        await made.set.model_info()
     await made.until(lambda: all(made.of(number).info for number in range(count)))
     try:
         yield made
@@ -388,7 +398,7 @@ async def test_a_replica_of_another_model_is_not_used(tmp_path: Path) -> None:
 async def test_an_engine_that_comes_back_with_other_files_gets_nothing(tmp_path: Path, count: int) -> None:
     """Not one request between its start and the moment at which that is found out: each says for which files
     it was made. Of several engines another one computes it; with the right files back it is used again."""
-    async with made_for(tmp_path, count) as made:
+    async with replicas(tmp_path, count, IDENTITY) as made:
         assert {await made.ask(str(number)) for number in range(8)} <= {"0", "1"}
         right = made.engines[0].info.identity
         made.engines[0].info.identity = right.replace("=00", "=01")
@@ -413,28 +423,10 @@ async def test_an_engine_that_comes_back_with_other_files_gets_nothing(tmp_path:
 
 async def test_a_single_engines_memory_may_change(tmp_path: Path) -> None:
     """It was started anew with the same files and less memory: that is no other model."""
-    async with made_for(tmp_path, 1) as made:
+    async with replicas(tmp_path, 1, IDENTITY) as made:
         made.engines[0].info.max_context_length = 7
         assert await made.set.why_not_serving() == ""
         assert await made.ask() == "0"
-
-
-@contextlib.asynccontextmanager
-async def made_for(directory: Path, count: int) -> AsyncIterator[Replicas]:
-    """Replicas that say what they have read, and refuse what was made for other files."""
-    made = Replicas(directory, count)
-    for engine in made.engines:
-        engine.info.identity = "tokenizer.json=00\nconfig.json=00\n"
-    made.servers = [await made.start(number) for number in range(count)]
-    await made.set.open()
-    await made.set.model_info()
-    await made.until(lambda: all(made.of(number).info for number in range(count)))
-    try:
-        yield made
-    finally:
-        await made.set.close()
-        for server in made.servers:
-            await server.stop(None)
 
 
 async def test_a_names_addresses_come_and_go(tmp_path: Path) -> None:
