@@ -34,10 +34,15 @@ def character_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def new_compiler() -> ConstraintCompiler:
+    """For the fake model; it has compiled nothing, and a test may set its attributes."""
+    return ConstraintCompiler(character_tokenizer(), VOCAB, frozenset({EOS}))
+
+
 @functools.cache
 def compiler() -> ConstraintCompiler:
-    """For the fake model."""
-    return ConstraintCompiler(character_tokenizer(), VOCAB, frozenset({EOS}))
+    """The one that all tests of a process share."""
+    return new_compiler()
 
 
 def ids_of(text: str) -> list[int]:

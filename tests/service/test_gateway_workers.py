@@ -77,19 +77,23 @@ class Gateway:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for it; processes start slowly on a busy machine."""
+        """Waits for it: processes start slowly on a busy machine, and one that ends resets connections."""
+
+        def holds() -> bool:
+            try:
+                return condition()
+            except httpx.TransportError:
+                return False
+
         end = time.monotonic() + 240
-        while not condition():
+        while not holds():
             assert time.monotonic() < end, self.log.read_text()
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.05)
 
     def answers(self) -> bool:
         """Whether a request would be answered by whichever process it reaches; asked several times."""
-        try:
-            return all(httpx.get(f"{self.url}/ready").status_code == 200 for _ in range(8))
-        except httpx.TransportError:
-            return False
+        return all(httpx.get(f"{self.url}/ready").status_code == 200 for _ in range(8))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 from moebius.grammar.compile import GrammarCheck, GrammarError, OverBudget, compiled
 from moebius.grammar.process import QUICK_S, BudgetedCompiler, GrammarProcess
 from protos.engine_pb2 import Choice, Constraint
-from tests.helpers.constraints import compiler
+from tests.helpers.constraints import new_compiler
 from tests.helpers.heavy_grammars import heavy_gbnf
 
 HEAVY = Constraint(ebnf=heavy_gbnf())
@@ -117,7 +117,7 @@ def test_a_refusal_for_want_of_time_is_not_kept() -> None:
 
 def test_an_engine_refuses_before_it_compiles() -> None:
     """Ranks hear only of grammars that were found to be in time, and of those whatever they take there."""
-    engine, announced = compiler(), list[str]()
+    engine, announced = new_compiler(), list[str]()
     engine.announce = announced.append
     vetting = BudgetedCompiler()
     engine.vet = vetting.compiled
