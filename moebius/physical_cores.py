@@ -12,7 +12,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 _EFFICIENCY_LISTS = ("devices/cpu_atom/cpus", "devices/cpu_lowpower/cpus")
-# Of the largest `cpu_capacity`. Favoured cores of one kind differ by a few per cent, kinds by a third and more.
+# Of the largest `cpu_capacity`: favoured cores of one kind differ by a few per cent, kinds by a third.
 _EFFICIENCY_CAPACITY = 0.75
 
 

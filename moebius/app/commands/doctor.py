@@ -65,7 +65,7 @@ def doctor(
         facts = read_facts()
     except (RuntimeError, ValueError) as error:
         raise UserError(str(error)) from None
-    findings = [*check_host(facts), _limits(role)]
+    findings = [*check_host(facts), *_thread_findings(config), _limits(role)]
     if kubernetes:
         expected, checkpoint = _expectation(config, role, expect_gpus, expect_weights_mib)
         findings += [*checkpoint, *_pod_findings(config, facts, expected, kubelet_config)]
@@ -111,6 +111,19 @@ def _expectation(
     return Expectation(**values), [check_model(config.model.model, error, IN_A_POD)]
 
 
+def _thread_findings(config: MoebiusConfig) -> list[Finding]:
+    """On which cores an instance that starts now computes, and why there are as many threads."""
+    from moebius.app.doctor.checks import check_model, check_threads
+    from moebius.app.supervisor.core_division import divided_cores
+    from moebius.app.supervisor.plan import place_servers
+
+    try:
+        with divided_cores(config.experts, measures=False) as division:
+            return list(check_threads(place_servers(config, division.cores)))
+    except UserError as error:
+        return [check_model("", str(error), "see --split-shares and --expert-servers")]
+
+
 def _limits(role: str) -> Finding:
     """Whether a process may start at all: what every command checks that starts one."""
     from moebius.app.doctor.checks import check_process_limits
@@ -152,13 +165,14 @@ def _model_findings(config: MoebiusConfig) -> list[Finding]:
 def _shortages(config: MoebiusConfig) -> list[Shortage]:
     """As `moebius serve` finds them. Raises UserError or ValueError for settings that cannot be."""
     from moebius.app.cli_options import check_device
+    from moebius.app.supervisor.core_division import known_cores
     from moebius.app.supervisor.plan import expert_placements
     from moebius.app.supervisor.shortages import find_shortages, needs_of
     from moebius.served_model import read_served_geometry
 
     check_device(config)
     model = read_served_geometry(config)
-    count = len(expert_placements(config, model))
+    count = len(expert_placements(config, model, known_cores(config.experts)))
     uses_mailbox = count > 0 and config.experts.expert_transport == "mailbox"
     changed = {
         "expert_servers": count,
