@@ -99,7 +99,7 @@ def test_a_setting_wins() -> None:
     assert place_experts({0: node}, 1, 4.0, 1, threads=12)[0].threads == 12
     taken = node.without([other(range(8))], 12)
     (server,) = place_experts({0: taken}, 1, None, 1, threads=12)
-    assert (server.threads, server.reason, server.is_shared) == (12, "expert_threads", True)
+    assert (server.threads, server.reason, server.is_shared) == (12, "set by expert_threads", True)
     # So few that what is left is enough.
     (server,) = place_experts({0: node.without([other(range(14))], 2)}, 1, None, threads=2)
     assert (server.cpus, server.is_shared) == ((14, 15), False)

@@ -111,7 +111,7 @@ class CoreClaims:
             self._held()
 
 
-def open_claims(directory: Path = DIRECTORY) -> CoreClaims | None:
+def open_claims(directory: Path) -> CoreClaims | None:
     """None, after a warning, where the directory cannot be used: then other instances are not seen."""
     try:
         return CoreClaims(directory)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from moebius.app.supervisor.core_claims import CoreClaims, OtherInstance, open_claims
+from moebius.app.supervisor.core_claims import DIRECTORY, CoreClaims, OtherInstance, open_claims
 from moebius.app.supervisor.expert_placement import NodeCores, ServerBinding, usable_nodes
 from moebius.config import ExpertConfig
 from moebius.kernel_times import cpu_name, times_file
@@ -77,7 +77,7 @@ def divided_cores(experts: ExpertConfig, measures: bool) -> Iterator[CoreDivisio
     With `measures`, nodes whose read bandwidth is not known are measured first, where no other instance
     computes and expert_threads is not set. Raises StartupError as `usable_nodes`.
     """
-    claims = open_claims()
+    claims = open_claims(DIRECTORY)
     with contextlib.ExitStack() as stack:
         if claims is not None:
             try:

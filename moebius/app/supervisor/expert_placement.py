@@ -119,7 +119,7 @@ def place_experts(
         is_last = neighbours == place + 1
         spared = -(-num_engines // len(nodes)) if is_last and _has_no_sibling_to_spare(found) else 0
         share = replace(found, cores=_share(found.cores, place, neighbours))
-        count, reason = threads, "expert_threads"
+        count, reason = threads, "set by expert_threads"
         if not threads:
             knee = -(-found.curve.knee // neighbours) if found.curve and num_engines else None
             count, reason = _num_threads(share, spared, knee, quota and quota / num_servers)
