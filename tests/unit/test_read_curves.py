@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 from moebius.app.bench import read_curve
 from moebius.app.bench.read_curve import measure_read_curves, thread_counts
+from moebius.app.planning.hardware import HardwareOptions
+from moebius.app.planning.hardware import hardware as detect
+from moebius.app.planning.speed import server_threads
 from moebius.app.supervisor import core_division
 from moebius.app.supervisor.core_division import known_cores, measure_missing
 from moebius.app.supervisor.expert_placement import NodeCores
-from moebius.config import ExpertConfig
+from moebius.config import ExpertConfig, MoebiusConfig
 from moebius.kernel_times import MeasuredOn, PanelTimes, read_times, times_file, write_times
 from moebius.read_curves import TOLERANCE, MeasuredCores, ReadCurve, read_curves, write_curves
 from moebius.topology import Topology
@@ -144,3 +147,19 @@ def test_a_file_that_cannot_be_written_stops_no_start(host: FakeHost, tmp_path: 
     """All cores compute then."""
     (tmp_path / "moebius").write_text("no directory")
     assert host.measure() is None
+
+
+def test_plan_and_serve_ask_the_same_function(host: FakeHost, tmp_path: Path) -> None:
+    """A plan has the measured bandwidth and the knee's threads; options describe another host."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n")
+    assert detect(HardwareOptions(), tmp_path).origin["bandwidth"] == "assumed"
+    assert host.measure() == 8
+    found = detect(HardwareOptions(gpus="h200"), tmp_path)
+    assert (found.bandwidth, found.origin["bandwidth"]) == (120e9, "measured")
+    assert detect(HardwareOptions(cores=4), tmp_path).origin["bandwidth"] == "assumed"
+    config = MoebiusConfig(experts=ExpertConfig(expert_servers=2))
+    assert server_threads(config, found) == (4, 4)
+    assert server_threads(config, detect(HardwareOptions(gpus="none"), tmp_path)) == (8, 8)
+    config = MoebiusConfig(experts=ExpertConfig(expert_servers=1, expert_threads=5))
+    assert server_threads(config, found) == (5,)

@@ -65,12 +65,12 @@ def doctor(
         facts = read_facts()
     except (RuntimeError, ValueError) as error:
         raise UserError(str(error)) from None
-    findings = [*check_host(facts), *_thread_findings(config), _limits(role)]
+    findings = [*check_host(facts), _limits(role)]
     if kubernetes:
         expected, checkpoint = _expectation(config, role, expect_gpus, expect_weights_mib)
         findings += [*checkpoint, *_pod_findings(config, facts, expected, kubelet_config)]
-    elif config.model.model:
-        findings += _model_findings(config)
+    else:
+        findings += [*_thread_findings(config), *(_model_findings(config) if config.model.model else ())]
     if measure:
         findings += _measured(facts)
     for finding in findings:
