@@ -113,7 +113,7 @@ def _expectation(
 
 def _thread_findings(config: MoebiusConfig) -> list[Finding]:
     """On which cores an instance that starts now computes, and why there are as many threads."""
-    from moebius.app.doctor.checks import check_model, check_threads
+    from moebius.app.doctor.checks import Finding, check_threads
     from moebius.app.supervisor.core_division import divided_cores
     from moebius.app.supervisor.plan import place_servers
 
@@ -121,7 +121,7 @@ def _thread_findings(config: MoebiusConfig) -> list[Finding]:
         with divided_cores(config.experts, measures=False) as division:
             return list(check_threads(place_servers(config, division.cores)))
     except UserError as error:
-        return [check_model("", str(error), "see --split-shares and --expert-servers")]
+        return [Finding("expert threads", "failure", str(error), "`moebius serve` would refuse it, too")]
 
 
 def _limits(role: str) -> Finding:
