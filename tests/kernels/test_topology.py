@@ -224,12 +224,12 @@ def test_without_known_siblings_every_cpu_is_a_core(machine: FakeMachine) -> Non
     assert found.recommended_threads() == 4
 
 
-@pytest.mark.parametrize("told_by", ["events", "capacity"])
-def test_efficiency_cores_compute_only_where_there_are_no_others(machine: FakeMachine, told_by: str) -> None:
+@pytest.mark.parametrize("source", ["events", "capacity"])
+def test_efficiency_cores_compute_only_where_there_are_no_others(machine: FakeMachine, source: str) -> None:
     """A layer ends with its slowest thread; favoured cores of one kind are no other kind."""
     machine.online("0-7")
     machine.siblings([(0, 1), (2, 3), (4,), (5,), (6,), (7,)])
-    if told_by == "events":
+    if source == "events":
         machine.write(machine.sys / "devices/cpu_core/cpus", "0-3")
         machine.write(machine.sys / "devices/cpu_atom/cpus", "4-7")
     else:

@@ -66,7 +66,7 @@ def cores_of(servers: tuple[ServerBinding, ...]) -> list[int]:
 
 
 def test_two_instances_divide_a_host(tmp_path: Path) -> None:
-    """The first takes what it is told to, a later one what is left, the next shares; each says so."""
+    """The first takes as many as are set, a later one what is left, the next shares; each says so."""
     with ExitStack() as stack:
         _, first = stack.enter_context(instance(tmp_path, 3))
         assert first == [0, 1, 2, 8, 9, 10]

@@ -79,6 +79,9 @@ def test_siblings_are_left_to_the_engine() -> None:
     assert (first.threads, second.threads) == (16, 16)
     assert first.cpus == (*range(16), *range(32, 48))
     assert str(second) == "16 (one for each physical core)"
+    # A cpuset with second threads of some cores only.
+    partly = NodeCores(tuple(range(10)), ((0, 8), (1, 9), *((cpu,) for cpu in range(2, 8))))
+    assert [place_experts({0: partly}, 1, None, engines)[0].threads for engines in (2, 3)] == [8, 7]
 
 
 def test_with_a_gpu_no_more_threads_than_read_faster() -> None:
@@ -99,7 +102,8 @@ def test_a_setting_wins() -> None:
     assert place_experts({0: node}, 1, 4.0, 1, threads=12)[0].threads == 12
     taken = node.without([other(range(8))], 12)
     (server,) = place_experts({0: taken}, 1, None, 1, threads=12)
-    assert (server.threads, server.reason, server.is_shared) == (12, "set by expert_threads", True)
+    assert (server.threads, server.is_shared) == (12, True)
+    assert server.reason == "set by expert_threads, on cores that are shared with port 8000"
     # So few that what is left is enough.
     (server,) = place_experts({0: node.without([other(range(14))], 2)}, 1, None, threads=2)
     assert (server.cpus, server.is_shared) == ((14, 15), False)

@@ -82,7 +82,7 @@ def test_two_instances_on_a_gpu_divide_its_host(
 ) -> None:
     """The first measures, and takes as many cores as read fast; the second has the others.
 
-    Each expert server is restricted to its cores, and is told how many threads to start.
+    Each expert server is restricted to its cores, and its settings say how many threads to start.
     """
     node = NodeCores(tuple(range(16)), tuple((cpu, cpu + 8) for cpu in range(8)))
     measured: list[int] = []

@@ -37,6 +37,12 @@ class NodeCores:
         """One CPU of each core."""
         return tuple(core[0] for core in self.cores)
 
+    @property
+    def other_cpus(self) -> tuple[int, ...]:
+        """CPUs of no core that computes, such as a hybrid processor's efficiency cores."""
+        computing = set(chain(*self.cores))
+        return tuple(cpu for cpu in self.cpus if cpu not in computing)
+
     def without(self, others: Sequence[OtherInstance], wanted: int) -> NodeCores:
         """What other instances leave of it, or all cores, shared, where that is too little.
 
@@ -50,9 +56,8 @@ class NodeCores:
         )
         if len(left) < (wanted or max(1.0, LEAST_LEFT * len(self.cores))):
             return replace(self, others=names, is_shared=bool(names))
-        computing = set(chain(*self.cores))
-        rest = tuple(cpu for cpu in self.cpus if cpu not in computing)
-        return replace(self, cores=left, cpus=tuple(sorted((*chain(*left), *rest))), others=names)
+        cpus = tuple(sorted((*chain(*left), *self.other_cpus)))
+        return replace(self, cores=left, cpus=cpus, others=names)
 
 
 @dataclass(frozen=True)
@@ -103,10 +108,10 @@ def place_experts(
     cgroup's limit in CPUs: more runnable threads than that would only be throttled, so threads are cut
     to each server's part of it. With more servers than cores, servers share cores.
 
-    `num_engines` processes drive GPUs. Where cores have no second hardware thread, each engine has a core
-    without a compute thread, on nodes of 8 cores or more: a thread there would be pushed aside several times
-    a step, and all others wait for it. GPUs take long prompts, so that decoding decides how many threads
-    compute: no more than `ReadCurve.knee`. Without a GPU the same threads compute prompts, on all cores.
+    `num_engines` processes drive GPUs. An engine for which there is no second hardware thread of a core has a
+    core without a compute thread, on nodes of 8 cores or more: a thread there would be pushed aside several
+    times a step, and all others wait for it. GPUs take long prompts, so that decoding decides how many
+    threads compute: no more than `ReadCurve.knee`. Without a GPU they compute prompts, too, on all cores.
     """
     nodes = {node: found for node, found in node_cores.items() if found.cpus}
     if not nodes:
@@ -117,9 +122,11 @@ def place_experts(
         place, found = index // len(nodes), nodes[node]
         neighbours = len(range(index % len(nodes), num_servers, len(nodes)))
         is_last = neighbours == place + 1
-        spared = -(-num_engines // len(nodes)) if is_last and _has_no_sibling_to_spare(found) else 0
+        spared = _spared_cores(found, -(-num_engines // len(nodes))) if is_last else 0
         share = replace(found, cores=_share(found.cores, place, neighbours))
         count, reason = threads, "set by expert_threads"
+        if threads and found.is_shared:
+            reason += f", on cores that are shared with {', '.join(found.others)}"
         if not threads:
             knee = -(-found.curve.knee // neighbours) if found.curve and num_engines else None
             count, reason = _num_threads(share, spared, knee, quota and quota / num_servers)
@@ -129,9 +136,10 @@ def place_experts(
     return tuple(placements)
 
 
-def _has_no_sibling_to_spare(node: NodeCores) -> bool:
-    """Whether an engine would run where compute threads do."""
-    return len(node.cpus) == len(node.cores) >= SPARED_FROM
+def _spared_cores(node: NodeCores, num_engines: int) -> int:
+    """Cores without a compute thread: for engines that have no CPU besides those of compute threads."""
+    idle_cpus = len(node.cpus) - len(node.cores)
+    return max(0, num_engines - idle_cpus) if len(node.cores) >= SPARED_FROM else 0
 
 
 def _num_threads(share: NodeCores, spared: int, knee: int | None, quota: float | None) -> tuple[int, str]:
@@ -157,13 +165,11 @@ def _num_threads(share: NodeCores, spared: int, knee: int | None, quota: float |
 def _held_cpus(share: NodeCores, count: int, neighbours: int, quota: float | None) -> tuple[int, ...]:
     """CPUs of `count` cores of the share; of all where a quota or other instances let the scheduler choose.
 
-    A node's only server also has the CPUs that compute for nobody, such as efficiency cores.
+    A node's only server also has `NodeCores.other_cpus`, for threads that do not compute.
     """
     everything = quota is not None or share.is_shared or count > len(share.cores)
     cores = share.cores if everything else share.cores[:count]
-    computing = set(chain(*share.cores))
-    rest = [cpu for cpu in share.cpus if neighbours == 1 and cpu not in computing]
-    return tuple(sorted((*chain(*cores), *rest)))
+    return tuple(sorted((*chain(*cores), *(share.other_cpus if neighbours == 1 else ()))))
 
 
 def _share(cores: Sequence[tuple[int, ...]], index: int, count: int) -> tuple[tuple[int, ...], ...]:
