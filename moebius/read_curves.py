@@ -36,6 +36,10 @@ class ReadCurve:
     # (threads, bytes per second that all of them read), by ascending threads.
     points: tuple[tuple[int, float], ...]
 
+    def __str__(self) -> str:
+        """Threads and GB/s, such as `4: 60.1, 8: 117.0`."""
+        return ", ".join(f"{threads}: {speed / 1e9:.1f}" for threads, speed in self.points)
+
     @property
     def best(self) -> float:
         """Bytes per second, of the best number of threads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moebius.app import cli
 from moebius.app.bench import read_curve
 from moebius.app.bench.read_curve import measure_read_curves, thread_counts
 from moebius.app.planning.hardware import HardwareOptions
@@ -147,6 +149,31 @@ def test_a_file_that_cannot_be_written_stops_no_start(host: FakeHost, tmp_path: 
     """All cores compute then."""
     (tmp_path / "moebius").write_text("no directory")
     assert host.measure() is None
+
+
+def doctor_status() -> object:
+    """The exit status of `moebius doctor --measure`."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--measure"])
+    return ended.value.code
+
+
+def test_doctor_measures_again_and_shows_the_curve(
+    host: FakeHost, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Also what is known, and on a busy host; where it cannot be kept, that is a warning with its reason."""
+    assert host.measure() == 8
+    host.load = 100.0
+    assert doctor_status() == 0
+    assert len(host.measured) == 2
+    out = capsys.readouterr().out
+    assert (
+        "memory of node 0: 120.0 GB/s, read by 8 threads or more (GB/s by threads: 4: 60.0, 8: 117.0," in out
+    )
+    shutil.rmtree(tmp_path / "moebius")
+    (tmp_path / "moebius").write_text("no directory")
+    assert doctor_status() == 0
+    assert "warning memory bandwidth: not measured: " in capsys.readouterr().out
 
 
 def test_plan_and_serve_ask_the_same_function(host: FakeHost, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
-# Read at once by each thread; far above any cache's share of it.
-_MEASURED_BYTES = 64 * MIB
 IN_A_POD = "chart values model.path and model.source, mounted at /models"
 
 
@@ -49,7 +46,8 @@ def doctor(
         typer.Option(help="The node's KubeletConfiguration, where it can be read", metavar="FILE"),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure what each NUMA node's memory gives")
+        bool,
+        typer.Option("--measure", help="Measure anew what each NUMA node's memory gives, and remember it"),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings end with status 1, too")] = False,
     json_file: JsonFile = None,
@@ -65,14 +63,12 @@ def doctor(
         facts = read_facts()
     except (RuntimeError, ValueError) as error:
         raise UserError(str(error)) from None
-    findings = [*check_host(facts), _limits(role)]
+    findings = [*check_host(facts), _limits(role), *(_measured(config) if measure else ())]
     if kubernetes:
         expected, checkpoint = _expectation(config, role, expect_gpus, expect_weights_mib)
         findings += [*checkpoint, *_pod_findings(config, facts, expected, kubelet_config)]
     else:
         findings += [*_thread_findings(config), *(_model_findings(config) if config.model.model else ())]
-    if measure:
-        findings += _measured(facts)
     for finding in findings:
         print(line_of(finding))
     statuses = [finding.status for finding in findings]
@@ -238,20 +234,23 @@ def _pod_findings(
     return findings
 
 
-def _measured(facts: Facts) -> list[Finding]:
-    """Bytes a second that all CPUs of a node read of its own memory."""
-    from moebius.app.bench.limits import read_bandwidth
+def _measured(config: MoebiusConfig) -> list[Finding]:
+    """How fast each node's memory is read by how many of its cores. `serve` uses it from then on."""
     from moebius.app.doctor.checks import Finding
+    from moebius.app.supervisor.core_division import known_cores, measure_cores
 
-    before = os.sched_getaffinity(0)
-    findings = []
     try:
-        for node in facts.topology.nodes:
-            cpus = facts.topology.usable_cpus(node.id)
-            if cpus:
-                os.sched_setaffinity(0, cpus)
-                rate = read_bandwidth(_MEASURED_BYTES * len(cpus), len(cpus))
-                findings.append(Finding(f"memory of node {node.id}", "ok", f"{rate / 1e9:.1f} GB/s are read"))
-    finally:
-        os.sched_setaffinity(0, before)
-    return findings
+        cores = known_cores(config.experts)
+        curves = measure_cores(cores.nodes, cores.quota)
+    except (UserError, OSError, ValueError, MemoryError) as error:
+        return [
+            Finding("memory bandwidth", "warning", f"not measured: {error}", "all cores compute until it is")
+        ]
+    return [
+        Finding(
+            f"memory of node {max(0, node)}",
+            "ok",
+            f"{curve.best / 1e9:.1f} GB/s, read by {curve.knee} threads or more (GB/s by threads: {curve})",
+        )
+        for node, curve in curves.items()
+    ]

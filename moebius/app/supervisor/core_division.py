@@ -97,28 +97,40 @@ def measure_missing(nodes: Mapping[int, NodeCores], quota: float | None) -> None
     What cannot be measured or remembered is logged: then all cores compute.
     """
     known = _known_curves()
-    keys = {node: _key(found, quota) for node, found in nodes.items() if len(found.cores) > 1}
-    missing = {node: nodes[node].leaders for node, key in keys.items() if key not in known}
+    missing = {
+        node: found
+        for node, found in nodes.items()
+        if len(found.cores) > 1 and _key(found, quota) not in known
+    }
     if not missing:
         return
-    if os.getloadavg()[0] > _BUSY * sum(len(found.cores) for found in nodes.values()):
-        log.info("memory bandwidth is not measured: this host is busy", load=os.getloadavg()[0])
+    load = os.getloadavg()[0]
+    if load > _BUSY * sum(len(found.cores) for found in nodes.values()):
+        log.info("memory bandwidth is not measured: this host is busy", load=load)
         return
-    from moebius.app.bench.read_curve import measure_read_curves
-
-    most = max(len(cpus) for cpus in missing.values())
-    if quota is not None:
-        most = max(1, min(most, int(quota / len(nodes))))
     try:
-        measured = measure_read_curves(missing, most)
-        curves = [ReadCurve(keys[node], points) for node, points in measured.items()]
-        write_curves(times_file(), curves)
+        curves = measure_cores(missing, quota)
     except (OSError, ValueError, MemoryError) as error:
         log.warning("memory bandwidth by threads is not measured", why=str(error))
         return
-    for node, curve in zip(measured, curves, strict=True):
-        speeds = {threads: round(speed / 1e9, 1) for threads, speed in curve.points}
-        log.info("memory bandwidth by threads", numa_node=node, gb_per_second=speeds, knee=curve.knee)
+    for node, curve in curves.items():
+        log.info("memory bandwidth by threads", numa_node=node, gb_per_second=str(curve), knee=curve.knee)
+
+
+def measure_cores(nodes: Mapping[int, NodeCores], quota: float | None) -> dict[int, ReadCurve]:
+    """NUMA node -> how fast its memory is read by up to `quota` threads; measured now, and remembered.
+
+    Raises ValueError or MemoryError where it cannot be measured, OSError where it cannot be remembered.
+    """
+    from moebius.app.bench.read_curve import measure_read_curves
+
+    most = max(len(found.cores) for found in nodes.values())
+    if quota is not None:
+        most = max(1, min(most, int(quota / len(nodes))))
+    measured = measure_read_curves({node: found.leaders for node, found in nodes.items()}, most)
+    curves = {node: ReadCurve(_key(nodes[node], quota), points) for node, points in measured.items()}
+    write_curves(times_file(), curves.values())
+    return curves
 
 
 def _known_curves() -> dict[MeasuredCores, ReadCurve]:
