@@ -39,7 +39,7 @@ from moebius.app.planning.memory import (
     stored_experts,
     total_bytes,
 )
-from moebius.app.planning.speed import make_work, predict_decode, predict_prefill
+from moebius.app.planning.speed import make_work, predict_decode, predict_prefill, server_threads
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig, PlacementConfig, Section
 from moebius.errors import ConfigError, UserError
@@ -353,7 +353,10 @@ class Planner:
             engine.append(Component(RAM, of + "a tensor while loading", rank.largest_tensor_bytes))
         served = {} if residency.is_everything else self.stored
         servers = expert_servers(config, self.geometry, served, hardware.sockets) if served else ()
-        threads = config.experts.expert_threads * len(servers) or hardware.cores
+        if hardware.origin.get("cores") == "detected":
+            threads = sum(server_threads(config, hardware))
+        else:
+            threads = config.experts.expert_threads * len(servers) or hardware.cores
         return ram_components(config, self.geometry, served, servers, engine, threads, residency.resident)
 
     def _check_ram(
