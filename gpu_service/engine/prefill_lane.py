@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from gpu_service.device.stream import DeviceEvent
+from gpu_service.engine.interface import Inbox, LaneSight
 from gpu_service.engine.results import StepResult
 from gpu_service.engine.step import Batch, StepPlan
 from gpu_service.engine.step_runner import Pending, Step
@@ -154,16 +155,16 @@ class PrefillLane:
         # The open one, launched to its last layer.
         self.step: Step | None = None
         self._give_turn: Callable[[], bool] = lambda: False
-        self._rest: Callable[[float], object] = time.sleep
+        self._inbox = Inbox()
         self._marks: deque[DeviceEvent] = deque()
         self._last_turn = 0.0
         runner.between_layers = self._between_layers
 
-    def attend(self, give_turn: Callable[[], bool], rest: Callable[[float], object]) -> None:
-        """`give_turn` lets the main lane do what it can without waiting, and says whether that was anything;
-        `rest` waits for at most so many seconds, less when a message arrives.
+    def attend(self, give_turn: Callable[[], bool], inbox: Inbox) -> None:
+        """`give_turn` drains the inbox, lets the main lane do what it can without waiting, and says whether
+        that was anything.
         """
-        self._give_turn, self._rest = give_turn, rest
+        self._give_turn, self._inbox = give_turn, inbox
 
     def launch(self, batch: Batch, plan: StepPlan) -> None:
         """Opens a step; returns when all its layers are launched, with turns of the main lane meanwhile."""
@@ -177,13 +178,27 @@ class PrefillLane:
         step, self.step = self.step, None
         return step
 
+    def sight(self, oldest: Pending[StepResult] | None) -> LaneSight:
+        """What this host sees now; `oldest` in flight of the main lane."""
+        return LaneSight(
+            lane_has_ended=self.step is not None and self.step.pending.query(),
+            main_has_ended=oldest is not None and oldest.query(),
+            is_ready=self.runner.is_ready,
+            min_tokens=self.runner.min_tokens,
+        )
+
     def _between_layers(self) -> None:
+        if not self._inbox.is_entry:
+            while self._inbox.is_to_drain():
+                self._turn()
+            return
         self._marks.append(self.runner.mark())
         if self.pace.clock() - self._last_turn >= _TURN_S:
             self._turn()
         while not self._may_go_on():
             if not self._turn():
-                self._rest(POLL_S)
+                self._inbox.wait(POLL_S)
+        self._inbox.go_on()
 
     def _turn(self) -> bool:
         did_something = self._give_turn()

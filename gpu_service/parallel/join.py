@@ -28,7 +28,7 @@ from moebius.tls import active_tls
 from protos import ranks_pb2
 
 _log = structlog.get_logger(__name__)
-_PROTOCOL = 2
+_PROTOCOL = 3
 # How long a connection may take to say what it is; scanners and health checks say nothing.
 _HELLO_S = 3.0
 _RETRY_S = 0.1
