@@ -258,16 +258,18 @@ class DeviceLane(LaneRunner):
         *,
         is_ready: Callable[[], bool],
         min_tokens: Callable[[], tuple[int, int]],
+        guard: Callable[[StepRunner], StepRunner] = lambda runner: runner,
     ) -> None:
         """`runner`: with an attention backend and a sampler that the main lane does not use, and no client of
-        expert servers; `main`: the main lane's stream; `is_ready`: whether all experts can be streamed.
+        expert servers; `main`: the main lane's stream; `is_ready`: whether all experts can be streamed;
+        `guard`: as `RankGroup.guard`.
         """
         self._min_tokens = min_tokens
         self._runner = runner
         self._stream, self._main = stream, main
         self._is_ready = is_ready
         self._ready, self._ask_again = False, 0.0
-        self._steps = DeviceRunner(runner, stream)
+        self._steps = guard(DeviceRunner(runner, stream))
         runner.between_layers = lambda: self.between_layers()
 
     @property

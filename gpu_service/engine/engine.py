@@ -122,8 +122,7 @@ class Engine:
         # An error of the loop itself, raised while the lane's layers were launched.
         self._defect: Exception | None = None
         if lane is not None:
-            lane.attend(self._give_turn, self._inbox)
-            self._inbox.look = lambda: lane.sight(self._in_flight[0].pending if self._in_flight else None)
+            lane.attend(self._give_turn, self._inbox, self._in_flight)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gpu_service.device.stream import DeviceEvent
 from gpu_service.engine.interface import Inbox, LaneSight
@@ -160,11 +160,12 @@ class PrefillLane:
         self._last_turn = 0.0
         runner.between_layers = self._between_layers
 
-    def attend(self, give_turn: Callable[[], bool], inbox: Inbox) -> None:
+    def attend(self, give_turn: Callable[[], bool], inbox: Inbox, in_flight: Sequence[Step]) -> None:
         """`give_turn` drains the inbox, lets the main lane do what it can without waiting, and says whether
-        that was anything.
+        that was anything; `in_flight`: the main lane's steps, the oldest first, as they are at any time.
         """
         self._give_turn, self._inbox = give_turn, inbox
+        inbox.look = lambda: self._sight(in_flight[0].pending if in_flight else None)
 
     def launch(self, batch: Batch, plan: StepPlan) -> None:
         """Opens a step; returns when all its layers are launched, with turns of the main lane meanwhile."""
@@ -178,7 +179,7 @@ class PrefillLane:
         step, self.step = self.step, None
         return step
 
-    def sight(self, oldest: Pending[StepResult] | None) -> LaneSight:
+    def _sight(self, oldest: Pending[StepResult] | None) -> LaneSight:
         """What this host sees now; `oldest` in flight of the main lane."""
         return LaneSight(
             lane_has_ended=self.step is not None and self.step.pending.query(),

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs, StepResult
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step import ForwardContext, PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
@@ -115,6 +115,10 @@ class RankModelRunner(ModelRunner):
             chosen, ids, values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
             own = (chosen, ids, values)
         return [sampler.share_logprobs(own, len(wanted.rows), sampler.columns(wanted.num_top))]
+
+
+class RankLaneModelRunner(LaneModelRunner, RankModelRunner):
+    """The prefill lane's among others."""
 
 
 # All ranks raise these alike (`RankExperts.failure`), so their engines go on alike.

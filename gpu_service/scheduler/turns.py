@@ -1,9 +1,10 @@
-"""Long prompts next to running streams where there is no prefill lane: with several ranks.
+"""Long prompts next to running streams where there is no prefill lane: with several pipeline stages.
 
-A lane would need ranks to launch two streams' collectives in one order without agreeing on every layer. So
-steps take turns instead: one of long prompts alone, of up to `prefill_chunk_max` tokens, which streams its
-experts (each rank its part of them, over its own link), then so many steps of everybody else that those who
-decode have had the device as long. A step with both would copy all experts for 512 rows and every token.
+Stages launch different layers, of one step after another, so that a lane would need its turns between the
+layers of all of them. So steps take turns instead: one of long prompts alone, of up to `prefill_chunk_max`
+tokens, which streams its experts (each rank its part of them, over its own link), then so many steps of
+everybody else that those who decode have had the device as long. A step with both would copy all experts for
+512 rows and every token.
 
 Others' steps stand between a prompt's, none before its first one or after its last: with n steps there are
 n - 1 such places. So more of them stand there, such that both have had the device as long when the prompt

@@ -155,10 +155,11 @@ class ExpertStreamer:
     def begin_whole(self) -> StreamedStep | None:
         """For a lane of its own; None: not everything can be streamed now, or another has not ended yet.
 
-        Of a single tensor-parallel rank only.
+        All ranks call it for the same steps, and get alike.
         """
         segments = self._usable() if self._whole is None else None
-        if segments is None or not self._plan(segments, SHARES).is_whole:
+        can_stream = segments is not None and self._plan(segments, SHARES).is_whole
+        if self._largest(int(not can_stream)) or segments is None:
             return None
         self._whole = self._begin(segments, SHARES, 0)
         return self._whole
