@@ -271,6 +271,7 @@ class DeviceLane(LaneRunner):
         self._ready, self._ask_again = False, 0.0
         self._steps = guard(DeviceRunner(runner, stream))
         runner.between_layers = lambda: self.between_layers()
+        runner.wait_until = lambda has_come: self.wait_until(has_come)
 
     @property
     def is_ready(self) -> bool:

@@ -43,6 +43,9 @@ class LaneRunner(ABC):
 
     # Called between layers by the thread that launches a step; set by `PrefillLane`.
     between_layers: Callable[[], None] = staticmethod(lambda: None)
+    # Called within a layer when the host has to know something of the device, with whether that has come:
+    # returns about then. Set by `PrefillLane`.
+    wait_until: Callable[[Callable[[], bool]], None] = staticmethod(lambda has_come: None)
 
     @property
     @abstractmethod
@@ -158,7 +161,7 @@ class PrefillLane:
         self._inbox = Inbox()
         self._marks: deque[DeviceEvent] = deque()
         self._last_turn = 0.0
-        runner.between_layers = self._between_layers
+        runner.between_layers, runner.wait_until = self._between_layers, self._wait_until
 
     def attend(self, give_turn: Callable[[], bool], inbox: Inbox, in_flight: Sequence[Step]) -> None:
         """`give_turn` drains the inbox, lets the main lane do what it can without waiting, and says whether
@@ -189,14 +192,19 @@ class PrefillLane:
         )
 
     def _between_layers(self) -> None:
+        if self._inbox.is_entry:
+            self._marks.append(self.runner.mark())
+            if self.pace.clock() - self._last_turn >= _TURN_S:
+                self._turn()
+        self._wait_until(self._may_go_on)
+
+    def _wait_until(self, has_come: Callable[[], bool]) -> None:
+        """With turns of the main lane, on other ranks as many as on the first one, which alone asks."""
         if not self._inbox.is_entry:
             while self._inbox.is_to_drain():
                 self._turn()
             return
-        self._marks.append(self.runner.mark())
-        if self.pace.clock() - self._last_turn >= _TURN_S:
-            self._turn()
-        while not self._may_go_on():
+        while not has_come():
             if not self._turn():
                 self._inbox.wait(POLL_S)
         self._inbox.go_on()

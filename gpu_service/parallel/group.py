@@ -72,8 +72,15 @@ class RankGroup(ABC):
         """The smallest of all ranks' values; a barrier, too. All ranks call it with the same `what`."""
 
     @abstractmethod
+    def elementwise_largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' numbers, by element: int64 tensors of one shape on the host.
+
+        All call it at the same places, on the thread of the steps.
+        """
+
     def largest(self, value: int) -> int:
-        """The largest of all ranks' values. All call it at the same places, on the thread of the steps."""
+        """As `elementwise_largest`, of one number each."""
+        return int(self.elementwise_largest(torch.tensor([value])))
 
     @abstractmethod
     def fail(self, reason: str) -> None:
@@ -107,8 +114,8 @@ class SoloGroup(RankGroup):
     def minimum(self, what: str, value: int) -> int:
         return value
 
-    def largest(self, value: int) -> int:
-        return value
+    def elementwise_largest(self, values: torch.Tensor) -> torch.Tensor:
+        return values
 
     def fail(self, reason: str) -> None:
         """Nobody else is concerned."""
@@ -162,10 +169,10 @@ class ProcessRankGroup(RankGroup):
         self._control.close()
         dist.destroy_process_group()
 
-    def largest(self, value: int) -> int:
-        tensor = torch.tensor([value])
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._agreement)
-        return int(tensor)
+    def elementwise_largest(self, values: torch.Tensor) -> torch.Tensor:
+        largest = values.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._agreement)
+        return largest
 
 
 def make_process_groups(

@@ -21,8 +21,10 @@ import pytest
 import gpu_service.build
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.prefill_lane import PrefillLane
+from gpu_service.experts.streaming import routing
 from gpu_service.experts.streaming.costs import ShareChooser
-from gpu_service.experts.streaming.plan import SHARES
+from gpu_service.experts.streaming.plan import SHARES, Piece
+from gpu_service.experts.streaming.ring import BufferRing
 from gpu_service.experts.streaming.streamer import ExpertStreamer, StreamedStep
 from gpu_service.request import Request
 from moebius.config import MoebiusConfig
@@ -128,6 +130,32 @@ def test_steps_that_stream_without_a_lane(chunk: int, cluster: Cluster, wanted: 
     found = run_group(config, cases=streamed)
     assert found["answers"] == wanted
     assert found["steps"][0].token_ids[0] >= 2
+
+
+def defer_most() -> None:
+    """Of this process: after a step few experts are copied before the layer's router has chosen them."""
+    lane_on_the_host()
+    routing._LEAST_EXPECTED = 1e9
+
+
+def fetched(script: Script) -> dict[str, list[Outcome]]:
+    """As `streamed`, and how many pieces were copied within a layer."""
+    fetch, pieces = BufferRing.fetch, []
+
+    def noting(ring: BufferRing, piece: Piece) -> int:
+        pieces.append(piece)
+        return fetch(ring, piece)
+
+    BufferRing.fetch = noting  # type: ignore[method-assign]
+    return streamed(script) | {"pieces": [Outcome([len(pieces)], "", 0)]}
+
+
+def test_a_lane_that_copies_what_its_router_chose(cluster: Cluster, wanted: list[Outcome]) -> None:
+    """Ranks wait for their routers within layers, with turns of the main lane meanwhile, as many on each."""
+    config = settings(cluster, 2, prefill_experts="stream", **LANE)
+    found = run_group(config, defer_most, fetched)
+    assert found["answers"] == wanted
+    assert found["pieces"][0].token_ids[0] > 0
 
 
 def aborted_in_the_lane(script: Script) -> dict[str, list[Outcome]]:

@@ -104,7 +104,7 @@ def test_a_launch_that_fails_ends_when_what_it_launched_has() -> None:
     with pytest.raises(RuntimeError, match="boom"):
         pending.wait()
     assert not resident.is_held
-    assert found.streamer.begin_whole() is not None
+    assert found.streamer.begin_whole(9, lambda has_come: None) is not None
 
 
 def test_a_lane_without_experts_says_that_they_are_lost() -> None:

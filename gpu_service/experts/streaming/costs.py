@@ -117,14 +117,16 @@ class LayerCosts:
             return 0
         return chosen
 
-    def refined(self, rows: int, share: int, seconds: float, copying: float) -> LayerCosts:
+    def refined(
+        self, rows: int, share: int, seconds: float, copying: float, copied: float = 1.0
+    ) -> LayerCosts:
         """After a step that took `seconds` a layer, in `copying` of which the link was busy.
 
-        The link's time is what it was busy.
+        The link's time is what it was busy; `copied`: the part of the share's experts that were copied.
         """
         if seconds <= 0 or copying <= 0:
             return self
-        link, _, _ = self.parts(rows, share)
+        link = self.parts(rows, share)[0] * copied
         copy_off = copying / link if link > 0 else None
         copy_scale, copy_seen = _corrected(self.copy_scale, self.copy_seen, copy_off)
         cpu_off = self._servers_off(rows, share, seconds, copying)
@@ -218,12 +220,21 @@ class ShareChooser:
             if self._costs is not None:
                 self._costs = replace(self._costs, left=tuple(left))
 
-    def observe(self, rows: int, share: int, seconds: float, copying: float) -> None:
-        """A step took `seconds`, `copying` of them the link was busy; 0: not known."""
+    @property
+    def asks_servers(self) -> bool:
+        """Whether steps leave to expert servers what is not worth a copy."""
+        return self.mode == "auto"
+
+    def observe(self, rows: int, share: int, seconds: float, copying: float, copied: float) -> None:
+        """A step took `seconds`, `copying` of them the link was busy; 0: not known.
+
+        `copied`: the part of the share's experts that were copied.
+        """
         layers = max(1, self.num_layers)
         with self._lock:
             if self._costs is not None:
-                self._costs = self._costs.refined(rows, share, seconds / layers, copying / layers)
+                each, link = seconds / layers, copying / layers
+                self._costs = self._costs.refined(rows, share, each, link, copied)
 
 
 def describe(costs: LayerCosts) -> dict[str, object]:

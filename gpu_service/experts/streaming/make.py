@@ -181,7 +181,7 @@ def make_streamer(
     dtype: torch.dtype,
     resident: ResidentExperts | None,
     parallel: ParallelContext,
-    largest: Callable[[int], int],
+    largest: Callable[[torch.Tensor], torch.Tensor],
 ) -> ExpertStreamer | None:
     """With its ring, and kernels that are warmed up; None, with a warning: these do not run here.
 
