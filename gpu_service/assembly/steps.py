@@ -127,6 +127,9 @@ def make_lane(
         # What the recorder gathers layer by layer is one step's.
         is_ready=lambda: streamer.can_stream and not (recorder is not None and recorder.is_recording),
         min_tokens=lambda: lane_min_tokens(gpu, streamer.break_even_rows),
+        step_tokens=lambda wait_s: max(
+            gpu.num_batched_tokens, streamer.chooser.step_tokens(limits.prefill_chunk_max, wait_s)
+        ),
         guard=group.guard,
     )
     group.open_lane(stream)

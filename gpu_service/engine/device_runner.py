@@ -258,13 +258,14 @@ class DeviceLane(LaneRunner):
         *,
         is_ready: Callable[[], bool],
         min_tokens: Callable[[], tuple[int, int]],
+        step_tokens: Callable[[float | None], int] = lambda wait_s: 0,
         guard: Callable[[StepRunner], StepRunner] = lambda runner: runner,
     ) -> None:
         """`runner`: with an attention backend and a sampler that the main lane does not use, and no client of
         expert servers; `main`: the main lane's stream; `is_ready`: whether all experts can be streamed;
         `guard`: as `RankGroup.guard`.
         """
-        self._min_tokens = min_tokens
+        self._min_tokens, self._step_tokens = min_tokens, step_tokens
         self._runner = runner
         self._stream, self._main = stream, main
         self._is_ready = is_ready
@@ -283,6 +284,9 @@ class DeviceLane(LaneRunner):
     @property
     def min_tokens(self) -> tuple[int, int]:
         return self._min_tokens()
+
+    def step_tokens(self, wait_s: float | None) -> int:
+        return self._step_tokens(wait_s)
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         # Pages that the main lane has given up may still be cleared by it.

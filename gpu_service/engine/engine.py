@@ -282,7 +282,7 @@ class Engine:
         sight, books = self._inbox.sight, self.scheduler.lane
         if lane.step is not None and sight.lane_has_ended:
             self.commit(lane.take())
-        books.is_ready = sight.is_ready
+        books.is_ready, books.step_tokens = sight.is_ready, sight.step_tokens
         books.min_tokens, books.idle_min_tokens = sight.min_tokens
         if not self.scheduler.wants_lane():
             return

@@ -69,6 +69,7 @@ class LaneSight:
     # As `LaneRunner` says.
     is_ready: bool = False
     min_tokens: tuple[int, int] = (2, 2)
+    step_tokens: int = 0
 
 
 class Inbox:

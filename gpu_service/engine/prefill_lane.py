@@ -52,6 +52,13 @@ class LaneRunner(ABC):
     def min_tokens(self) -> tuple[int, int]:
         """Prompt tokens from which a step is worth it, while others decode and while nobody does."""
 
+    def step_tokens(self, wait_s: float | None) -> int:
+        """Most tokens of a step while others decode, whose tokens it may put off so long (None: not known).
+
+        0: as many as while nobody does.
+        """
+        return 0
+
     @property
     @abstractmethod
     def is_ready(self) -> bool:
@@ -90,6 +97,7 @@ class Pace:
         self._idle: dict[int, float] = {}
         # Of the latest: the same, when, and whether the lane computed nothing then.
         self._last: tuple[int, float, bool] | None = None
+        self._order = 0
         # When the lane last went on; whether it is to pause, and since it does, until when at most.
         self._since = 0.0
         self._pauses = False
@@ -98,6 +106,11 @@ class Pace:
         self._debt = 0.0
         # Layers that may be queued on the device behind the one that runs, as a whole number.
         self.ahead = float(_MOST_AHEAD)
+
+    @property
+    def wait_s(self) -> float | None:
+        """What may be added between two tokens of those who decode; None: that is not known yet."""
+        return self._idle.get(self._order) if self._max_added_s is None else self._max_added_s
 
     def opened(self) -> None:
         """A step of the lane is about to be launched."""
@@ -108,6 +121,8 @@ class Pace:
         now, order = self.clock(), len(batch.requests).bit_length()
         alone = not lane_is_open or self._until is not None
         last, self._last = self._last, (order, now, alone) if batch.is_uniform_decode else None
+        if batch.is_uniform_decode:
+            self._order = order
         if last is None or self._last is None or last[0] != order:
             return
         between = now - last[1]
@@ -189,6 +204,7 @@ class PrefillLane:
             main_has_ended=oldest is not None and oldest.query(),
             is_ready=self.runner.is_ready,
             min_tokens=self.runner.min_tokens,
+            step_tokens=self.runner.step_tokens(self.pace.wait_s),
         )
 
     def _between_layers(self) -> None:

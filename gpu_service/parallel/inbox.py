@@ -176,14 +176,14 @@ def encode_sight(sight: LaneSight) -> ranks_pb2.LaneSight:
         is_ready=sight.is_ready,
         min_tokens=min_tokens,
         idle_min_tokens=idle_min_tokens,
+        step_tokens=sight.step_tokens,
     )
 
 
 def decode_sight(sent: ranks_pb2.LaneSight) -> LaneSight:
     """What rank 0 saw."""
-    return LaneSight(
-        sent.lane_has_ended, sent.main_has_ended, sent.is_ready, (sent.min_tokens, sent.idle_min_tokens)
-    )
+    min_tokens = sent.min_tokens, sent.idle_min_tokens
+    return LaneSight(sent.lane_has_ended, sent.main_has_ended, sent.is_ready, min_tokens, sent.step_tokens)
 
 
 class LeaderInbox(Inbox):

@@ -324,6 +324,32 @@ def test_without_a_lane_a_step_of_prompts_grows_while_they_are_streamed(overlap:
     assert max(sizes.seen) <= 16
 
 
+def test_steps_are_shorter_while_others_decode() -> None:
+    """The lane's largest step is for prompts that are alone; who decodes says how long it may wait."""
+    batches, waits = Batches(), list[float | None]()
+    virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512, observer=batches)
+
+    def step_tokens(wait_s: float | None) -> int:
+        waits.append(wait_s)
+        return 128
+
+    virtual.lane.step_tokens = step_tokens  # type: ignore[method-assign]
+    alone, stream = (
+        make_request("alone", prompt_of(2, 1024), max_tokens=1),
+        make_request("s", [1], max_tokens=200),
+    )
+    prompt = make_request("prompt", prompt_of(3, 1024), max_tokens=1)
+    virtual.run([(0.0, add(alone)), (1.0, add(stream)), (1.1, add(prompt))])
+    sizes = {
+        name: [tokens for batch in batches.seen for key, tokens in batch if key == request.key]
+        for name, request in (("alone", alone), ("prompt", prompt))
+    }
+    assert sizes == {"alone": [512] * 2, "prompt": [128] * 8}
+    # The time between two tokens of the stream, whose steps take 6 ms.
+    assert waits[0] is None
+    assert waits[-1] == pytest.approx(6e-3, rel=0.1)
+
+
 class Batches(NullObserver):
     """Notes who is in each step, and with how many tokens."""
 
@@ -381,6 +407,7 @@ def test_ranks_do_what_the_first_one_does(
             ExpertUnavailable(-1, "replaced") if broken.get(step) == layer else None
         )
     first, second = engines
+    first.lane.step_tokens = lambda wait_s: 30  # type: ignore[method-assign]
     first.run(script)
     second.repeat(frames)
     assert seen[1].seen == seen[0].seen

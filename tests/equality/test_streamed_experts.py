@@ -11,7 +11,7 @@ import torch
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.experts import Share
 from gpu_service.experts.streaming.costs import CostCurve
-from gpu_service.experts.streaming.measure import MeasuredCosts, measure_link
+from gpu_service.experts.streaming.measure import MeasuredCosts, measure_link, measure_products
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import StreamedStep
 from gpu_service.layers.moe import start_experts
@@ -280,3 +280,12 @@ def test_ranks_plan_by_what_all_of_them_counted() -> None:
     step.end()
     plan = whole(found).plan
     assert [layer.deferred for layer in plan.layers] == [(1,), (1, 4), (1, 4)]
+
+
+def test_products_are_measured_for_the_longest_steps() -> None:
+    """Up to the rows of a step that streams, not of a usual one: beyond the last point costs only guess."""
+    found = streaming(made(tensor_split(SHAPE, 1)), experts_per_buffer=3)
+    (kind,) = {stored.kind for stored in found.source.segments().stored[0]}  # type: ignore[union-attr]
+    curve = measure_products(found.streamer, kind, torch.float32, 600)
+    assert [rows for rows, _ in curve.points] == [64, 512, 600]
+    assert all(seconds > 0 for _, seconds in curve.points)

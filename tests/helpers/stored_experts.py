@@ -230,6 +230,9 @@ class FixedShare:
     def share(self, rows: int) -> int:
         return self.value
 
+    def step_tokens(self, most: int, wait_s: float | None) -> int:
+        return most
+
     def measured(self, costs: LayerCosts) -> None:
         self.costs = costs
 

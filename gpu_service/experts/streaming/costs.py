@@ -32,6 +32,8 @@ SHARED_MEMORY = 1.12
 _WORTH, _WORTH_DIVIDING = 0.8, 0.9
 # Rows from which streaming everything is taken to be faster where nothing was measured.
 _UNMEASURED_BREAK_EVEN = 256
+# Tokens of a streamed step are a multiple of this where costs decide.
+_TOKENS = 256
 # Decode batches below this are left to captured graphs and expert servers.
 _LEAST_DECODE_ROWS = 65
 # A measured time is corrected to the median of what so many steps showed: one that took long for a reason of
@@ -116,6 +118,17 @@ class LayerCosts:
         if least == 0 and self.seconds(rows, chosen) > _WORTH * self.seconds(rows, 0):
             return 0
         return chosen
+
+    def step_tokens(self, most: int, wait_s: float) -> int:
+        """Of a step that streams all, at most `most` and at least one unit of `_TOKENS`.
+
+        As many as the GPU multiplies in `wait_s` a layer, which is the least that others wait for, or while
+        the link copies a layer: with fewer the link would be all that a step waits for, and prompts slower.
+        """
+        bound, sizes = max(self.copy * self.copy_scale, wait_s), range(_TOKENS, most, _TOKENS)
+        if self.gpu.at(most) <= bound:
+            return most
+        return max(_TOKENS, _TOKENS * bisect.bisect_right(sizes, bound, key=self.gpu.at))
 
     def refined(
         self, rows: int, share: int, seconds: float, copying: float, copied: float = 1.0
@@ -205,6 +218,11 @@ class ShareChooser:
         if costs is None:
             return 0 if self.min_rows is None else SHARES
         return costs.best_share(rows, 0 if self.min_rows is None else 1)
+
+    def step_tokens(self, most: int, wait_s: float | None) -> int:
+        """As `LayerCosts.step_tokens`; `most` while too little is known."""
+        costs = self._costs
+        return most if costs is None or wait_s is None else costs.step_tokens(most, wait_s)
 
     @property
     def break_even_rows(self) -> int:

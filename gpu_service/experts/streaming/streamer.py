@@ -28,7 +28,7 @@ import torch
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, ResidentKernels, Share
 from gpu_service.experts.resident.panels import LayerFormat
-from gpu_service.experts.streaming.costs import LayerCosts
+from gpu_service.experts.streaming.costs import CostCurve, LayerCosts
 from gpu_service.experts.streaming.plan import (
     SHARES,
     CopyRun,
@@ -85,6 +85,9 @@ class ShareChooser(Protocol):
     def observe(self, rows: int, share: int, seconds: float, copying: float, copied: float) -> None:
         """What a step took, and how much of it the link was busy, with `copied` of its share."""
 
+    def step_tokens(self, most: int, wait_s: float | None) -> int:
+        """Of a step that streams all, at most `most`, where others may wait so long; None: not known."""
+
     @property
     def asks_servers(self) -> bool:
         """Whether steps of the main lane leave to expert servers what is not worth a copy."""
@@ -132,6 +135,8 @@ class ExpertStreamer:
         self.ring = ring
         # Of the link to the device; filled by `measure.measure_link`. None: it was not measured.
         self.link_bytes_per_second: float | None = None
+        # Seconds of a layer on the device; filled by `measure.measure_products`. None: it was not measured.
+        self.products: CostCurve | None = None
         # Of all steps that were begun; counted by `begin` and `begin_whole`.
         self.streamed_steps = self.streamed_bytes = 0
         self.geometry = geometry
