@@ -121,7 +121,7 @@ class Inbox:
 
         Blocks until that is known. Only for ranks whose inbox is not the entry.
         """
-        raise RuntimeError("messages enter here: nobody else decides when they are drained")
+        raise RuntimeError("messages enter at this rank, which decides when they are drained")
 
 
 @dataclass(frozen=True, slots=True)

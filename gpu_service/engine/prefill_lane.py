@@ -55,7 +55,7 @@ class LaneRunner(ABC):
     def step_tokens(self, wait_s: float | None) -> int:
         """Most tokens of a step while others decode, whose tokens it may put off so long (None: not known).
 
-        0: as many as while nobody does.
+        0: as many as at other times.
         """
         return 0
 

@@ -29,7 +29,7 @@ class LaneBooks:
         # tokens from which one is worth it, while others decode and while nobody does.
         self.is_ready = False
         self.min_tokens = self.idle_min_tokens = 2
-        # Tokens of a step while others decode; 0: as many as while nobody does.
+        # Tokens of a step while others decode; 0: as many as at other times.
         self.step_tokens = 0
         # What counts now, of prompts and of steps; filled by `weigh`.
         self.worth, self.most_tokens = 2, 0

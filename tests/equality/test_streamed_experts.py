@@ -283,7 +283,7 @@ def test_ranks_plan_by_what_all_of_them_counted() -> None:
 
 
 def test_products_are_measured_for_the_longest_steps() -> None:
-    """Up to the rows of a step that streams, not of a usual one: beyond the last point costs only guess."""
+    """Up to the rows of a step that streams, not of a usual one: beyond the last point a curve is a line."""
     found = streaming(made(tensor_split(SHAPE, 1)), experts_per_buffer=3)
     (kind,) = {stored.kind for stored in found.source.segments().stored[0]}  # type: ignore[union-attr]
     curve = measure_products(found.streamer, kind, torch.float32, 600)

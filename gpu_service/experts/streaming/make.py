@@ -219,7 +219,7 @@ def make_streamer(
 
 
 def _warm_up(streamer: ExpertStreamer, plan: StreamingPlan, max_rows: int, dtype: torch.dtype) -> bool:
-    """Compiles what steps of so many rows need, and measures it while the memory of the KV pool is free.
+    """Compiles what steps of up to `max_rows` need, and measures it while the memory of the KV pool is free.
 
     False: the kernels do not run on this device.
     """

@@ -197,7 +197,7 @@ class ExpertStreamer:
         return self._whole
 
     def _unrouted(self, rows: int) -> npt.NDArray[np.bool_]:
-        """`[passed layers, num_experts]`: who is not worth a copy before it is known to have rows."""
+        """`[passed layers, num_experts]`: experts that are not copied before they are known to have rows."""
         return self._routing.unrouted(rows * self.geometry.top_k)
 
     def _usable(self) -> ExpertSegments | None:
@@ -253,7 +253,7 @@ class ExpertStreamer:
     ) -> StreamPlan:
         """Kept by what it depends on: where residents change while serving, few layers do at a time.
 
-        `unrouted`: as `_unrouted`; None: nobody.
+        `unrouted`: as `_unrouted`; None: no expert.
         """
         depends_on = segments, 0 if self._resident is None else self._resident.version
         if self._plans_of is None or self._plans_of[0] is not segments:
