@@ -103,7 +103,7 @@ def build_engine(
             model_type=model_config.model_type,
         )
     check_speculation(config.gpu, config.parallel, model_config)
-    has_lane = may_have_lane(config, device)
+    has_lane = may_have_lane(config, model_config, device)
     group = join_group(config, device, identity=identity.text, has_lane=has_lane)
     sizes = sizes_of(shard_config(model_config, group.parallel), STORAGE_DTYPES[config.gpu.kv_cache_dtype])
     shape = cache_shape(config.gpu, shard_config(model_config, group.parallel), device)

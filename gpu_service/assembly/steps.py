@@ -24,7 +24,9 @@ from gpu_service.parallel.group import RankGroup
 from gpu_service.scheduler.limits import SchedulerLimits
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.models.config import ModelConfig
+from moebius.placement import make_placement
 from moebius.progress import phase
+from moebius.served_model import read_served_geometry
 
 _log = structlog.get_logger(__name__)
 
@@ -67,14 +69,17 @@ def make_step_runner(
     return steps
 
 
-def may_have_lane(config: MoebiusConfig, device: torch.device) -> bool:
-    """Whether there may be a prefill lane; what fits on the device is not known yet.
+def may_have_lane(config: MoebiusConfig, model: ModelConfig, device: torch.device) -> bool:
+    """Whether ranks may have a prefill lane; what fits on the device is not known yet.
 
-    Raises UserError as `streams`.
+    Raises UserError as `streams`, and for a placement that cannot be.
     """
-    chunk, gpu = config.gpu.prefill_chunk_max, config.gpu
-    is_longer = chunk is None or chunk > gpu.num_batched_tokens
-    return is_longer and config.parallel.pipeline_parallel_size == 1 and streams(config, device.type)
+    chunk, parallel = config.gpu.prefill_chunk_max, config.parallel
+    is_longer = chunk is None or chunk > config.gpu.num_batched_tokens
+    if parallel.pipeline_parallel_size > 1 or not (is_longer and model.moe_layer_ids):
+        return False
+    placement = make_placement(config.placement, read_served_geometry(config))
+    return streams(config, device.type) and not placement.covers_everything
 
 
 def make_lane_stream(

@@ -33,7 +33,7 @@ ATTENTION_WORKSPACE = 512 * MIB
 CUBLAS_WORKSPACE = 64 * MIB
 # Of the prefill lane's stream.
 LANE_CUBLAS = 32 * MIB
-# A communicator's channels; one for tensor groups, one for stages.
+# Communicators' channels: one for tensor groups, and one for stages or for the prefill lane, never both.
 NCCL_BUFFERS = 512 * MIB
 # Nodes and arguments of one captured graph; the tensors of all graphs share one pool.
 GRAPH_BYTES = 24 * MIB

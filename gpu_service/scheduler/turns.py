@@ -2,9 +2,9 @@
 
 Stages launch different layers, of one step after another, so that a lane would need its turns between the
 layers of all of them. So steps take turns instead: one of long prompts alone, of up to `prefill_chunk_max`
-tokens, which streams its experts (each rank its part of them, over its own link), then as many steps of
-all other requests that those which decode have had the device as long. A step with both would copy all experts for
-512 rows and every token.
+tokens, which streams its experts (each rank its part of them, over its own link), then as many steps of all
+other requests that those which decode have had the device as long. A step with both would copy all experts
+for 512 rows and every token.
 
 Others' steps stand between a prompt's, none before its first one or after its last: with n steps there are
 n - 1 such places. So more of them stand there, such that both have had the device as long when the prompt

@@ -480,7 +480,8 @@ class StreamedStep(StreamedExperts):
         self._wait_until(lambda: streamer.device.has_ended(counted))
         streamer.device.wait(counted)
         own = plan.deferred[even_shard(len(plan.deferred), streamer.rank, streamer.num_ranks).slice]
-        routed = [expert for expert in own if counts[expert] > 0]
+        rows = counts.tolist()
+        routed = [expert for expert in own if rows[expert]]
         stored = self._segments.stored[plan.layer]
         pieces = [piece for one in stored for piece in cut(one, routed, streamer.ring.buffer_bytes)]
         streamer.streamed_bytes += sum(piece.nbytes for piece in pieces)
