@@ -111,9 +111,9 @@ class DeviceRunner(StepRunner):
         return self._steps.is_recovering
 
     @property
-    def streams_prompts(self) -> bool:
+    def streamed_tokens(self) -> int:
         streamer = self._runner.streamer
-        return streamer is not None and streamer.can_stream
+        return 0 if streamer is None or not streamer.can_stream else streamer.useful_tokens
 
     def interrupt(self) -> None:
         if self._runner.experts is not None:

@@ -232,7 +232,7 @@ class Engine:
         if self._lane is not None:
             self._tend(self._lane)
         elif self.scheduler.limits.prefill_chunk_max and self._inbox.is_entry:
-            message = self._turns.news(lambda: self._runner.streams_prompts)
+            message = self._turns.news(lambda: self._runner.streamed_tokens)
             if message is not None:
                 self.call(_STREAM_PROMPTS, message)
         launched = len(self._in_flight) < self._depth and self.launch_next()

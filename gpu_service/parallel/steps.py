@@ -155,8 +155,8 @@ class GuardedRunner(StepRunner):
         return self._inner.is_recovering
 
     @property
-    def streams_prompts(self) -> bool:
-        return self._inner.streams_prompts
+    def streamed_tokens(self) -> int:
+        return self._inner.streamed_tokens
 
     def interrupt(self) -> None:
         self._inner.interrupt()

@@ -97,7 +97,9 @@ class TurnPace:
         self._chunk_max, self._usual, self._max_added_s = chunk_max, usual, max_added_s
         self._decode_s = self._prompts_s = 0.0
         self._steps, self._chunk = float(_UNKNOWN), chunk_max
-        self._look_again, self._streams, self._said = 0.0, False, ""
+        # Of a step of prompts, from which longer ones would only stop others for longer; 0: none is streamed.
+        self._useful = 0
+        self._look_again, self._said = 0.0, ""
 
     def committed(self, batch: Batch, seconds: float) -> None:
         """A step has ended that had the device so long."""
@@ -123,20 +125,21 @@ class TurnPace:
         elif seconds < limit / 2:
             self._chunk = min(self._chunk_max, 2 * self._chunk)
 
-    def message(self, streams: bool) -> str:
+    def message(self) -> str:
         """For `PromptTurns.read` of every rank."""
-        return f"{self._steps:.2f} {self._chunk}" if streams else ""
+        chunk = min(self._chunk, max(self._usual, self._useful))
+        return f"{self._steps:.2f} {chunk}" if self._useful else ""
 
-    def news(self, streams: Callable[[], bool]) -> str | None:
+    def news(self, streamed_tokens: Callable[[], int]) -> str | None:
         """`message`, if it is another than last time; None: nothing has changed.
 
-        `streams` says whether long steps would stream their experts; it is asked ten times a second.
+        `streamed_tokens`: as `StepRunner` says; it is asked ten times a second.
         """
         now = time.monotonic()
         if now >= self._look_again:
             self._look_again = now + _LOOK_S
-            self._streams = streams()
-        message = self.message(self._streams)
+            self._useful = streamed_tokens()
+        message = self.message()
         if message == self._said:
             return None
         if not (message and self._said):

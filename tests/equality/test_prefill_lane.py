@@ -216,6 +216,17 @@ def test_without_a_lane_a_bound_makes_shorter_steps_of_prompts() -> None:
         assert bound is not None or waits >= 3
 
 
+def test_without_a_lane_steps_are_no_longer_than_is_of_use() -> None:
+    """While others decode: where the link is not waited for, longer steps only stop others for longer."""
+    batches = Batches()
+    virtual = VirtualEngine(long_knobs(), Times(), has_lane=False, prefill_chunk_max=512, observer=batches)
+    virtual.steps.streams, virtual.steps.useful_tokens = True, 256
+    stream = make_request("stream", prompt_of(1, 9), max_tokens=400)
+    prompt = make_request("prompt", prompt_of(3, 1024), max_tokens=1)
+    virtual.run([(0.0, add(stream)), (0.2, add(prompt))])
+    assert [tokens for batch in batches.seen for key, tokens in batch if key == prompt.key] == [256] * 4
+
+
 def test_a_bound_on_what_is_added_holds() -> None:
     """With a tight bound the lane takes smaller slices than without, and still more than half of its time."""
     worst = {}

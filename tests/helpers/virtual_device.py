@@ -147,16 +147,17 @@ class _Run:
 class VirtualSteps(StepRunner):
     """The main lane, by the code that runs steps again on a GPU; its experts may be lost."""
 
-    # What `streams_prompts` says.
+    # Whether long steps stream, and from how many tokens on longer ones gain nothing.
     streams = False
+    useful_tokens = 2**16
 
     def __init__(self, device: VirtualDevice, runner: ModelRunner, times: Times) -> None:
         self._device, self._runner, self._times = device, runner, times
         self._steps = StepsInFlight(self._start, runner.experts, 100.0)
 
     @property
-    def streams_prompts(self) -> bool:
-        return self.streams
+    def streamed_tokens(self) -> int:
+        return self.useful_tokens if self.streams else 0
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         return self._steps.launch(plan)

@@ -47,6 +47,8 @@ from gpu_service.parallel.partition import even_shard
 from moebius.models.geometry import MoeGeometry
 
 _log = structlog.get_logger(__name__)
+# More tokens than any step has.
+MAX_STREAMED_TOKENS = 2**16
 # Plans and slots that are kept: few differ, unless residents or shares change all the time.
 _MOST_PLANS, _MOST_SLOTS = 64, 8192
 
@@ -233,6 +235,11 @@ class ExpertStreamer:
     def break_even_rows(self) -> int:
         """Token rows from which streaming everything takes less time than leaving everything to servers."""
         return self.chooser.break_even_rows
+
+    @property
+    def useful_tokens(self) -> int:
+        """Of a step that streams everything: with more it takes as long for each, by what was measured."""
+        return self.chooser.step_tokens(MAX_STREAMED_TOKENS, 0.0)
 
     @property
     def is_open(self) -> bool:
