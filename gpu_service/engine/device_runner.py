@@ -220,6 +220,8 @@ class DeviceRunner(StepRunner):
 
 # How long an answer to whether experts can be streamed is taken for granted: the loop asks in every turn.
 _READY_S = 0.02
+# For so long nothing is tried after experts could not be streamed: another rank may still open its segments.
+_REFUSED_S = 1.0
 
 
 class LaneStep(Pending[StepResult]):
@@ -294,6 +296,8 @@ class DeviceLane(LaneRunner):
         self._hold_residents(True)
         # No expert server is asked, and spans of the main lane's steps must not hang under this one's.
         launched = self._steps.launch(replace(plan, trace_context=None))
+        if self._runner.is_refused:
+            self._ready, self._ask_again = False, time.monotonic() + _REFUSED_S
         return LaneStep(launched, self._stream.record(), self._end)
 
     def mark(self) -> DeviceEvent:
