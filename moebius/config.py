@@ -135,7 +135,7 @@ class GpuConfig(SpeculationSettings):
     prefill_lane_min_tokens: int | None = Field(
         default=None,
         ge=2,
-        description="Prompts of so many tokens have their own steps while others decode; unset: measured",
+        description="Prompts from this length have own steps; unset: measured, none with several GPUs",
     )
     max_itl_ms: float | None = Field(
         default=None,

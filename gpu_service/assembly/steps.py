@@ -78,6 +78,8 @@ def may_have_lane(config: MoebiusConfig, model: ModelConfig, device: torch.devic
     is_longer = chunk is None or chunk > config.gpu.num_batched_tokens
     if parallel.pipeline_parallel_size > 1 or not (is_longer and model.moe_layer_ids):
         return False
+    if parallel.tensor_parallel_size > 1 and config.gpu.prefill_lane_min_tokens is None:
+        return False
     placement = make_placement(config.placement, read_served_geometry(config))
     return streams(config, device.type) and not placement.covers_everything
 

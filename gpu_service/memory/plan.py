@@ -64,10 +64,12 @@ def has_lane(gpu: GpuConfig, parallel: ParallelContext) -> bool:
     """Whether prompts that stream their experts have a step of their own, next to the others.
 
     `gpu.prefill_chunk_max` is chosen: unset or within the usual budget, nothing is to be gained. Pipeline
-    stages launch different layers; their main lane takes the longer steps (`scheduler/turns.py`).
+    stages launch different layers; their main lane takes the longer steps (`scheduler/turns.py`). That of
+    tensor-parallel ranks does unless a lane is asked for: two communicators on one GPU were not measured.
     """
     is_longer = (gpu.prefill_chunk_max or 0) > gpu.num_batched_tokens
-    return is_longer and parallel.num_stages == 1
+    is_wanted = parallel.tp_size == 1 or gpu.prefill_lane_min_tokens is not None
+    return is_longer and is_wanted and parallel.num_stages == 1
 
 
 def lane_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext) -> int:
