@@ -61,6 +61,7 @@ from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.make import StreamingPlan, open_streamer, profiled_stream
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.layers.deferral import deferral_rule
 from gpu_service.loader.load import load_weights, shape_weights
 from gpu_service.memory.plan import DENSE, GRAPHS, KV, LANE, RESIDENT, RING, STATES, VISION
 from gpu_service.models.common import CausalLM
@@ -128,6 +129,7 @@ def _assemble(
     compiler = make_compiler(Path(config.model.model), model_config.vocab_size, model_config.eos_token_ids)
     model = build_model(model_config, device=device, parallel=group.parallel)
     shape_weights(model, config.model)
+    model.model.deferral = deferral_rule(config, model_config)
     moe = rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.rank_config, device)
@@ -143,6 +145,8 @@ def _assemble(
     limits, kv_cache = scheduler_limits(gpu, model_config, num_pages), shape.make_pool(num_pages)
     memory.reached(KV)
     experts = connect_experts(config, moe, group, undo, fingerprint, adaptive)
+    if experts is None and model.model.deferral is not None:
+        _log.warning("defer_experts changes answers and saves no time: no layer asks an expert server")
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
     runner = group.model_runner(
         model,

@@ -156,6 +156,8 @@ class DoorbellExpertClient(ExpertClient):
         collected = 0
         while collected < ticket.rows:
             if not ticket.chunks:
+                self._fill_slots(ticket)
+            if not ticket.chunks:
                 raise RuntimeError("no free mailbox slot: earlier tickets have to be collected first")
             chunk = ticket.chunks.popleft()
             own = self._own_rows(chunk)

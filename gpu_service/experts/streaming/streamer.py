@@ -14,6 +14,7 @@ Whoever begins puts the result into `ForwardContext.streamed`, calls `launched` 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -359,10 +360,11 @@ class StreamedStep(StreamedExperts):
         self,
         layer: int,
         hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
+        parts: Sequence[torch.Tensor],
         topk_weights: torch.Tensor,
-        partial: torch.Tensor | None,
-    ) -> torch.Tensor:
+        partials: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        sums = list(partials)
         streamer, ring = self._streamer, self._streamer.ring
         if not streamer.is_current(self):
             raise RuntimeError(f"layer {layer} streams in a step that another one has followed already")
@@ -372,14 +374,15 @@ class StreamedStep(StreamedExperts):
                 raise RuntimeError(f"layer {layer} streams out of order: layer {piece.stored.layer} is next")
             slots = streamer.slots(buffer, piece)
             try:
-                partial = streamer.kernels.forward(slots, hidden_states, topk_ids, topk_weights, partial)
+                for number, ids in enumerate(parts):
+                    given = hidden_states, ids, topk_weights, sums[number]
+                    sums[number] = streamer.kernels.forward(slots, *given)
             finally:
                 ring.give_back()
         if self._rows and streamer.follows_routing and layer in streamer.passed_layers:
-            self._chosen.append(topk_ids)
-        if partial is None:
-            partial = torch.zeros_like(hidden_states, dtype=torch.float32)
-        return partial
+            self._chosen.append(functools.reduce(torch.maximum, parts))
+        zeros = (torch.zeros_like(hidden_states, dtype=torch.float32) if own is None else own for own in sums)
+        return list(zeros)
 
     def copy(self, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
         """One run of the ring."""
