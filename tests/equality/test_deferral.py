@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.deferral import deferral_rule, late_choices
@@ -20,6 +19,7 @@ from moebius.errors import UserError
 from moebius.models.read import read_model_config
 from tests.equality.test_doorbell_graphs import client_of, run
 from tests.equality.test_engine_real_model import config_for, engine_tokens, prompts
+from tests.helpers.deferred_reference import defer_in
 from tests.helpers.expert_cluster import running_cluster
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_engine import Setup, tiny_model
@@ -33,35 +33,6 @@ def deferring(config: MoebiusConfig, count: int, **experts: Any) -> MoebiusConfi
     """The configuration with late experts."""
     changed = {"defer_experts": count} | experts
     return config.model_copy(update={"experts": config.experts.model_copy(update=changed)})
-
-
-def dense(experts: Any, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Every expert of every row `[T, H]`, and the weighted sum of those chosen."""
-    gate, up = torch.einsum("th,eih->tei", rows, experts.gate_up_proj).chunk(2, dim=-1)
-    answers = torch.einsum("tei,ehi->teh", functional.silu(gate) * up, experts.down_proj)
-    return (answers.gather(1, ids.unsqueeze(-1).expand(-1, -1, rows.shape[1])) * weights.unsqueeze(-1)).sum(1)
-
-
-def defer_in(reference: Any, count: int) -> None:
-    """Transformers' model with `count` late experts a token; nothing of the engine's is in it."""
-    blocks = [layer.mlp.experts for layer in reference.model.layers if hasattr(layer.mlp, "experts")]
-    late: list[torch.Tensor] = []
-
-    def replaced(number: int, experts: Any) -> Any:
-        def forward(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            lowest = torch.zeros_like(weights).scatter(1, weights.argsort(dim=1)[:, :count], 1.0)
-            if number == len(blocks) - 1:
-                lowest = torch.zeros_like(weights)
-            before = late.pop() if late else 0.0
-            late.append(dense(experts, rows, ids, weights * lowest))
-            if number == len(blocks) - 1:
-                late.clear()
-            return dense(experts, rows, ids, weights * (1.0 - lowest)) + before
-
-        return forward
-
-    for number, experts in enumerate(blocks):
-        experts.forward = replaced(number, experts)
 
 
 @pytest.fixture(scope="module", params=MODELS)
