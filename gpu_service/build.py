@@ -127,9 +127,7 @@ def _assemble(
 ) -> Built:
     device, dtype = stream.device, TORCH_DTYPES[model_config.dtype]
     compiler = make_compiler(Path(config.model.model), model_config.vocab_size, model_config.eos_token_ids)
-    model = build_model(model_config, device=device, parallel=group.parallel)
-    shape_weights(model, config.model)
-    model.model.deferral = deferral_rule(config, model_config)
+    model = _shaped_model(config, model_config, device, group)
     moe = rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.rank_config, device)
@@ -145,8 +143,6 @@ def _assemble(
     limits, kv_cache = scheduler_limits(gpu, model_config, num_pages), shape.make_pool(num_pages)
     memory.reached(KV)
     experts = connect_experts(config, moe, group, undo, fingerprint, adaptive)
-    if experts is None and model.model.deferral is not None:
-        _log.warning("defer_experts changes answers and saves no time: no layer asks an expert server")
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
     runner = group.model_runner(
         model,
@@ -180,6 +176,17 @@ def _assemble(
     )
 
 
+def _shaped_model(
+    config: MoebiusConfig, model_config: ModelConfig, device: torch.device, group: RankGroup
+) -> CausalLM:
+    """This rank's part, without weights."""
+    rule = deferral_rule(config, model_config)
+    model = build_model(model_config, device=device, parallel=group.parallel)
+    shape_weights(model, config.model)
+    model.model.deferral = rule
+    return model
+
+
 def _step_runners(
     config: MoebiusConfig,
     runner: ModelRunner,
@@ -192,6 +199,8 @@ def _step_runners(
 ) -> tuple[StepRunner, PrefillLane | None]:
     """Of the main lane, and of the prefill lane where there is one."""
     assert isinstance(runner.model, CausalLM)
+    if runner.experts is None and runner.model.model.deferral is not None:
+        _log.warning("defer_experts changes answers and saves no time: no layer asks an expert server")
     vocab_size = runner.model.config.vocab_size
     runner.drafter = make_drafter(runner.model, runner.token_pool, group.parallel)
     steps = make_step_runner(config, runner, stream, limits, vocab_size, group.parallel)

@@ -189,15 +189,25 @@ def models() -> None:
     """Checkpoints made or fetched here."""
 
 
+_Shape = Annotated[
+    str,
+    typer.Option(
+        help="qwen3-30b-a3b, qwen3-next-80b, qwen3-235b-a22b, glm-4.5-air, glm-5.3-flash, small or tiny"
+    ),
+]
+_RoutingFrom = Annotated[
+    str,
+    typer.Option(
+        metavar="TRACE",
+        help="File of `experts record --mode per_token`: tokens choose its rows, in the order of a chain",
+    ),
+]
+
+
 @app.command()
 def random(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the checkpoint is written")],
-    shape: Annotated[
-        str,
-        typer.Option(
-            help="qwen3-30b-a3b, qwen3-next-80b, qwen3-235b-a22b, glm-4.5-air, glm-5.3-flash, small or tiny"
-        ),
-    ] = "qwen3-30b-a3b",
+    shape: _Shape = "qwen3-30b-a3b",
     weight_format: Annotated[
         str,
         typer.Option(
@@ -225,13 +235,7 @@ def random(
         ),
     ] = 0,
     topic_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a topic lasts, with --overlap")] = 64,
-    routing_from: Annotated[
-        str,
-        typer.Option(
-            metavar="TRACE",
-            help="File of `experts record --mode per_token`: tokens choose its rows, in the order of a chain",
-        ),
-    ] = "",
+    routing_from: _RoutingFrom = "",
     seed: Annotated[int, typer.Option(min=0, help="Of all random numbers")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="0: one per allowed CPU")] = 0,
 ) -> None:
