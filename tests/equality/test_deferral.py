@@ -22,8 +22,11 @@ from tests.equality.test_engine_real_model import config_for, engine_tokens, pro
 from tests.helpers.deferred_reference import defer_in
 from tests.helpers.expert_cluster import running_cluster
 from tests.helpers.paged_runner import load_runner
+from tests.helpers.rank_group import rank_config, run_group
+from tests.helpers.rank_models import MODELS as RANK_MODELS
 from tests.helpers.tiny_engine import Setup, tiny_model
-from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_models import make_tiny_model, write_tiny_model
+from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 MODELS = ["qwen3_moe", "glm4_moe"]
 TOKENS = 24
@@ -166,6 +169,20 @@ def test_a_lost_server_does_not_show(doorbell: tuple[Any, Any]) -> None:
         client.begin_step = begin_step  # type: ignore[method-assign]
         assert run(model, client, Setup(largest_graph=4)) == expected
         assert client.stats().recoveries == 1
+
+
+def test_ranks_do_not_show(tmp_path: Path) -> None:
+    """Two tensor-parallel ranks, each with its rows of servers' answers and its channels of residents."""
+    write_tiny_model(RANK_MODELS["glm4_shared"], tmp_path, seed=11)
+    write_tokenizer(tmp_path, byte_level_tokenizer(300))
+    alone, plain = (run_group(deferring(rank_config(tmp_path, 1, 1), count)) for count in (1, 0))
+    divided = run_group(deferring(rank_config(tmp_path, 2, 1, gpu_experts_ratio=0.5), 1))
+    found, expected, without = (
+        {case: [outcome.token_ids for outcome in outcomes] for case, outcomes in run.items()}
+        for run in (divided, alone, plain)
+    )
+    assert found == expected
+    assert found != without
 
 
 def test_the_lowest_weights_are_late() -> None:
