@@ -14,13 +14,16 @@ import torch
 
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.deferral import deferral_rule, late_choices
+from gpu_service.models.common import CausalLM
 from moebius.config import ExpertConfig, MoebiusConfig, ParallelConfig, PlacementConfig
 from moebius.errors import UserError
 from moebius.models.read import read_model_config
+from tests.equality import test_mtp_drafts
 from tests.equality.test_doorbell_graphs import client_of, run
 from tests.equality.test_engine_real_model import config_for, engine_tokens, prompts
 from tests.helpers.deferred_reference import defer_in
 from tests.helpers.expert_cluster import running_cluster
+from tests.helpers.mtp_models import cached_mtp_models
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.rank_group import rank_config, run_group
 from tests.helpers.rank_models import MODELS as RANK_MODELS
@@ -183,6 +186,26 @@ def test_ranks_do_not_show(tmp_path: Path) -> None:
     )
     assert found == expected
     assert found != without
+
+
+def test_drafts_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of multi-token prediction have no late part, and steps that verify drafts have the model's."""
+    directory, _ = cached_mtp_models(tmp_path)("glm4_moe", 1)
+    rules = []
+
+    def made(*arguments: Any, **options: Any) -> CausalLM:
+        found = tiny_model(*arguments, **options)
+        found.model.deferral = deferral_rule(deferring(config_for(directory), 2), found.config)
+        rules.append(found.model.deferral)
+        return found
+
+    plain, _, _ = test_mtp_drafts.run(directory, 0, 0, test_mtp_drafts.GREEDY)
+    monkeypatch.setattr(test_mtp_drafts, "tiny_model", made)
+    expected, _, _ = test_mtp_drafts.run(directory, 0, 0, test_mtp_drafts.GREEDY)
+    tokens, drafters, _ = test_mtp_drafts.run(directory, 1, 2, test_mtp_drafts.GREEDY)
+    assert tokens == expected != plain
+    assert len(drafters[0].guesses) > 8
+    assert rules[0] == rules[1]
 
 
 def test_the_lowest_weights_are_late() -> None:
