@@ -243,10 +243,14 @@ class Engine:
             if self._lane_is_open:
                 self._inbox.wait(POLL_S)
 
-    def finish(self) -> None:
-        """Commits what is in flight."""
+    def settle(self) -> None:
+        """Commits what is in flight in the main lane."""
         while self._in_flight:
             self._commit_oldest()
+
+    def finish(self) -> None:
+        """Commits what is in flight."""
+        self.settle()
         if self._lane is not None and self._lane.step is not None:
             self.commit(self._lane.take())
 
@@ -286,8 +290,7 @@ class Engine:
         books.min_tokens, books.idle_min_tokens = lane.runner.min_tokens
         if not self.scheduler.wants_lane():
             return
-        while self._in_flight:
-            self._commit_oldest()
+        self.settle()
         if not self.scheduler.wants_lane():
             return
         planned = self._plan(self.scheduler.schedule_lane)
@@ -438,8 +441,7 @@ class Engine:
 
     def _compute_all_again(self) -> None:
         self._damage.forget()
-        while self._in_flight:
-            self._commit_oldest()
+        self.settle()
 
     def _compute_again(self, batch: Batch, reason: str, keep: bool = True) -> None:
         """The lane's step lost the experts that it streamed: its requests wait anew, for either lane."""

@@ -104,6 +104,11 @@ class LayerStream:
     # Nothing is left for expert servers: the other experts are resident.
     is_whole: bool
 
+    @cached_property
+    def nbytes(self) -> int:
+        """What this rank copies of it."""
+        return sum(piece.nbytes for piece in self.pieces)
+
 
 @dataclass(frozen=True)
 class StreamPlan:

@@ -22,9 +22,9 @@ import structlog
 import torch
 
 from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.costs import LayerCosts
 from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, ResidentKernels, Share
 from gpu_service.experts.resident.panels import LayerFormat
-from gpu_service.experts.streaming.costs import LayerCosts
 from gpu_service.experts.streaming.plan import SHARES, CopyRun, LayerStream, Piece, StreamPlan, plan_layer
 from gpu_service.experts.streaming.ring import BufferRing, TransferDevice
 from gpu_service.experts.streaming.routing import Counts, RecentRouting, count_chosen
@@ -58,7 +58,7 @@ class ExpertSource(Protocol):
 
 
 class ShareChooser(Protocol):
-    """Decides how much is streamed; `costs.ShareChooser` is the real one."""
+    """Decides how much is streamed; `share.ShareChooser` is the real one."""
 
     def may_stream(self, rows: int, is_decode: bool) -> bool:
         """Whether a step of so many token rows may; all ranks say the same."""
@@ -66,11 +66,14 @@ class ShareChooser(Protocol):
     def share(self, rows: int) -> int:
         """Of `SHARES`, 0 being none, for a step that may; ranks may differ."""
 
-    def measured(self, costs: LayerCosts) -> None:
-        """What is known before the first step."""
+    def predict(self, rows: int, share: int) -> float | None:
+        """Seconds of a step that streams such a share; None: nothing was measured."""
 
-    def observe(self, rows: int, share: int, seconds: float, copying: float) -> None:
-        """What a step took, and how much of it the link was busy."""
+    def measured(self, layer: LayerCosts, layer_bytes: float) -> None:
+        """What a layer costs, and the bytes that all of it has to be copied."""
+
+    def observe(self, rows: int, share: int, seconds: float, copying: float, nbytes: int) -> None:
+        """What a step took, how much of it the link was busy, and with how many bytes."""
 
     def routed(self, left: Sequence[float]) -> None:
         """By share, 0 to SHARES, which part of earlier steps' pairs servers would have had."""
@@ -104,10 +107,10 @@ class ExpertStreamer:
         `largest` gives all ranks the largest of their numbers; they call it at the same places.
         """
         self.ring = ring
-        # Of the link to the device; filled by `measure.measure_link`. None: it was not measured.
-        self.link_bytes_per_second: float | None = None
         # Of all steps that were begun; counted by `begin` and `begin_whole`.
         self.streamed_steps = self.streamed_bytes = 0
+        # The same by layer: experts and bytes.
+        self.streamed_of: dict[int, tuple[int, int]] = dict.fromkeys(layers, (0, 0))
         self.geometry = geometry
         self.layers = tuple(layers)
         self.device = device
@@ -183,7 +186,15 @@ class ExpertStreamer:
         step.copies = self.ring.copies
         self.streamed_steps += 1
         self.streamed_bytes += sum(piece.nbytes for piece in plan.pieces)
+        for layer in plan.layers:
+            experts, nbytes = self.streamed_of[layer.layer]
+            self.streamed_of[layer.layer] = experts + len(layer.experts), nbytes + layer.nbytes
         return step
+
+    @property
+    def has_lane_step(self) -> bool:
+        """Whether a step of a lane streams, whose copies are under way. Only by the thread that launches."""
+        return self._whole is not None
 
     @property
     def source(self) -> ExpertSource | None:
@@ -337,6 +348,7 @@ class StreamedStep(StreamedExperts):
         self._streamer = streamer
         self._segments = segments
         self._rows = rows
+        self.predicted_seconds = streamer.chooser.predict(rows, plan.share) if rows else None
         # Events around each copy; filled by the ring, which `ExpertStreamer` takes them from.
         self.copies: list[tuple[Any, Any]] = []
         # When the device comes to this step, and when it has launched all.
@@ -407,8 +419,9 @@ class StreamedStep(StreamedExperts):
             between = self._streamer.device.seconds_between
             measured = self.plan.pieces_of(self._streamer.passed_layers)
             copying = sum(between(begin, end) for begin, end in self.copies[:measured])
+            nbytes = sum(piece.nbytes for piece in self.plan.pieces[:measured])
             seconds = between(self._begin, self._end)
-            self._streamer.chooser.observe(self._rows, self.plan.share, seconds, copying)
+            self._streamer.chooser.observe(self._rows, self.plan.share, seconds, copying, nbytes)
 
     def end(self) -> None:
         self._streamer.end(self)
