@@ -72,6 +72,9 @@ def check_top(stack: Stack, model: str, layers: int, device: str, capsys: pytest
     assert len(shown["layers"]) == layers
     assert all(layer["cpu_bytes_per_second"] > 0 for layer in shown["layers"])
     assert shown["costs"]["cpu_expert_seconds"] > 0
+    scraped = httpx.get(f"{stack.base_url}/metrics").text
+    assert "moebius:step_predicted_seconds_total" in scraped
+    assert "moebius:step_measured_seconds_total" in scraped
     for part in ("tokens/s", "requests", "KV cache", "step", "CPU reads", "limited by", "experts' time"):
         assert part in said
     assert "none computed" not in said

@@ -217,6 +217,8 @@ class FixedShare:
     value: int = SHARES
     # Rows, share, seconds of the step, and of the link in it.
     observed: list[tuple[int, int, float, float]] = field(default_factory=list)
+    # Of those steps together.
+    copied_bytes: int = 0
     costs: LayerCosts | None = None
 
     @property
@@ -240,6 +242,7 @@ class FixedShare:
 
     def observe(self, rows: int, share: int, seconds: float, copying: float, nbytes: int) -> None:
         self.observed.append((rows, share, seconds, copying))
+        self.copied_bytes += nbytes
 
 
 @dataclass

@@ -209,6 +209,10 @@ class World:
         assert (rows, share) == (ROWS, run.streamed.plan.share)
         assert copying == pytest.approx(nbytes / RATE)
         assert seconds >= 0
+        seen = sum(found[3] for found in self.chooser.observed)
+        assert self.chooser.copied_bytes == pytest.approx(RATE * seen)
+        by_layer = self.streamer.streamed_of.values()
+        assert sum(nbytes for _, nbytes in by_layer) == self.streamer.streamed_bytes
 
     def _check(self, run: Run) -> None:
         wanted: Pairs = Counter()
