@@ -37,6 +37,9 @@ _log = structlog.get_logger(__name__)
 # Predicted over measured: below this for so many seconds, all is measured again; where that does not help,
 # after twice the time, and so on.
 TOO_SLOW, _PATIENCE_S, _MOST_PATIENCE_S = 0.6, 60.0, 3600.0
+# Rows from which a step that streams nothing says what a layer takes on servers: with fewer, what it does
+# besides takes as long.
+_PROMPT_ROWS = 256
 # Half-life of the sums that are compared, in seconds of steps.
 _HALF_LIFE_S = 5.0
 # A pause between two steps counts as so much of the time in which steps are too slow.
@@ -152,7 +155,7 @@ class StepCheck(EngineObserver):
             pairs = rows * self._facts.top_k * self._facts.num_layers * left
             servers = pairs * (self.costs.figures.cpu_expert_seconds or 0.0)
             self.costs.served(pairs, busy, seconds)
-        elif self._facts.num_layers and self._facts.has_all_layers:
+        elif rows >= _PROMPT_ROWS and self._facts.num_layers and self._facts.has_all_layers:
             self.costs.observe(rows, 0, seconds / self._facts.num_layers, 0.0, 0.0)
         tokens = sum(batch.start_positions) + rows
         kind = self._kinds.setdefault((rows.bit_length(), tokens.bit_length()), _Kind())

@@ -121,7 +121,8 @@ class CostCurve:
                 slope = min(slope, (seconds - less) / (rows_then - before))
             return seconds + (rows - rows_then) * slope
         (low, less), (high, more) = self.points[place - 1], self.points[place]
-        return less + (more - less) * (rows - low) / (high - low)
+        # Rounded, the sum may be more than what it approaches.
+        return min(more, less + (more - less) * (rows - low) / (high - low))
 
     def expert_seconds(self, num_experts: int, top_k: float) -> float:
         """Seconds per expert that is read, by the fewest rows that were measured, evenly routed."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpu_service.engine.interface import NullObserver
@@ -56,6 +56,7 @@ def test_the_choice_is_near_the_best(rows: int, least: int) -> None:
         assert COSTS.seconds(rows, chosen) <= COSTS.seconds(rows, 0)
 
 
+@example([(1, 0.3), (3, 0.3), (1000, 0.9652617318055764), (3000, 0.9652617318055764)])
 @given(st.lists(st.tuples(st.integers(1, 5000), st.floats(1e-6, 1.0)), min_size=1, unique_by=lambda p: p[0]))
 def test_more_rows_never_cost_less(measured: list[tuple[int, float]]) -> None:
     found = CostCurve.of(measured)
