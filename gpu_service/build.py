@@ -34,6 +34,7 @@ from gpu_service.assembly.speculation import (
     make_drafter,
     make_speculation,
 )
+from gpu_service.assembly.step_check import MEASURE_AGAIN, make_check, report_failure
 from gpu_service.assembly.steps import (
     attention_that_runs,
     make_lane,
@@ -55,6 +56,7 @@ from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.interface import EngineObserver, OutputDelta
 from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.prefill_lane import PrefillLane
+from gpu_service.engine.step_check import StepCheck
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.expert_recorder import recorder_operations
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
@@ -164,17 +166,13 @@ def _assemble(
     )
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint)
-    engine = _engine(config, group, runner, steps, lane, limits, num_pages, observer, on_output, compiler)
+    check = make_check(observer, config, moe, runner, stream, dtype)
+    engine = _engine(config, group, runner, steps, lane, limits, num_pages, check, on_output, compiler)
     context, tokens = limits.context_limit, gpu.num_batched_tokens
     return Built(
         *(engine, group, experts, runner.recorder, memory, model_config, num_pages, context),
         warm_up_tokens(device, tokens, context),
-        self_test=self_test,
-        vision=vision,
-        streamer=streamer,
-        placement=adaptive,
-        resident=resident,
-        compiler=compiler,
+        *(self_test, vision, streamer, adaptive, resident, check, compiler),
     )
 
 
@@ -290,7 +288,7 @@ def _engine(
     lane: PrefillLane | None,
     limits: SchedulerLimits,
     num_pages: int,
-    observer: EngineObserver,
+    check: StepCheck,
     on_output: Callable[[list[OutputDelta]], None],
     compiler: ConstraintCompiler | None,
 ) -> Engine:
@@ -299,6 +297,12 @@ def _engine(
     operations = {} if recorder is None else dict(recorder_operations(recorder))
     if compiler is not None:
         operations[PREPARE] = compiler.prepare
+
+    def measure_again(_: str) -> None:
+        engine.settle()
+        check.measure_again()
+
+    operations[MEASURE_AGAIN] = measure_again
     cache = make_request_cache(gpu, runner.states, num_pages)
     scheduler = Scheduler(limits, cache, make_speculation(gpu, limits, runner))
     builder = InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope)
@@ -307,7 +311,7 @@ def _engine(
         builder,
         group.guard(steps),
         on_output,
-        observer=observer,
+        observer=check,
         overlap=gpu.overlap_scheduling,
         max_waiting=gpu.max_waiting_requests,
         inbox=group.inbox(compiler),
@@ -316,6 +320,8 @@ def _engine(
         max_added_s=None if gpu.max_itl_ms is None else gpu.max_itl_ms / 1e3,
         draft_pace=make_draft_pace(gpu),
     )
+    if group.parallel.rank == 0:
+        check.on_too_slow = lambda: engine.call(MEASURE_AGAIN).add_done_callback(report_failure)
     if compiler is not None and group.parallel.rank == 0:
         compiler.vet = BudgetedCompiler().compiled
         if group.parallel.size > 1:

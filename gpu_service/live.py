@@ -7,15 +7,18 @@ is on, every choice. Nothing here runs unless `describe` is called.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 
+from gpu_service.assembly.built import Built
+from gpu_service.engine.step_check import StepCheck
 from gpu_service.expert_recorder import ExpertRecorder
+from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient
-from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -42,10 +45,12 @@ class LiveExperts:
         recorder: ExpertRecorder | None,
         streamer: ExpertStreamer | None,
         client: ExpertClient | None = None,
+        placement: AdaptivePlacement | None = None,
+        check: StepCheck | None = None,
     ) -> None:
         """`resident`: of a layer, experts that are on the device now; `addresses`: of the expert servers.
 
-        `client`: of this process; None: no experts are asked for.
+        `client`: of this process; None: no experts are asked for. `placement`: None: what is resident stays.
         """
         self._geometry = geometry
         self._resident = resident
@@ -53,6 +58,7 @@ class LiveExperts:
         self._recorder = recorder
         self._streamer = streamer
         self._client = client
+        self._placement, self._check = placement, check
         self._channels: list[grpc.aio.Channel] = []
 
     async def describe(self, live: pb.GetLiveResponse) -> None:
@@ -68,20 +74,36 @@ class LiveExperts:
             live.streamed_steps = self._streamer.streamed_steps
             live.streamed_bytes = self._streamer.streamed_bytes
         self._describe_hand_off(live)
+        if self._check is not None:
+            live.costs.CopyFrom(_costs(self._check, self._placement))
         live.servers.extend(server for server, _ in answers)
         rows = self._rows([stats for _, stats in answers])
         seconds, calls = _layer_times([stats for _, stats in answers])
+        nbytes = _layer_bytes([stats for _, stats in answers])
         for layer in self._geometry.moe_layers:
-            live.layers.append(
-                pb.LiveLayer(
-                    layer=layer,
-                    gpu_experts=sorted(self._resident(layer)),
-                    cpu_rows=rows.get(layer, ()),
-                    cpu_seconds=seconds.get(layer, 0.0) if rows else None,
-                    cpu_calls=calls.get(layer, 0),
-                    chosen=chosen[layer].tolist() if layer in chosen else (),
-                )
+            found = pb.LiveLayer(
+                layer=layer,
+                gpu_experts=sorted(self._resident(layer)),
+                cpu_rows=rows.get(layer, ()),
+                cpu_seconds=seconds.get(layer, 0.0) if rows else None,
+                cpu_calls=calls.get(layer, 0),
+                cpu_bytes=nbytes.get(layer, 0) if rows else None,
+                chosen=chosen[layer].tolist() if layer in chosen else (),
             )
+            live.layers.append(found)
+        self._describe_moves(live)
+
+    def _describe_moves(self, live: pb.GetLiveResponse) -> None:
+        """What is copied to the device and what that brings, by layer of this rank."""
+        streamed = {} if self._streamer is None else self._streamer.streamed_of
+        placed = {} if self._placement is None else self._placement.figures().layers
+        for layer in live.layers:
+            if layer.layer in streamed:
+                layer.streamed_experts, layer.streamed_bytes = streamed[layer.layer]
+            figures = placed.get(layer.layer)
+            if figures is not None:
+                layer.decode_choices, layer.decode_hits = figures.chosen, figures.hits
+                layer.exchanges, layer.exchange_bytes = figures.exchanges, figures.copied_bytes
 
     def _describe_hand_off(self, live: pb.GetLiveResponse) -> None:
         if self._client is None:
@@ -171,6 +193,33 @@ def _layer_times(
     return seconds, calls
 
 
+def _layer_bytes(answers: Sequence[expert_pb2.StatsResponse | None]) -> dict[int, int]:
+    """By layer: packed weights that all servers read. Experts of a server are taken to be of one size."""
+    found: dict[int, int] = {}
+    for stats in answers:
+        if stats is not None:
+            experts = sum(layer.experts for layer in stats.layers)
+            for layer in stats.layers:
+                nbytes = stats.weight_bytes * layer.experts // max(1, experts)
+                found[layer.layer] = found.get(layer.layer, 0) + nbytes
+    return found
+
+
+def _costs(check: StepCheck, placement: AdaptivePlacement | None) -> pb.LiveCosts:
+    figures = check.costs.figures
+    price = None if placement is None else placement.copy_price
+    return pb.LiveCosts(
+        predicted_seconds=check.predicted_seconds,
+        measured_seconds=check.measured_seconds,
+        predicted_over_measured=check.ratio,
+        link_bytes_per_second=figures.link_bytes_per_second,
+        cpu_expert_seconds=figures.cpu_expert_seconds,
+        gpu_expert_seconds=figures.gpu_expert_seconds,
+        copy_price=price if price is not None and math.isfinite(price) else None,
+        times_measured_again=check.times_measured_again,
+    )
+
+
 def _choices(recorder: ExpertRecorder) -> Mapping[int, Any]:
     """Counts by layer since the recorder's start; none when it was stopped meanwhile and never started."""
     try:
@@ -179,25 +228,18 @@ def _choices(recorder: ExpertRecorder) -> Mapping[int, Any]:
         return {}
 
 
-def make_live_experts(
-    config: MoebiusConfig,
-    recorder: ExpertRecorder | None,
-    streamer: ExpertStreamer | None,
-    client: ExpertClient | None = None,
-    resident: ResidentExperts | None = None,
-) -> LiveExperts | None:
-    """None for a model without experts. `resident`: of this process, which has all layers or none else's.
-
-    Raises UserError for a placement that cannot be.
-    """
+def make_live_experts(config: MoebiusConfig, built: Built) -> LiveExperts | None:
+    """None for a model without experts. Raises UserError for a placement that cannot be."""
     geometry = read_served_geometry(config)
     if not geometry.moe_layers:
         return None
-    placed = make_placement(config.placement, geometry).resident
+    placed, resident = make_placement(config.placement, geometry).resident, built.resident
 
     def experts(layer: int) -> Sequence[int]:
         """Of layers of other ranks what they began with."""
         held = resident is not None and layer in resident.slots
         return resident.experts(layer) if resident is not None and held else placed[layer]
 
-    return LiveExperts(geometry, experts, config.experts.expert_addresses, recorder, streamer, client)
+    moves = built.placement, built.check
+    addresses = config.experts.expert_addresses
+    return LiveExperts(geometry, experts, addresses, built.recorder, built.streamer, built.experts, *moves)

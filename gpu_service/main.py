@@ -20,6 +20,7 @@ import uvloop
 from prometheus_client import REGISTRY
 
 from gpu_service.build import Built, WarmUpGate, build_engine, model_info
+from gpu_service.engine import step_check
 from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.adaptive import metrics as placement_metrics
 from gpu_service.experts.client import ExpertUnavailable
@@ -190,7 +191,7 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     gate.open(router.on_output)
     bounds = Bounds(built.model_config.vocab_size, built.context_limit, config.gpu.random_seed)
     preparer = None if built.vision is None else built.vision.preparer
-    live = make_live_experts(config, built.recorder, built.streamer, built.experts, built.resident)
+    live = make_live_experts(config, built)
     profiler = _make_profiler(config, built, telemetry, has_experts=live is not None)
     servicer.service = Service(
         *(built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder),
@@ -333,6 +334,10 @@ def _warm_up(
         export(built.memory.ledger, name)
     if built.placement is not None:
         placement_metrics.export(built.placement, name)
+    if built.check is not None:
+        # First steps compile and load.
+        built.check.forget()
+        step_check.export(built.check, name)
 
 
 def run_follower(config: MoebiusConfig) -> int:

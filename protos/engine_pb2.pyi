@@ -451,7 +451,7 @@ class GetLiveRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLiveResponse(_message.Message):
-    __slots__ = ("load", "prompt_throughput", "first_token", "num_experts", "top_k", "layers", "servers", "streamed_steps", "streamed_bytes", "recorder_is_on", "steps", "step_seconds", "hand_off")
+    __slots__ = ("load", "prompt_throughput", "first_token", "num_experts", "top_k", "layers", "servers", "streamed_steps", "streamed_bytes", "recorder_is_on", "steps", "step_seconds", "hand_off", "costs")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PROMPT_THROUGHPUT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -465,6 +465,7 @@ class GetLiveResponse(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HAND_OFF_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
     load: GetLoadResponse
     prompt_throughput: float
     first_token: LiveTimes
@@ -478,7 +479,28 @@ class GetLiveResponse(_message.Message):
     steps: int
     step_seconds: float
     hand_off: LiveHandOff
-    def __init__(self, load: _Optional[_Union[GetLoadResponse, _Mapping]] = ..., prompt_throughput: _Optional[float] = ..., first_token: _Optional[_Union[LiveTimes, _Mapping]] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LiveLayer, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[LiveExpertServer, _Mapping]]] = ..., streamed_steps: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., recorder_is_on: _Optional[bool] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., hand_off: _Optional[_Union[LiveHandOff, _Mapping]] = ...) -> None: ...
+    costs: LiveCosts
+    def __init__(self, load: _Optional[_Union[GetLoadResponse, _Mapping]] = ..., prompt_throughput: _Optional[float] = ..., first_token: _Optional[_Union[LiveTimes, _Mapping]] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LiveLayer, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[LiveExpertServer, _Mapping]]] = ..., streamed_steps: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., recorder_is_on: _Optional[bool] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., hand_off: _Optional[_Union[LiveHandOff, _Mapping]] = ..., costs: _Optional[_Union[LiveCosts, _Mapping]] = ...) -> None: ...
+
+class LiveCosts(_message.Message):
+    __slots__ = ("predicted_seconds", "measured_seconds", "predicted_over_measured", "link_bytes_per_second", "cpu_expert_seconds", "gpu_expert_seconds", "copy_price", "times_measured_again")
+    PREDICTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_OVER_MEASURED_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    CPU_EXPERT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GPU_EXPERT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COPY_PRICE_FIELD_NUMBER: _ClassVar[int]
+    TIMES_MEASURED_AGAIN_FIELD_NUMBER: _ClassVar[int]
+    predicted_seconds: float
+    measured_seconds: float
+    predicted_over_measured: float
+    link_bytes_per_second: float
+    cpu_expert_seconds: float
+    gpu_expert_seconds: float
+    copy_price: float
+    times_measured_again: int
+    def __init__(self, predicted_seconds: _Optional[float] = ..., measured_seconds: _Optional[float] = ..., predicted_over_measured: _Optional[float] = ..., link_bytes_per_second: _Optional[float] = ..., cpu_expert_seconds: _Optional[float] = ..., gpu_expert_seconds: _Optional[float] = ..., copy_price: _Optional[float] = ..., times_measured_again: _Optional[int] = ...) -> None: ...
 
 class LiveHandOff(_message.Message):
     __slots__ = ("calls", "wait_seconds", "seconds")
@@ -501,20 +523,34 @@ class LiveTimes(_message.Message):
     def __init__(self, count: _Optional[int] = ..., p50: _Optional[float] = ..., p95: _Optional[float] = ...) -> None: ...
 
 class LiveLayer(_message.Message):
-    __slots__ = ("layer", "gpu_experts", "cpu_rows", "cpu_seconds", "cpu_calls", "chosen")
+    __slots__ = ("layer", "gpu_experts", "cpu_rows", "cpu_seconds", "cpu_calls", "chosen", "cpu_bytes", "streamed_experts", "streamed_bytes", "decode_choices", "decode_hits", "exchanges", "exchange_bytes")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     GPU_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     CPU_ROWS_FIELD_NUMBER: _ClassVar[int]
     CPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CPU_CALLS_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    CPU_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STREAMED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    STREAMED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_HITS_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGES_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     layer: int
     gpu_experts: _containers.RepeatedScalarFieldContainer[int]
     cpu_rows: _containers.RepeatedScalarFieldContainer[int]
     cpu_seconds: float
     cpu_calls: int
     chosen: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layer: _Optional[int] = ..., gpu_experts: _Optional[_Iterable[int]] = ..., cpu_rows: _Optional[_Iterable[int]] = ..., cpu_seconds: _Optional[float] = ..., cpu_calls: _Optional[int] = ..., chosen: _Optional[_Iterable[int]] = ...) -> None: ...
+    cpu_bytes: int
+    streamed_experts: int
+    streamed_bytes: int
+    decode_choices: int
+    decode_hits: int
+    exchanges: int
+    exchange_bytes: int
+    def __init__(self, layer: _Optional[int] = ..., gpu_experts: _Optional[_Iterable[int]] = ..., cpu_rows: _Optional[_Iterable[int]] = ..., cpu_seconds: _Optional[float] = ..., cpu_calls: _Optional[int] = ..., chosen: _Optional[_Iterable[int]] = ..., cpu_bytes: _Optional[int] = ..., streamed_experts: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., decode_choices: _Optional[int] = ..., decode_hits: _Optional[int] = ..., exchanges: _Optional[int] = ..., exchange_bytes: _Optional[int] = ...) -> None: ...
 
 class LiveExpertServer(_message.Message):
     __slots__ = ("index", "is_up", "instance_id", "busy_seconds", "weight_bytes", "calibrated_bytes_per_second", "packed_bytes", "weight_format", "isa", "num_threads", "numa_node")

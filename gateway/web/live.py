@@ -73,7 +73,24 @@ def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
         },
         "guesses": {"verified": load.draft_tokens, "right": load.accepted_tokens},
         "steps": {"count": live.steps, "seconds": live.step_seconds},
+        "costs": _costs(live.costs) if live.HasField("costs") else None,
         "experts": _experts(live) if live.num_experts else None,
+    }
+
+
+def _costs(costs: engine_pb2.LiveCosts) -> dict[str, Any]:
+    optional = (
+        "predicted_over_measured",
+        "link_bytes_per_second",
+        "cpu_expert_seconds",
+        "gpu_expert_seconds",
+        "copy_price",
+    )
+    return {
+        "predicted_seconds": costs.predicted_seconds,
+        "measured_seconds": costs.measured_seconds,
+        **{name: getattr(costs, name) if costs.HasField(name) else None for name in optional},
+        "times_measured_again": costs.times_measured_again,
     }
 
 
@@ -92,17 +109,23 @@ def _experts(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
         if live.HasField("hand_off")
         else None,
         "servers": [_server(server) for server in live.servers],
-        "layers": [
-            {
-                "layer": layer.layer,
-                "gpu_experts": list(layer.gpu_experts),
-                "cpu_rows": list(layer.cpu_rows) or None,
-                "cpu_seconds": layer.cpu_seconds if layer.HasField("cpu_seconds") else None,
-                "cpu_calls": layer.cpu_calls,
-                "chosen": list(layer.chosen) or None,
-            }
-            for layer in live.layers
-        ],
+        "layers": [_layer(layer) for layer in live.layers],
+    }
+
+
+def _layer(layer: engine_pb2.LiveLayer) -> dict[str, Any]:
+    streams, follows = layer.HasField("streamed_experts"), layer.HasField("decode_choices")
+    return {
+        "layer": layer.layer,
+        "gpu_experts": list(layer.gpu_experts),
+        "cpu_rows": list(layer.cpu_rows) or None,
+        "cpu_seconds": layer.cpu_seconds if layer.HasField("cpu_seconds") else None,
+        "cpu_calls": layer.cpu_calls,
+        "cpu_bytes": layer.cpu_bytes if layer.HasField("cpu_bytes") else None,
+        "chosen": list(layer.chosen) or None,
+        "streamed": {"experts": layer.streamed_experts, "bytes": layer.streamed_bytes} if streams else None,
+        "decode": {"choices": layer.decode_choices, "hits": layer.decode_hits} if follows else None,
+        "exchanges": {"count": layer.exchanges, "bytes": layer.exchange_bytes} if follows else None,
     }
 
 

@@ -12,6 +12,7 @@ from gpu_service.assembly.kv_memory import KvMemory
 from gpu_service.assembly.vision import Vision
 from gpu_service.constraint import ConstraintCompiler
 from gpu_service.engine.engine import Engine
+from gpu_service.engine.step_check import StepCheck
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient
@@ -47,6 +48,7 @@ class Built:
     streamer: ExpertStreamer | None = None
     placement: AdaptivePlacement | None = None  # None: what is resident stays.
     resident: ResidentExperts | None = None  # None: nothing is.
+    check: StepCheck | None = None  # Filled by `build_engine`.
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
     # Of all files that were read; filled by `build_engine` once they have proved to be unchanged.
     identity: Parts = field(default_factory=dict)

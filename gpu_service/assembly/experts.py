@@ -15,6 +15,7 @@ from gpu_service.assembly.process import local_rank, resolve_device
 from gpu_service.device.stream import DeviceStream
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
+from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.factory import make_expert_client
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
@@ -39,6 +40,7 @@ class RankMoe:
 
     geometry: MoeGeometry
     layers: tuple[int, ...]  # the rank's decoder layers that have routed experts
+    costs: ExpertCosts
 
 
 def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> RankMoe | None:
@@ -47,7 +49,8 @@ def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> Ran
         return None
     geometry = read_served_geometry(config)
     held = stage_layers(model, group.parallel)
-    return RankMoe(geometry, tuple(layer for layer in geometry.moe_layers if layer in held))
+    layers = tuple(layer for layer in geometry.moe_layers if layer in held)
+    return RankMoe(geometry, layers, ExpertCosts(geometry.num_experts, geometry.mean_top_k))
 
 
 def rank_streaming(config: MoebiusConfig, moe: RankMoe | None, device: torch.device) -> StreamingPlan | None:
@@ -84,16 +87,8 @@ def load_streamer(
     """With its ring; None: nothing is streamed. Ranks decide alike."""
     streamer = None
     if moe is not None and streaming is not None:
-        streamer = make_streamer(
-            config,
-            streaming,
-            moe.geometry,
-            device,
-            dtype,
-            resident,
-            group.parallel,
-            group.elementwise_largest,
-        )
+        shared = group.parallel, group.elementwise_largest, moe.costs
+        streamer = make_streamer(config, streaming, moe.geometry, device, dtype, resident, *shared)
     return streamer if group.minimum("streamer", int(streamer is not None)) else None
 
 

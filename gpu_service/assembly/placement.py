@@ -82,8 +82,8 @@ def make_adaptive(
     return AdaptivePlacement(
         resident,
         counts,
-        SlotExchanges(resident, device, streamer),
+        SlotExchanges(resident, device, streamer, moe.costs.copied),
+        moe.costs,
         before,
         lambda found: record.write(layers, found),
-        lambda: None if streamer is None else streamer.link_bytes_per_second,
     )

@@ -243,10 +243,14 @@ class Engine:
             if self._lane_is_open:
                 self._inbox.wait(POLL_S)
 
-    def finish(self) -> None:
-        """Commits what is in flight."""
+    def settle(self) -> None:
+        """Commits what is in flight in the main lane."""
         while self._in_flight:
             self._commit_oldest()
+
+    def finish(self) -> None:
+        """Commits what is in flight."""
+        self.settle()
         if self._lane is not None and self._lane.step is not None:
             self.commit(self._lane.take())
 
@@ -279,15 +283,12 @@ class Engine:
         Nothing of the main lane is in flight then: a step that was run again for lost experts would write to
         pages that were freed since it was launched, and the lane's may have got them.
         """
-        sight, books = self._inbox.sight, self.scheduler.lane
-        if lane.step is not None and sight.lane_has_ended:
+        if lane.step is not None and self._inbox.sight.lane_has_ended:
             self.commit(lane.take())
-        books.is_ready, books.step_tokens = sight.is_ready, sight.step_tokens
-        books.min_tokens, books.idle_min_tokens = sight.min_tokens
+        self.scheduler.lane.follow(self._inbox.sight)
         if not self.scheduler.wants_lane():
             return
-        while self._in_flight:
-            self._commit_oldest()
+        self.settle()
         if not self.scheduler.wants_lane():
             return
         planned = self._plan(self.scheduler.schedule_lane)
@@ -440,8 +441,7 @@ class Engine:
 
     def _compute_all_again(self) -> None:
         self._damage.forget()
-        while self._in_flight:
-            self._commit_oldest()
+        self.settle()
 
     def _compute_again(self, batch: Batch, reason: str, keep: bool = True) -> None:
         """The lane's step lost the experts that it streamed: its requests wait anew, for either lane."""

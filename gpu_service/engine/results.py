@@ -63,6 +63,9 @@ class StepResult:
 
     # In batch order.
     rows: list[RowResult] = field(default_factory=list)
+    # Whether experts were copied for it, and what it should take by their costs; None: that is not known.
+    is_streamed: bool = False
+    predicted_seconds: float | None = None
     num_replays: int = 0
     seconds: float = 0.0
 
@@ -92,7 +95,9 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
             rows[index].drafts = drafts
     if plan.drafts is not None:
         rows = fold(rows, plan.drafts.counts)
-    return StepResult(rows)
+    streamed = outputs.streamed
+    predicted = None if streamed is None else streamed.predicted_seconds
+    return StepResult(rows, is_streamed=streamed is not None, predicted_seconds=predicted)
 
 
 def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]) -> None:

@@ -15,10 +15,14 @@ from touching the same page, slot or state:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gpu_service.engine.step import Batch
 from gpu_service.request import Request
 from gpu_service.scheduler.admission import Prompt
+
+if TYPE_CHECKING:
+    from gpu_service.engine.interface import LaneSight
 
 
 class LaneBooks:
@@ -39,6 +43,11 @@ class LaneBooks:
         self.leaving: list[tuple[Request, bool]] = []
         # Who needs pages that only the open step can give back.
         self.lacks_pages: Request | None = None
+
+    def follow(self, sight: LaneSight) -> None:
+        """What the engine sees of the lane, before it plans."""
+        self.is_ready, self.step_tokens = sight.is_ready, sight.step_tokens
+        self.min_tokens, self.idle_min_tokens = sight.min_tokens
 
     def weigh(self, decodes: bool, chunk_max: int) -> None:
         """Before the lane or the main lane is planned: whether anybody decodes."""

@@ -8,15 +8,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.costs import CostCurve
 from gpu_service.experts.resident.experts import Share
-from gpu_service.experts.streaming.costs import CostCurve
+from gpu_service.experts.streaming.make import measure_while_serving
 from gpu_service.experts.streaming.measure import MeasuredCosts, measure_link, measure_products
 from gpu_service.experts.streaming.step import StreamedExperts
-from gpu_service.experts.streaming.streamer import StreamedStep
+from gpu_service.experts.streaming.streamed_step import StreamedStep
 from gpu_service.layers.deferral import late_choices
 from gpu_service.layers.moe import ask_experts, start_experts
 from gpu_service.parallel.context import ParallelContext
+from moebius.config import GpuConfig, ModelConfigSection, MoebiusConfig
 from tests import tolerances
 from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed
 from tests.helpers.stored_experts import (
@@ -196,8 +199,9 @@ def test_a_lane_keeps_the_ring_until_its_end() -> None:
     assert streamed is not None
     assert_equal(forward(found.client, streamed), wanted)
     streamed.launched()
-    # This device has no clock.
-    assert found.chooser.observed == []
+    ((rows, share, seconds, copying),) = found.chooser.observed
+    assert (rows, share) == (9, 32)
+    assert 0 < copying <= seconds
     # One that was broken off half-way keeps nobody from streaming.
     whole(found).end()
     assert_equal(forward(None, whole(found)), wanted)  # type: ignore[arg-type]
@@ -230,6 +234,31 @@ def test_all_ranks_stream_or_none() -> None:
     answers.append(1)
     with pytest.raises(ExpertUnavailable, match="another rank"):
         streamed.check()
+
+
+@pytest.mark.parametrize("has_lane_step", [False, True])
+def test_a_serving_engine_measures_as_at_its_start(has_lane_step: bool) -> None:
+    """Servers, products and link between two steps; nothing while a lane's step has the ring; steps go on."""
+    made_up = streaming(made(tensor_split(SHAPE, 1)))
+    wanted = forward(made_up.client, None)
+    lane = whole(made_up) if has_lane_step else None
+    config = MoebiusConfig(model=ModelConfigSection(model="/m"), gpu=GpuConfig(prefill_experts="auto"))
+    segments = made_up.source.segments()
+    assert segments is not None
+    kind = segments.stored[0][0].kind
+    made_up.streamer.products = measure_products(made_up.streamer, kind, torch.float32, ROUTED_ROWS)
+    measure_while_serving(config, made_up.streamer, made_up.client, HostDeviceStream(), torch.float32)
+    costs = made_up.chooser.costs
+    assert (costs is None) is has_lane_step
+    if costs is not None:
+        assert costs.copy > 0
+        assert costs.cpu.points[0][1] > 0
+        assert costs.gpu.points[0][1] > 0
+    if lane is not None:
+        lane.end()
+    streamed = made_up.streamer.begin(9)
+    assert streamed is not None
+    assert_equal(forward(made_up.client, streamed), wanted)
 
 
 def test_the_link_is_as_fast_as_its_fastest_copy() -> None:

@@ -61,6 +61,7 @@ def check_top(stack: Stack, model: str, layers: int, device: str, capsys: pytest
     with bursts(stack, model):
         looked = json.loads(command(capsys, "top", stack.base_url, "--interval", "1", "--once", "--json"))
         said = command(capsys, "top", stack.base_url, "--interval", "1", "--once")
+        shown = json.loads(command(capsys, "experts", "show", stack.base_url, "--interval", "1", "--json"))
     figures = looked["figures"]
     assert figures["step"] > 0
     assert figures["experts_per_step"] > 0
@@ -68,6 +69,12 @@ def check_top(stack: Stack, model: str, layers: int, device: str, capsys: pytest
     assert (figures["hand_off_per_call"] is not None) == (device == "cpu")
     assert len(figures["layers"]) == layers
     assert all(server["busy_share"] > 0 for server in figures["servers"])
+    assert len(shown["layers"]) == layers
+    assert all(layer["cpu_bytes_per_second"] > 0 for layer in shown["layers"])
+    assert shown["costs"]["cpu_expert_seconds"] > 0
+    scraped = httpx.get(f"{stack.base_url}/metrics").text
+    assert "moebius:step_predicted_seconds_total" in scraped
+    assert "moebius:step_measured_seconds_total" in scraped
     for part in ("tokens/s", "requests", "KV cache", "step", "CPU reads", "limited by", "experts' time"):
         assert part in said
     assert "none computed" not in said

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_service.experts.client import ExpertClient, ExpertClientStats, Ticket, add_to
+from gpu_service.experts.costs import LayerCosts
 from gpu_service.experts.resident.experts import ResidentExperts, ResidentKernels, TorchResidentKernels
-from gpu_service.experts.streaming.costs import LayerCosts
 from gpu_service.experts.streaming.plan import SHARES, CopyRun, Piece
 from gpu_service.experts.streaming.ring import BufferRing, HostTransfers, TransferDevice
 from gpu_service.experts.streaming.segments import ExpertSegments
@@ -217,6 +217,8 @@ class FixedShare:
     value: int = SHARES
     # Rows, share, seconds of the step, and of the link in it.
     observed: list[tuple[int, int, float, float]] = field(default_factory=list)
+    # Of those steps together.
+    copied_bytes: int = 0
     costs: LayerCosts | None = None
     asks_servers: bool = False
 
@@ -233,14 +235,18 @@ class FixedShare:
     def step_tokens(self, most: int, wait_s: float | None) -> int:
         return most
 
-    def measured(self, costs: LayerCosts) -> None:
-        self.costs = costs
+    def predict(self, rows: int, share: int) -> float | None:
+        return None
+
+    def measured(self, layer: LayerCosts, layer_bytes: float) -> None:
+        self.costs = layer
 
     def routed(self, left: Sequence[float]) -> None:
         """A share that is fixed follows nothing."""
 
-    def observe(self, rows: int, share: int, seconds: float, copying: float, copied: float) -> None:
+    def observe(self, rows: int, share: int, seconds: float, copying: float, nbytes: int) -> None:
         self.observed.append((rows, share, seconds, copying))
+        self.copied_bytes += nbytes
 
 
 @dataclass

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from gpu_service.experts import costs as costs_module
 from gpu_service.experts.adaptive import placement as placement_module
 from gpu_service.experts.adaptive import policy
 from gpu_service.experts.adaptive.metrics import export
 from gpu_service.experts.adaptive.record import RoutingRecord
+from gpu_service.experts.costs import Estimate, ExpertCosts
+from gpu_service.experts.streaming.ring import HostTransfers
 from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.model_identity import checkpoint_fingerprint
@@ -37,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def restless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Counts are read in every step, and any gain is worth an exchange; records are this test's."""
-    monkeypatch.setattr(policy, "COPY_COST", 0.0)
+    monkeypatch.setattr(ExpertCosts, "copy_price", lambda costs, nbytes: 0.0)
     monkeypatch.setattr(policy, "_DOUBT", 0.0)
     monkeypatch.setattr(placement_module, "_EVERY_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -50,12 +57,12 @@ def settings(cluster: Cluster, gpu_experts: int, **gpu: Any) -> MoebiusConfig:
     return config.model_copy(update={"placement": placement})
 
 
-def requests() -> list[Request]:
+def requests(topic: int = 0) -> list[Request]:
     """Prompts of several steps, and outputs on many topics."""
     return [
         Request(
             f"r{i}",
-            [3 + (i * 37 + k * k * 5 + k) % 200 for k in range(4 + 9 * i)],
+            [3 + (i * 37 + k * k * 5 + k + topic * 11) % 200 for k in range(4 + 9 * i)],
             SamplingParams(max_tokens=40 + i, temperature=0.0, ignore_eos=True),
         )
         for i in range(5)
@@ -123,6 +130,88 @@ def test_a_start_begins_with_what_the_last_one_learnt(model: Path, tmp_path: Pat
                 assert int(counts.argmax()) in resident.experts(layer)
         with running_engine(settings(cluster, 2).model_copy(deep=True)) as engine:
             assert engine.built.placement is not None
+
+
+def cpu_seconds(engine: RunningEngine) -> float | None:
+    """What it takes an expert and row to cost on expert servers."""
+    assert engine.built.check is not None
+    return engine.built.check.costs.figures.cpu_expert_seconds
+
+
+# What the falsified engine really has: bytes per second of its link, servers' seconds per expert and row.
+LINK, PAIR = 1e9, 100e-6
+
+
+@pytest.mark.parametrize(("link", "pair"), [(0.2, 0.2), (0.2, 5.0), (5.0, 0.2), (5.0, 5.0), (1e-6, 1.0)])
+def test_falsified_costs_are_corrected_while_serving(
+    link: float, pair: float, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Link and servers that seem five times faster or slower than they are, and a link that seems not to be
+    worth any copy: within a minute of requests the engine's own copies and decode steps show what is true,
+    and a copy has its right price again.
+    """
+    monkeypatch.setattr(policy, "_DOUBT", 0.0)
+    monkeypatch.setattr(placement_module, "_EVERY_S", 0.0)
+    monkeypatch.setattr(costs_module, "_LINK_SEEN_FOR_S", 0.5)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=KEPT)
+    with servers as cluster, running_engine(settings(cluster, 3)) as engine:
+        built = engine.built
+        assert built.check is not None
+        assert built.experts is not None
+        assert built.resident is not None
+        nbytes = next(iter(built.resident.slots.values())).kind.expert_bytes
+        monkeypatch.setattr(HostTransfers, "seconds_between", lambda *_: nbytes / LINK)
+        served, submit = [0.0], built.experts.submit
+
+        def counted(layer: int, hidden: Any, ids: Any, weights: Any) -> Any:
+            """Servers take as long for each of their experts and rows."""
+            served[0] += PAIR * int((ids >= 0).sum())
+            return submit(layer, hidden, ids, weights)
+
+        monkeypatch.setattr(built.experts, "submit", counted)
+        check, costs = built.check, built.check.costs
+        check._facts = replace(check._facts, busy_seconds=lambda: served[0])
+        costs._link, costs._pair = Estimate(link * LINK), Estimate(pair * PAIR)
+        before, deadline = exchanges(engine), time.monotonic() + 60.0
+        topics, true = itertools.count(), pytest.approx(PAIR, rel=0.2)
+        # Copies of single experts say no more of a link than that it is within a factor of 1.5.
+        while abs(math.log(costs.link / LINK)) > math.log(1.5) or cpu_seconds(engine) != true:
+            assert time.monotonic() < deadline, costs.figures
+            engine.run(requests(next(topics)))
+        assert costs.copy_price(nbytes) == pytest.approx(1.5 * nbytes / LINK / PAIR, rel=0.9)
+        assert exchanges(engine) > before
+
+
+def test_an_engine_whose_steps_are_too_slow_measures_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With requests under way: what was learnt is forgotten and learnt anew; outputs are as ever."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=KEPT)
+    with servers as cluster, running_engine(settings(cluster, 3)) as engine:
+        wanted = engine.run(requests())
+        check = engine.built.check
+        assert check is not None
+        assert check.ratio is not None
+        forgotten, forget = list[Estimate | None](), check.costs.forget
+
+        def watched() -> None:
+            forgotten.append(check.costs._pair)
+            forget()
+
+        monkeypatch.setattr(check.costs, "forget", watched)
+        # As if steps of every kind had taken nothing before.
+        check._patience_s = 0.0
+        check.costs._pair = Estimate(1e-12)
+        for kind in check._kinds.values():
+            kind.total = 0.0
+        assert engine.run(requests()) == wanted
+        assert check.times_measured_again >= 1
+        assert forgotten
+        learnt = check.costs.figures.cpu_expert_seconds
+        assert learnt is not None
+        assert learnt > 1e-9
 
 
 @pytest.mark.parametrize(

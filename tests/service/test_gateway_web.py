@@ -113,9 +113,21 @@ def test_live_figures(engine: tuple[FakeEngine, str], url: str) -> None:
         num_experts=4,
         top_k=2,
         layers=[
-            pb.LiveLayer(layer=1, gpu_experts=[2], cpu_rows=[5, 0, 0, 1], cpu_seconds=0.0, cpu_calls=3),
+            pb.LiveLayer(
+                layer=1,
+                gpu_experts=[2],
+                cpu_rows=[5, 0, 0, 1],
+                cpu_seconds=0.0,
+                cpu_calls=3,
+                cpu_bytes=0,
+                streamed_experts=6,
+                streamed_bytes=600,
+                decode_choices=8,
+                exchanges=2,
+            ),
             pb.LiveLayer(layer=2),
         ],
+        costs=pb.LiveCosts(predicted_seconds=0.4, measured_seconds=0.5, link_bytes_per_second=5e10),
         steps=8,
         step_seconds=0.5,
         servers=[
@@ -144,7 +156,11 @@ def test_live_figures(engine: tuple[FakeEngine, str], url: str) -> None:
                 "cpu_rows": [5, 0, 0, 1],
                 "cpu_seconds": 0.0,
                 "cpu_calls": 3,
+                "cpu_bytes": 0,
                 "chosen": None,
+                "streamed": {"experts": 6, "bytes": 600},
+                "decode": {"choices": 8, "hits": 0},
+                "exchanges": {"count": 2, "bytes": 0},
             },
             {
                 "layer": 2,
@@ -152,9 +168,18 @@ def test_live_figures(engine: tuple[FakeEngine, str], url: str) -> None:
                 "cpu_rows": None,
                 "cpu_seconds": None,
                 "cpu_calls": 0,
-                "chosen": None,
+                **dict.fromkeys(("cpu_bytes", "chosen", "streamed", "decode", "exchanges")),
             },
         ]
+        assert live["costs"] == {
+            "predicted_seconds": 0.4,
+            "measured_seconds": 0.5,
+            "link_bytes_per_second": 5e10,
+            "times_measured_again": 0,
+            **dict.fromkeys(
+                ("predicted_over_measured", "cpu_expert_seconds", "gpu_expert_seconds", "copy_price")
+            ),
+        }
         assert live["steps"] == {"count": 8, "seconds": 0.5}
         assert experts["hand_off"] is None
         assert experts["servers"][0]["instance"] == str(2**60 + 1)

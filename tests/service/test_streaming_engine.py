@@ -13,7 +13,7 @@ import pytest
 
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.streaming.plan import SHARES
-from gpu_service.experts.streaming.streamer import StreamedStep
+from gpu_service.experts.streaming.streamed_step import StreamedStep
 from gpu_service.request import Request, SamplingParams
 from gpu_service.speculation.mtp import MtpDrafter
 from moebius.config import MoebiusConfig, PlacementConfig

@@ -22,10 +22,11 @@ import gpu_service.build
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.prefill_lane import PrefillLane
 from gpu_service.experts.streaming import routing
-from gpu_service.experts.streaming.costs import ShareChooser
 from gpu_service.experts.streaming.plan import SHARES, Piece
 from gpu_service.experts.streaming.ring import BufferRing
-from gpu_service.experts.streaming.streamer import ExpertStreamer, StreamedStep
+from gpu_service.experts.streaming.share import ShareChooser
+from gpu_service.experts.streaming.streamed_step import StreamedStep
+from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.request import Request
 from moebius.config import MoebiusConfig
 from tests.helpers.expert_cluster import Cluster, running_cluster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +17,11 @@ from prometheus_client import CollectorRegistry
 
 import gpu_service.live as live_module
 from expert_service.host import calibrated_rate
+from gpu_service.engine.interface import NullObserver
+from gpu_service.engine.step_check import StepCheck, StepFacts
+from gpu_service.experts.adaptive.placement import LayerFigures
 from gpu_service.experts.client import ExpertClientStats
+from gpu_service.experts.costs import ExpertCosts
 from gpu_service.live import LiveExperts
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from moebius.kernels import PlanRow
@@ -51,7 +56,9 @@ class Server(expert_pb2_grpc.ExpertServicer):
     async def Stats(self, request: Any, context: Any) -> expert_pb2.StatsResponse:
         """What it computed."""
         layers = [
-            expert_pb2.LayerStats(layer=n, expert_rows=rows, busy_seconds=self.busy_s, calls=6)
+            expert_pb2.LayerStats(
+                layer=n, expert_rows=rows, busy_seconds=self.busy_s, calls=6, experts=sum(map(bool, rows))
+            )
             for n, rows in self.rows.items()
         ]
         return expert_pb2.StatsResponse(busy_seconds=2.0, weight_bytes=10**9, layers=layers)
@@ -119,6 +126,49 @@ def test_times_are_those_of_the_server_that_takes_longest(tmp_path: Path) -> Non
     assert [(layer.cpu_seconds, layer.cpu_calls) for layer in live.layers] == [(3.0, 6), (0.0, 0)]
     lost = described(tmp_path, [Server({1: [1, 0, 0, 0]}), None], {})
     assert not lost.layers[0].HasField("cpu_seconds")
+
+
+def test_bytes_of_a_layer_are_those_of_its_experts(tmp_path: Path) -> None:
+    """What each server read, by the experts that had rows; unknown where a server does not answer."""
+    servers = [Server({1: [1, 1, 1, 0], 2: [0, 1, 0, 0]}), Server({1: [1, 1, 1, 1]})]
+    live = described(tmp_path, servers, {})
+    assert [layer.cpu_bytes for layer in live.layers] == [1_750_000_000, 250_000_000]
+    lost = described(tmp_path, [servers[0], None], {})
+    assert not lost.layers[0].HasField("cpu_bytes")
+
+
+def test_what_moves_is_the_streamers_and_the_placements(tmp_path: Path) -> None:
+    """By layer, where there are such; costs and predictions are the engine's."""
+    check = StepCheck(NullObserver(), ExpertCosts(4, 2), StepFacts(2, 2))
+    check.costs.copied(10**6, 1e-4)
+    layers = {2: LayerFigures(3, 3000, 40, 30)}
+    placement = SimpleNamespace(figures=lambda: SimpleNamespace(layers=layers), copy_price=math.inf)
+    streamer = SimpleNamespace(streamed_steps=2, streamed_bytes=700, streamed_of={1: (6, 500), 2: (2, 200)})
+
+    async def run(placement: Any) -> pb.GetLiveResponse:
+        live = pb.GetLiveResponse()
+        view = LiveExperts(
+            *(GEOMETRY, lambda layer: (), (), None, streamer, None, placement, check)  # type: ignore[arg-type]
+        )
+        await view.describe(live)
+        return live
+
+    live = asyncio.run(run(placement))
+    assert [(layer.streamed_experts, layer.streamed_bytes) for layer in live.layers] == [(6, 500), (2, 200)]
+    assert not live.layers[0].HasField("decode_choices")
+    found = live.layers[1]
+    assert (found.exchanges, found.exchange_bytes, found.decode_choices, found.decode_hits) == (
+        3,
+        3000,
+        40,
+        30,
+    )
+    assert live.costs.link_bytes_per_second == pytest.approx(1e10)
+    for unknown in ("copy_price", "cpu_expert_seconds", "gpu_expert_seconds", "predicted_over_measured"):
+        assert not live.costs.HasField(unknown)  # type: ignore[arg-type]
+    check.costs.served(10, 1e-3, 0.1)
+    placement.copy_price = check.costs.copy_price(10**6)
+    assert asyncio.run(run(placement)).costs.copy_price == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("seconds", [0.25, None])

@@ -8,9 +8,11 @@ from numpy.typing import NDArray
 
 from gpu_service.experts.adaptive.counts import Observation
 from gpu_service.experts.adaptive.forecast import HALF_LIVES, RoutingForecast, top_counts
-from gpu_service.experts.adaptive.policy import COPY_COST, worthwhile
+from gpu_service.experts.adaptive.policy import worthwhile
 
 EXPERTS, TOP_K, SLOTS = 64, 4, 8
+# Of a copy, in choices.
+PRICE = 4.0
 
 
 def zipf(rng: np.random.Generator, exponent: float = 1.2) -> NDArray[np.float64]:
@@ -109,12 +111,12 @@ def exchanges(better: float, worse: float, half_life: float, tokens: float = 1e9
     rates[0, 40] = better
     resident = np.zeros((1, EXPERTS), np.bool_)
     resident[0, :SLOTS] = True
-    return len(worthwhile(rates, np.array([tokens]), np.array([half_life]), resident, 10))
+    return len(worthwhile(rates, np.array([tokens]), np.array([half_life]), resident, 10, PRICE))
 
 
 def test_an_exchange_has_to_earn_its_copy() -> None:
     """What is chosen more often by less than the copy's reads within the half-life stays where it is."""
-    gain = COPY_COST / (1.4427 * 32)
+    gain = PRICE / (1.4427 * 32)
     assert exchanges(0.1 + 0.9 * gain, 0.1, 32) == 0
     assert exchanges(0.1 + 1.1 * gain, 0.1, 32) == 1
     assert exchanges(0.1 + 0.9 * gain, 0.1, 64) == 1
@@ -135,7 +137,7 @@ def test_exchanges_are_possible(seed: int) -> None:
     rates = rng.random((5, EXPERTS))
     resident = rng.random(rates.shape) < rng.choice([0.0, 0.2, 0.9, 1.0])
     most = int(rng.integers(1, 30))
-    found = worthwhile(rates, np.full(5, 1e9), rng.choice(HALF_LIVES, 5), resident, most)
+    found = worthwhile(rates, np.full(5, 1e9), rng.choice(HALF_LIVES, 5), resident, most, PRICE)
     assert len(found) <= most
     assert [each.gain for each in found] == sorted((each.gain for each in found), reverse=True)
     for name in ("newcomer", "leaver"):

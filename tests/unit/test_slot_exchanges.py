@@ -99,7 +99,13 @@ class World:
         self.resident.simulated = self.device
         source = MadeSource(self.segments, range(LAYERS), self.device)
         streamer = Streamer(source) if self.has_streamer else None
-        self.exchanges = SlotExchanges(self.resident, self.device, streamer)  # type: ignore[arg-type]
+        self.copied: list[tuple[int, float]] = []
+        self.exchanges = SlotExchanges(
+            self.resident,
+            self.device,
+            streamer,  # type: ignore[arg-type]
+            lambda nbytes, seconds: self.copied.append((nbytes, seconds)),
+        )
 
     def wanted(self) -> list[Wanted]:
         """Anything, also what is not possible any more."""
@@ -134,6 +140,12 @@ class World:
         for layer, slots in self.resident.slots.items():
             check_slots(layer, slots)
         assert self.wrong == []
+        # At the simulated link's speed, each copy for itself.
+        assert all(seconds == pytest.approx(nbytes / 1e9) for nbytes, seconds in self.copied)
+        assert 0 < sum(nbytes for nbytes, _ in self.copied) <= self.exchanges.nbytes
+        counted = self.exchanges.by_layer.values()
+        assert sum(count for count, _ in counted) == self.exchanges.count
+        assert sum(nbytes for _, nbytes in counted) == self.exchanges.nbytes
 
 
 @pytest.mark.parametrize("has_streamer", [True, False])

@@ -1,16 +1,15 @@
-"""Invariant: what is streamed is cut, merged and divided without loss, and as much of it as pays."""
+"""Invariant: what is streamed is cut, merged and divided without loss, by the settings and by costs."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_service.experts.costs import CostCurve, ExpertCosts, LayerCosts
 from gpu_service.experts.resident.panels import LayerFormat, layer_format
-from gpu_service.experts.streaming.costs import CostCurve, LayerCosts, ShareChooser
 from gpu_service.experts.streaming.make import ServedPart, ring_of, streams
 from gpu_service.experts.streaming.plan import (
     SHARES,
@@ -20,8 +19,10 @@ from gpu_service.experts.streaming.plan import (
     plan_layer,
     ring_layout,
 )
+from gpu_service.experts.streaming.share import ShareChooser
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from moebius.errors import UserError
+from tests.unit.test_expert_costs import COSTS, LAYER_BYTES
 
 KIND = layer_format("int8", "int8", 16, 16, False)
 EACH = KIND.expert_bytes
@@ -153,106 +154,6 @@ def test_rings_of_published_shapes() -> None:
         ring_of({3: [deepseek]}, 1, 10**8)
 
 
-def curve(per_row: float) -> CostCurve:
-    """In proportion to rows."""
-    return CostCurve.of([(100, 100 * per_row), (200, 200 * per_row)])
-
-
-# Qwen3-30B-A3B in 4 bits on the reference host: 340 MB a layer over 55 GB/s, 1100 rows a second of 48 layers.
-COSTS = LayerCosts(
-    copy=0.0062,
-    cpu=CostCurve.of([(16, 0.0018), (64, 0.0023), (256, 0.0055), (512, 0.0097)]),
-    gpu=curve(0.3e-6),
-)
-
-
-def test_link_and_servers_together_beat_each_alone() -> None:
-    """At 512 rows; at 4096 the link has nearly all; few rows stay on the servers."""
-    share = COSTS.best_share(512)
-    assert 0.55 < share / SHARES < 0.75
-    assert COSTS.seconds(512, share) < 0.7 * min(COSTS.seconds(512, 0), COSTS.seconds(512, SHARES))
-    assert COSTS.best_share(4096) / SHARES > 0.9
-    assert COSTS.best_share(16) == 0
-
-
-@given(rows=st.integers(1, 60000), least=st.integers(0, 1))
-def test_the_choice_is_near_the_best(rows: int, least: int) -> None:
-    """Within what simplicity may cost; never worse than all on the servers, where these may have all."""
-    best = min(COSTS.seconds(rows, share) for share in range(least, SHARES + 1))
-    chosen = COSTS.best_share(rows, least)
-    assert least <= chosen <= SHARES
-    assert COSTS.seconds(rows, chosen) * 0.63 <= best
-    if least == 0:
-        assert COSTS.seconds(rows, chosen) <= COSTS.seconds(rows, 0)
-
-
-@given(st.lists(st.tuples(st.integers(1, 5000), st.floats(1e-6, 1.0)), min_size=1, unique_by=lambda p: p[0]))
-def test_more_rows_never_cost_less(measured: list[tuple[int, float]]) -> None:
-    found = CostCurve.of(measured)
-    times = [found.at(rows) for rows in (1, 3, 10, 100, 1000, 5000, 20000, 60000)]
-    assert times == sorted(times)
-
-
-def serve(costs: LayerCosts, real: LayerCosts, rows: int, steps: int, other: float = 0.0) -> LayerCosts:
-    """What steps teach that take what `real` says and `other` seconds a layer after the servers' answers."""
-    for _ in range(steps):
-        share = costs.best_share(rows)
-        link, servers, gpu = real.parts(rows, share)
-        costs = costs.refined(rows, share, max(link, servers + other, gpu), link)
-    return costs
-
-
-@pytest.mark.parametrize(("copy_scale", "cpu_scale"), [(1.0, 2.0), (1.0, 0.6), (1.5, 1.0), (1.5, 0.7)])
-@pytest.mark.parametrize("begin", [(1.0, 1.0), (1.5, 0.6), (0.5, 2.0)])
-def test_serving_corrects_what_was_measured(
-    begin: tuple[float, float], copy_scale: float, cpu_scale: float
-) -> None:
-    """Whichever of link and servers is faster or slower than was measured, and whatever was learned before:
-    steps soon take nearly the best."""
-    real = replace(COSTS, copy_scale=copy_scale, cpu_scale=cpu_scale)
-    wrong = replace(COSTS, copy_scale=begin[0], cpu_scale=begin[1])
-    costs = serve(wrong, real, 512, 40, other=0.0003)
-    best = min(real.seconds(512, share) for share in range(SHARES + 1))
-    assert real.seconds(512, costs.best_share(512)) < 1.12 * best
-    assert costs.copy_scale == pytest.approx(copy_scale, rel=0.1)
-
-
-@pytest.mark.parametrize("cpu_scale", [0.8, 1.3, 1.6])
-@pytest.mark.parametrize("outliers", [0, 1])
-def test_few_steps_are_enough(cpu_scale: float, outliers: int) -> None:
-    """A user's second and third prompt is divided nearly as well as the hundredth, also when a kernel was
-    compiled during the first."""
-    real = replace(COSTS, copy_scale=1.06, cpu_scale=cpu_scale)
-    costs = COSTS
-    for _ in range(outliers):
-        costs = costs.refined(512, 41, 30.0, 0.004)
-    costs = serve(costs, real, 512, 4, other=0.0005)
-    best = min(real.seconds(512, share) for share in range(SHARES + 1))
-    assert real.seconds(512, costs.best_share(512)) < 1.15 * best
-
-
-def test_servers_that_were_slow_for_a_while_are_tried_again() -> None:
-    """Once all was streamed because of them nothing else would ever show that they are fast again; prompts
-    that are streamed anyway say nothing."""
-    real = replace(COSTS, cpu=CostCurve.of([(16, 0.003), (512, 0.02)]))
-    slow = replace(real, cpu_scale=4.0)
-    assert slow.best_share(512) == SHARES
-    assert slow.refined(8192, SHARES, 0.0062, 0.0061).cpu_scale == 4.0
-    assert real.best_share(512) < SHARES
-    assert serve(slow, real, 512, 40).best_share(512) == pytest.approx(real.best_share(512), abs=4)
-
-
-def test_a_step_that_took_long_once_is_not_believed() -> None:
-    """Kernels that are compiled at first use say nothing of later steps; an unknown time is none."""
-    for seconds, copying in ((30.0, 0.004), (1e-6, 1e-6), (0.0, 0.0)):
-        costs = COSTS.refined(512, 41, seconds, copying)
-        assert 0.7 < costs.cpu_scale < 1.4
-        assert 0.7 < costs.copy_scale < 1.4
-    # Fewer rows than were measured, and a link with nothing to copy.
-    assert COSTS.refined(3, 20, 0.0001, 0.0001).cpu_scale == 1.0
-    assert COSTS.refined(512, 0, 0.004, 0.0) == COSTS
-
-
 @pytest.mark.parametrize(
     ("mode", "min_rows", "measured", "shares"),
     [
@@ -267,19 +168,19 @@ def test_a_step_that_took_long_once_is_not_believed() -> None:
     ],
 )
 def test_settings(mode: str, min_rows: int | None, measured: bool, shares: tuple[int, ...]) -> None:
-    chooser = ShareChooser(mode, min_rows, 48)  # type: ignore[arg-type]
+    chooser = ShareChooser(mode, min_rows, 48, ExpertCosts(128, 8))  # type: ignore[arg-type]
     if measured:
-        chooser.measured(COSTS)
+        chooser.measured(COSTS, LAYER_BYTES)
     found = [chooser.share(n) if chooser.may_stream(n, False) else -1 for n in (8, 512, 4096)]
     assert found == pytest.approx(shares, abs=2)
 
 
 def test_decode_steps_stream_where_asked() -> None:
     """Not by default: graphs and servers have them; large ones and those above stream_min_rows may."""
-    assert not ShareChooser("stream", None, 1).may_stream(64, is_decode=True)
-    assert not ShareChooser("auto", None, 1).may_stream(64, is_decode=True)
-    assert ShareChooser("auto", None, 1).may_stream(100, is_decode=True)
-    assert ShareChooser("stream", 32, 1).may_stream(32, is_decode=True)
+    assert not ShareChooser("stream", None, 1, ExpertCosts(128, 8)).may_stream(64, is_decode=True)
+    assert not ShareChooser("auto", None, 1, ExpertCosts(128, 8)).may_stream(64, is_decode=True)
+    assert ShareChooser("auto", None, 1, ExpertCosts(128, 8)).may_stream(100, is_decode=True)
+    assert ShareChooser("stream", 32, 1, ExpertCosts(128, 8)).may_stream(32, is_decode=True)
 
 
 def test_who_streams() -> None:
@@ -315,8 +216,8 @@ def test_streamed_steps_are_as_long_as_others_may_wait() -> None:
     assert gpu.at(longer) <= 8e-3 < gpu.at(longer + 256)
     assert costs.step_tokens(most, 1.0) == most
     assert LayerCosts(1e-4, costs.cpu, gpu).step_tokens(most, 1e-4) == 256
-    chooser = ShareChooser("auto", None, 48)
+    chooser = ShareChooser("auto", None, 48, ExpertCosts(128, 8))
     assert chooser.step_tokens(most, 1e-3) == most
-    chooser.measured(costs)
+    chooser.measured(costs, 1e9)
     assert chooser.step_tokens(most, 1e-3) == knee
     assert chooser.step_tokens(most, None) == most

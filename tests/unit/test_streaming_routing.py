@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_service.experts.streaming.costs import CostCurve, LayerCosts
+from gpu_service.experts.costs import CostCurve, ExpertCosts, LayerCosts
 from gpu_service.experts.streaming.plan import SHARES, chosen_experts
 from gpu_service.experts.streaming.routing import Counts, RecentRouting, count_chosen, covered
-from tests.unit.test_streaming_plan import COSTS
+from tests.unit.test_expert_costs import COSTS, LAYER_BYTES
 
 LAYERS, EXPERTS, TOP_K = (3, 4, 7), 64, 4
 ALL = np.ones((len(LAYERS), EXPERTS), np.bool_)
@@ -97,7 +97,12 @@ def test_costs_know_what_is_left_to_servers() -> None:
     assert 0 < share < COSTS.best_share(512)
     assert uneven.seconds(512, share) < 0.75 * COSTS.seconds(512, COSTS.best_share(512))
     # What serving corrects keeps what is known of routing.
-    assert uneven.refined(512, share, 1.0, 0.1).left == uneven.left
+    costs = ExpertCosts(128, 8)
+    costs.measured(COSTS, LAYER_BYTES)
+    costs.routed(uneven.left)
+    costs.observe(512, share, 1.0, 0.1, 1e6)
+    assert costs.layer is not None
+    assert costs.layer.left == uneven.left
     assert CostCurve.of([(100, 1.0), (200, 2.0)]).at(150.5) == pytest.approx(1.505)
 
 

@@ -19,7 +19,8 @@ from gpu_service.experts.resident.experts import LayerSlots, Share
 from gpu_service.experts.streaming.plan import SHARES
 from gpu_service.experts.streaming.ring import _COPY_OPERATIONS, _PIECE_OPERATIONS, BufferRing
 from gpu_service.experts.streaming.step import StreamedExperts
-from gpu_service.experts.streaming.streamer import ExpertStreamer, StreamedStep
+from gpu_service.experts.streaming.streamed_step import StreamedStep
+from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.layers.moe import start_experts
 from tests.helpers.marked_segments import LAYERS, SHAPE, load_again, marked_segment
 from tests.helpers.simulated_streams import SimulatedDevice, SimulatedEvent, SimulatedKernels
@@ -222,6 +223,10 @@ class World:
         assert (rows, share) == (ROWS, run.streamed.plan.share)
         assert copying == pytest.approx(nbytes / RATE)
         assert seconds >= 0
+        seen = sum(found[3] for found in self.chooser.observed)
+        assert self.chooser.copied_bytes == pytest.approx(RATE * seen)
+        by_layer = self.streamer.streamed_of.values()
+        assert sum(nbytes for _, nbytes in by_layer) == self.streamer.streamed_bytes
 
     def _check(self, run: Run) -> None:
         wanted: Pairs = Counter()

@@ -25,6 +25,29 @@ from protos import engine_pb2 as pb
 from tests.helpers.sse_server import scripted_server
 
 
+def on_gpu(at: float, **changed: Any) -> dict[str, Any]:
+    """`answer` of an engine whose GPU has one of two experts of each layer; others are copied at times."""
+    found = answer(at, costs=costs(at), **changed)
+    for layer in found["experts"]["layers"]:
+        layer["gpu_experts"] = [1]
+        layer["streamed"] = {"experts": 5 * at, "bytes": 4e9 * at}
+        layer["decode"] = {"choices": 40 * at, "hits": 10 * at}
+        layer["exchanges"] = {"count": 3 * at, "bytes": 1e9 * at}
+        layer["cpu_bytes"] = 6e9 * at
+    return found
+
+
+def costs(at: float) -> pb.LiveCosts:
+    """Steps take a quarter more than predicted."""
+    return pb.LiveCosts(
+        predicted_seconds=0.72 * at,
+        measured_seconds=0.9 * at,
+        link_bytes_per_second=50e9,
+        cpu_expert_seconds=17e-6,
+        copy_price=4.25,
+    )
+
+
 def answer(at: float, **changed: Any) -> dict[str, Any]:
     """What `/v1/live` says `at` seconds after the start: 10 steps a second, of which experts take 60 ms."""
     steps = round(10 * at)
@@ -284,3 +307,84 @@ def test_one_print_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["top", server.base_url, "--json"])
     assert "add --once" in capsys.readouterr().err
+
+
+def test_what_is_known_of_each_layer() -> None:
+    """Shares of its experts, hits of choices, exchanges and bytes per second, what servers read meanwhile."""
+    figures = figures_between(on_gpu(10), on_gpu(12))
+    third, fourth = figures.placement
+    assert (third.layer, third.resident_share) == (3, 0.5)
+    assert third.streamed_share == pytest.approx(5 / 10 / 2)
+    assert third.hit_rate == pytest.approx(0.25)
+    assert third.exchanges_per_second == pytest.approx(3)
+    assert third.copied_bytes_per_second == pytest.approx(5e9)
+    # In 0.3 s of each.
+    assert third.cpu_bytes_per_second == pytest.approx(20e9)
+    assert (third.call_microseconds, fourth.call_microseconds) == (pytest.approx(30e3), pytest.approx(60e3))
+    assert figures.link_bytes_per_second == pytest.approx(10e9)
+    assert figures.link_share == pytest.approx(0.2)
+    assert figures.predicted_share == pytest.approx(0.8)
+
+
+def test_what_no_layer_has_is_unknown() -> None:
+    """Of an engine that exchanges nothing, an answer of an older one, and after a restart."""
+    (rate, _) = figures_between(answer(10), answer(12)).placement
+    assert (rate.hit_rate, rate.exchanges_per_second, rate.cpu_bytes_per_second) == (None, None, None)
+    older = answer(12)
+    for layer in older["experts"]["layers"]:
+        for name in ("streamed", "decode", "exchanges", "cpu_bytes"):
+            del layer[name]
+    del older["costs"]
+    figures = figures_between(older, {**older, "time": older["time"] + 1})
+    assert (figures.placement[0].copied_bytes_per_second, figures.predicted_share) == (None, None)
+    restarted = figures_between(on_gpu(12), {**on_gpu(1), "time": 2e9})
+    assert restarted.placement[0].hit_rate is None
+    assert restarted.link_bytes_per_second is None
+
+
+def test_a_full_link_limits_the_step() -> None:
+    """Copies take most of a step's time, whatever the CPUs do meanwhile."""
+    before, now = on_gpu(10), on_gpu(12)
+    now["costs"]["link_bytes_per_second"] = 12e9
+    limit = figures_between(before, now).limit
+    assert limit == "link to the GPU: copies of experts take 93% of a step"
+
+
+def test_layers_of_a_gpu_are_a_table() -> None:
+    """80 columns hold it; without room the slowest layers are shown; narrow terminals have the bars."""
+    lines = shown(on_gpu(12), on_gpu(10))
+    assert max(map(len, lines)) <= 80
+    place = next(place for place, line in enumerate(lines) if line.startswith("experts, by layer"))
+    assert lines[place + 1].split() == [
+        *("layer", "on", "GPU", "streamed", "hits", "swaps/s", "MB/s", "CPU", "GB/s", "of", "it", "µs")
+    ]
+    assert lines[place + 2].split() == ["3", "50%", "25%", "25%", "3.0", "5000.0", "20.0", "80%", "30000"]
+    assert any("80% of what steps take" in line for line in lines)
+    assert any("10.00 GB/s to the GPU of 50.0 (link)" in line for line in lines)
+    assert any("the slowest 1 of 2 layers" in line for line in shown(on_gpu(12), on_gpu(10), rows=2))
+    assert any("experts' time, by layer" in line for line in shown(on_gpu(12), on_gpu(10), width=60))
+
+
+def test_experts_show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each layer, what experts cost, and the limit; as JSON, too."""
+    with scripted_server([]) as server:
+        path = "/v1/live?replica=0"
+        monkeypatch.setattr("time.sleep", lambda _: server.documents.update({path: on_gpu(12)}))
+        for option in ((), ("--json",)):
+            server.documents[path] = on_gpu(10)
+            with pytest.raises(SystemExit) as ended:
+                main(["experts", "show", server.base_url, "--interval", "0.1", *option])
+            assert ended.value.code == 0
+        text, _, document = capsys.readouterr().out.rpartition("\n{")
+        found = " ".join(text.split())
+        assert "an expert and row 17 µs on the CPU; not measured on the GPU; link 50.0 GB/s" in found
+        assert "a copy has to bring 4.2 choices" in found
+        assert "limited by" in text
+        layers = json.loads("{" + document)["layers"]
+        assert [layer["layer"] for layer in layers] == [3, 4]
+        assert layers[0]["resident_share"] == 0.5
+        monkeypatch.setattr("time.sleep", lambda _: None)
+        server.documents[path] = {**on_gpu(12), "experts": None}
+        with pytest.raises(SystemExit):
+            main(["experts", "show", server.base_url, "--interval", "0.1"])
+        assert "tiny has no routed experts" in capsys.readouterr().err

@@ -11,7 +11,7 @@ so the copy waits for them; the second mark is set by a host that has seen the c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +52,8 @@ class _Copying:
     layer: int
     slot: int
     expert: int
+    # Before and after the copy.
+    begin: Any
     end: Any
     # What is copied from; None: memory of our own.
     segments: ExpertSegments | None
@@ -62,14 +64,18 @@ class SlotExchanges:
     """Driven by the thread that launches steps, with the engine's stream active."""
 
     def __init__(
-        self, resident: ResidentExperts, device: TransferDevice, streamer: ExpertStreamer | None
+        self,
+        resident: ResidentExperts,
+        device: TransferDevice,
+        streamer: ExpertStreamer | None,
+        copied: Callable[[int, float], None] = lambda nbytes, seconds: None,
     ) -> None:
         """`streamer`: whose source has the servers' segments; None: experts are packed from the
-        checkpoint.
+        checkpoint. `copied` is told the bytes of each copy and its seconds on the link.
         """
         self._resident = resident
         self._device = device
-        self._streamer = streamer
+        self._streamer, self._copied = streamer, copied
         self._copying: deque[_Copying] = deque()
         self._packing: deque[tuple[Wanted, Future[torch.Tensor]]] = deque()
         # (layer, slot) of experts that came from a segment, not from the checkpoint.
@@ -79,6 +85,8 @@ class SlotExchanges:
         self._places_of: ExpertSegments | None = None
         # Of all exchanges that were begun.
         self.count = self.nbytes = 0
+        # The same by layer.
+        self.by_layer: dict[int, tuple[int, int]] = dict.fromkeys(resident.slots, (0, 0))
 
     @property
     def under_way(self) -> list[tuple[int, int]]:
@@ -128,6 +136,8 @@ class SlotExchanges:
         changes = []
         while self._copying and self._device.has_ended(self._copying[0].end):
             each = self._copying.popleft()
+            nbytes = self._resident.slots[each.layer].kind.expert_bytes
+            self._copied(nbytes, self._device.seconds_between(each.begin, each.end))
             problem = "" if each.segments is None else each.segments.problem()
             if problem:
                 # The slot stays empty until the placement wants an expert there.
@@ -212,6 +222,7 @@ class SlotExchanges:
 
     def _copy(self, each: Wanted, slot: int, packed: torch.Tensor | None) -> None:
         target, segments = self._resident.slots[each.layer].weights[slot], None
+        begin = self._device.record_copied()
         if packed is not None:
             self._device.copy(target, packed)
         else:
@@ -229,6 +240,8 @@ class SlotExchanges:
             self._from_segments.discard(place)
         else:
             self._from_segments.add(place)
-        self._copying.append(_Copying(each.layer, slot, each.newcomer, end, segments, packed))
+        self._copying.append(_Copying(each.layer, slot, each.newcomer, begin, end, segments, packed))
         self.count += 1
         self.nbytes += target.nbytes
+        count, nbytes = self.by_layer[each.layer]
+        self.by_layer[each.layer] = count + 1, nbytes + target.nbytes

@@ -21,6 +21,7 @@ from gpu_service.experts.adaptive.counts import Observation, RoutingCounts
 from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
 from gpu_service.experts.adaptive.forecast import RoutingForecast
 from gpu_service.experts.adaptive.policy import worthwhile
+from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.resident.experts import ResidentExperts
 
 _log = structlog.get_logger(__name__)
@@ -29,8 +30,10 @@ _EVERY_S = 0.02
 # Exchanges that one step begins, at most, and the share of a step's time that their copies may take of the
 # link: servers lose no more of their bandwidth than a third of that.
 _MOST_A_STEP, _SHARE_OF_STEP = 8, 0.05
-# Before the link was measured, and what a step is taken to last after a pause.
-_LINK, _LONGEST_STEP_S = 40e9, 0.05
+# What a step is taken to last after a pause.
+_LONGEST_STEP_S = 0.05
+# Half-life of the share of hits that steps are predicted with, choices of a layer.
+_HITS_OVER = 1024.0
 # Exchanges that may wait: later counts know better.
 _MOST_WANTED = 64
 _SAVED_EVERY_S = 60.0
@@ -48,6 +51,17 @@ class PlacementFigures:
     chosen: int
     hits: int
     half_lives: dict[int, float]  # By layer: what its forecast follows, tokens.
+    layers: dict[int, LayerFigures]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFigures:
+    """The same of one layer with slots."""
+
+    exchanges: int
+    copied_bytes: int
+    chosen: int
+    hits: int
 
 
 class AdaptivePlacement:
@@ -58,18 +72,18 @@ class AdaptivePlacement:
         resident: ResidentExperts,
         counts: RoutingCounts,
         exchanges: SlotExchanges,
+        costs: ExpertCosts,
         known: NDArray[np.int64] | None = None,
         save: Callable[[NDArray[np.int64]], None] = lambda record: None,
-        link: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`known`: recorded counts int64 `[layers with slots, num_experts]`.
 
-        `save` is given such counts every minute and at the end, by a thread; `link` says bytes per second.
+        `save` is given such counts every minute and at the end, by a thread.
         """
         self._resident = resident
         self._counts = counts
         self._exchanges = exchanges
-        self._save, self._link = save, link
+        self._costs, self._save = costs, save
         self._layers = tuple(resident.slots)
         self._num_slots = slots = [found.count for found in resident.slots.values()]
         num_experts = resident.geometry.num_experts
@@ -86,7 +100,10 @@ class AdaptivePlacement:
         self._known_damages, self._careful_until = 0, 0.0
         self._next_read = self._last_step = 0.0
         self._step_s = _LONGEST_STEP_S
-        self._chosen = self._hits = 0
+        # Of decode, by layer with slots: since the start, and decayed sums of choices and hits of all.
+        self._chosen = np.zeros(len(slots), np.int64)
+        self._hits = np.zeros(len(slots), np.int64)
+        self._recent_chosen = self._recent_hits = 0.0
         self._half_lives: dict[int, float] = {}
         self._saved = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="placement", daemon=True)
@@ -127,10 +144,27 @@ class AdaptivePlacement:
 
     def figures(self) -> PlacementFigures:
         """What has happened so far."""
-        exchanges = self._exchanges
-        return PlacementFigures(
-            exchanges.count, exchanges.nbytes, self._chosen, self._hits, dict(self._half_lives)
-        )
+        exchanges, chosen, hits = self._exchanges, self._chosen.tolist(), self._hits.tolist()
+        layers = {
+            layer: LayerFigures(*exchanges.by_layer[layer], chosen[row], hits[row])
+            for row, layer in enumerate(self._layers)
+        }
+        half_lives = dict(self._half_lives)
+        return PlacementFigures(exchanges.count, exchanges.nbytes, sum(chosen), sum(hits), half_lives, layers)
+
+    @property
+    def hit_share(self) -> float:
+        """Of the latest choices of decoding rows in layers with slots, those in a slot; 0 before any."""
+        return self._recent_hits / self._recent_chosen if self._recent_chosen else 0.0
+
+    @property
+    def copy_price(self) -> float | None:
+        """Choices that the largest expert has to bring, copied into a slot; see `ExpertCosts.copy_price`."""
+        return self._costs.copy_price(self._bytes_each)
+
+    def choose_again(self) -> None:
+        """Exchanges that wait were worth their copies by costs that are no longer true."""
+        self._wanted = []
 
     def close(self) -> None:
         """Steps must have ended. Saves what was counted."""
@@ -141,8 +175,7 @@ class AdaptivePlacement:
     def _next_exchanges(self) -> list[Wanted]:
         if not self._wanted:
             return []
-        link = self._link() or _LINK
-        count = int(self._step_s * _SHARE_OF_STEP * link / self._bytes_each)
+        count = int(self._step_s * _SHARE_OF_STEP * self._costs.link / self._bytes_each)
         count = max(1, min(_MOST_A_STEP, count))
         taken, self._wanted = self._wanted[:count], self._wanted[count:]
         return taken
@@ -175,9 +208,19 @@ class AdaptivePlacement:
             for row, layer in enumerate(self._layers)
             if resident[row].sum() < self._num_slots[row]
         ]
-        found = worthwhile(rates, forecast.tokens, forecast.half_lives, resident, _MOST_WANTED)
+        price = self.copy_price
+        if price is None:
+            return wanted
+        known = rates, forecast.tokens, forecast.half_lives, resident
+        found = worthwhile(*known, _MOST_WANTED, price)
+        if not found and self._costs.link_is_unseen:
+            found = worthwhile(*known, 1, 0.0)
         return wanted + [Wanted(self._layers[each.row], each.newcomer, each.leaver) for each in found]
 
     def _note_hits(self, observation: Observation, resident: NDArray[np.bool_]) -> None:
-        self._chosen += int(observation.decode.sum())
-        self._hits += int(observation.decode[resident].sum())
+        chosen = observation.decode.sum(axis=1)
+        hits = np.where(resident, observation.decode, 0).sum(axis=1)
+        self._chosen, self._hits = self._chosen + chosen, self._hits + hits
+        kept = 0.5 ** (float(chosen.max(initial=0)) / _HITS_OVER)
+        self._recent_chosen = kept * self._recent_chosen + float(chosen.sum())
+        self._recent_hits = kept * self._recent_hits + float(hits.sum())

@@ -3,8 +3,8 @@
 An expert that a token needs and the GPU lacks is read from RAM by an expert server. Copying it to the GPU
 reads it from RAM as well, once, and takes that bandwidth from the servers; then tokens that choose it cost
 nothing there. So an exchange pays when the newcomer is chosen, within the time for which the forecast
-holds, more often than who leaves by as many tokens as the copy costs reads. Differences within what chance
-makes of so few observed tokens are not believed.
+holds, more often than who leaves by as many choices as the copy costs (`ExpertCosts.copy_price`). Differences
+within what chance makes of so few observed tokens are not believed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 
 from gpu_service.experts.adaptive.forecast import Rates
 
-# What a copy costs, in reads by servers. On one H200 beside 16 AMX cores eight copies of 2.65 MB lengthened a
-# step by 0.36 ms, 45 us each, where servers read such an expert in 17; and a forecast may be wrong.
-COPY_COST = 4.0
 # Of a half-life, the mean time that a weight of it lasts: 1 / ln 2.
 _MEAN_LIFE = 1.4427
 # Standard errors by which a newcomer has to be better.
@@ -41,14 +38,16 @@ def worthwhile(
     half_lives: NDArray[np.float64],
     resident: NDArray[np.bool_],
     most: int,
+    copy_price: float,
 ) -> list[Exchange]:
     """At most `most` exchanges, the best first, each expert in one of them at most.
 
-    rates float64 `[layers, experts]`; tokens and half_lives float64 `[layers]`, as a `RoutingForecast` has
-    them; resident bool `[layers, experts]`: in a slot, or on its way there.
+    copy_price: choices by which a newcomer has to be ahead of who leaves. rates float64
+    `[layers, experts]`; tokens and half_lives float64 `[layers]`, as a `RoutingForecast` has them; resident
+    bool `[layers, experts]`: in a slot, or on its way there.
     """
     found: list[Exchange] = []
-    threshold = COPY_COST / (_MEAN_LIFE * half_lives)
+    threshold = copy_price / (_MEAN_LIFE * half_lives)
     absent = np.where(resident, -1.0, rates)
     present = np.where(resident, rates, np.inf)
     # Most layers have nothing to gain: the best that is absent against the worst that is present.

@@ -13,13 +13,19 @@ import torch
 
 from gpu_service.device.stream import DeviceStream
 from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.resident.experts import ResidentExperts, Share, make_kernels
 from gpu_service.experts.resident.panels import LayerFormat, layer_format
-from gpu_service.experts.streaming.costs import ShareChooser
-from gpu_service.experts.streaming.measure import measure_costs, measure_link, measure_products
+from gpu_service.experts.streaming.measure import (
+    MeasuredCosts,
+    measure_costs,
+    measure_link,
+    measure_products,
+)
 from gpu_service.experts.streaming.plan import RingLayout, ring_layout
 from gpu_service.experts.streaming.ring import BufferRing, transfer_device
 from gpu_service.experts.streaming.segments import ExpertSegments, SegmentsUnusable, identity_problem
+from gpu_service.experts.streaming.share import ShareChooser
 from gpu_service.experts.streaming.source import SegmentSource, registrar
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
@@ -182,6 +188,7 @@ def make_streamer(
     resident: ResidentExperts | None,
     parallel: ParallelContext,
     largest: Callable[[torch.Tensor], torch.Tensor],
+    costs: ExpertCosts,
 ) -> ExpertStreamer | None:
     """With its ring, and kernels that are warmed up; None, with a warning: these do not run here.
 
@@ -199,6 +206,7 @@ def make_streamer(
             mode,
             config.gpu.stream_min_rows,
             sum(layer in geometry.passed_layers for layer in plan.layers),
+            costs,
         ),
         resident=resident,
         parallel=parallel,
@@ -261,10 +269,8 @@ def open_streamer(
     """
     if plan is None or streamer is None:
         return
-    settings, costs = config.experts, None
-    if config.gpu.prefill_experts == "auto" and experts is not None and streamer.products is not None:
-        rows = config.gpu.num_batched_tokens
-        costs = measure_costs(streamer, experts, stream, streamer.products, dtype, rows)
+    settings = config.experts
+    costs = _measured(config, streamer, experts, stream, dtype)
     paths = [segment_path(settings.expert_weights_dir, index) for index in range(settings.split_count)]
 
     def on_ready(source: SegmentSource, segments: ExpertSegments) -> None:
@@ -277,6 +283,41 @@ def open_streamer(
     )
     streamer.open(source)
     undo.callback(streamer.close)
+
+
+def _measured(
+    config: MoebiusConfig,
+    streamer: ExpertStreamer,
+    experts: ExpertClient | None,
+    stream: DeviceStream,
+    dtype: torch.dtype,
+) -> MeasuredCosts | None:
+    """None: the settings choose, or a server was lost."""
+    if config.gpu.prefill_experts != "auto" or experts is None or streamer.products is None:
+        return None
+    rows = config.gpu.num_batched_tokens
+    return measure_costs(streamer, experts, stream, streamer.products, dtype, rows)
+
+
+def measure_while_serving(
+    config: MoebiusConfig,
+    streamer: ExpertStreamer | None,
+    experts: ExpertClient | None,
+    stream: DeviceStream,
+    dtype: torch.dtype,
+) -> None:
+    """Servers and link as at the start, between two steps: it takes some tenths of a second.
+
+    The device's products are those of the start, when its memory was free. All ranks call it at once; nothing
+    is measured while a lane's step has the ring, or segments are not open.
+    """
+    if streamer is None or streamer.has_lane_step:
+        return
+    costs = _measured(config, streamer, experts, stream, dtype)
+    source = streamer.source
+    segments = None if source is None else source.segments()
+    if costs is not None and source is not None and segments is not None:
+        measure_link(streamer, source, segments, costs)
 
 
 def _open(paths: Sequence[Path], layers: Sequence[int], fingerprint: str) -> ExpertSegments:

@@ -14,8 +14,8 @@ import torch
 
 from gpu_service.device.stream import DeviceStream
 from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
+from gpu_service.experts.costs import CostCurve, LayerCosts
 from gpu_service.experts.resident.panels import LayerFormat
-from gpu_service.experts.streaming.costs import CostCurve, LayerCosts
 from gpu_service.experts.streaming.plan import SHARES, plan_layer
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.streamer import ExpertSource, ExpertStreamer
@@ -85,7 +85,7 @@ def measure_costs(
     dtype: torch.dtype,
     max_rows: int,
 ) -> MeasuredCosts | None:
-    """All ranks at once, before anything streams; None: a server was lost meanwhile.
+    """All ranks at once, while no step is under way; None: a server was lost meanwhile.
 
     `max_rows`: of the largest step in which servers have a part. `gpu`: of `measure_products`.
     """
@@ -135,7 +135,7 @@ def _time(wait: Callable[[], None], work: Callable[[_Rows], None], rows: _Rows) 
 def measure_link(
     streamer: ExpertStreamer, source: ExpertSource, segments: ExpertSegments, costs: MeasuredCosts
 ) -> None:
-    """Copies a layer again and again, and tells the streamer's chooser all. No step may stream yet.
+    """Copies a layer again and again, and tells the streamer's chooser all. No step may stream meanwhile.
 
     While servers serve it is as fast as with them.
     """
@@ -165,5 +165,4 @@ def measure_link(
     if not rate:
         return
     _log.info("link to the device measured", gb_per_s=round(rate / 1e9, 1), layer_mib=round(nbytes / 2**20))
-    streamer.link_bytes_per_second = rate
-    streamer.chooser.measured(LayerCosts(nbytes / rate, costs.cpu, costs.gpu))
+    streamer.chooser.measured(LayerCosts(nbytes / rate, costs.cpu, costs.gpu), nbytes)

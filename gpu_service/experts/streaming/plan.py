@@ -107,6 +107,11 @@ class LayerStream:
     # All other experts are resident.
     is_whole: bool
 
+    @cached_property
+    def nbytes(self) -> int:
+        """What this rank copies of it."""
+        return sum(piece.nbytes for piece in self.pieces)
+
 
 @dataclass(frozen=True)
 class StreamPlan:
@@ -124,12 +129,6 @@ class StreamPlan:
     def pieces_of(self, layers: Collection[int]) -> int:
         """How many pieces these layers have."""
         return sum(len(layer.pieces) for layer in self.layers if layer.layer in layers)
-
-    @cached_property
-    def copied_part(self) -> float:
-        """Of the experts of its share, how many are copied in any case."""
-        copied = sum(len(layer.experts) for layer in self.layers)
-        return copied / max(1, copied + sum(len(layer.deferred) for layer in self.layers))
 
     @cached_property
     def by_layer(self) -> Mapping[int, LayerStream]:

@@ -81,7 +81,7 @@ class TransferDevice(ABC):
 
     @abstractmethod
     def seconds_between(self, begin: Any, end: Any) -> float:
-        """By the device's clock, of two events that have passed; 0: such a device has none."""
+        """By the device's clock, of two events that have passed."""
 
     def time_copy(self, target: torch.Tensor, source: torch.Tensor) -> float:
         """Seconds of a `copy` while there is no other. Not for the thread that launches steps."""
@@ -92,7 +92,10 @@ class TransferDevice(ABC):
 
 
 class HostTransfers(TransferDevice):
-    """The null object: the device is the host, and copies are done when they are launched."""
+    """The null object: the device is the host, and copies are done when they are launched.
+
+    Events are the times at which they were recorded, `time.perf_counter()`.
+    """
 
     is_synchronous = True
 
@@ -111,26 +114,26 @@ class HostTransfers(TransferDevice):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def record_copied(self) -> None:
+    def record_copied(self) -> float:
+        return time.perf_counter()
+
+    def record_read(self) -> float:
+        return time.perf_counter()
+
+    def copy_waits(self, event: float) -> None:
         """Everything has ended."""
 
-    def record_read(self) -> None:
+    def compute_waits(self, event: float) -> None:
         """Everything has ended."""
 
-    def copy_waits(self, event: None) -> None:
-        """Everything has ended."""
-
-    def compute_waits(self, event: None) -> None:
-        """Everything has ended."""
-
-    def has_ended(self, event: None) -> bool:
+    def has_ended(self, event: float) -> bool:
         return True
 
-    def wait(self, event: None) -> None:
+    def wait(self, event: float) -> None:
         """Everything has ended."""
 
-    def seconds_between(self, begin: None, end: None) -> float:
-        return 0.0
+    def seconds_between(self, begin: float, end: float) -> float:
+        return end - begin
 
 
 class CudaTransfers(TransferDevice):

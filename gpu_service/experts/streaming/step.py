@@ -17,6 +17,9 @@ class StreamedExperts(ABC):
     computed, `forward` once for each that streams. No call waits for the device.
     """
 
+    # Of the whole step, by what was measured before it; None: not known.
+    predicted_seconds: float | None = None
+
     @abstractmethod
     def share(self, layer: int) -> Share:
         """ALL: together with the resident experts nothing is left for expert servers."""

@@ -17,34 +17,31 @@ Whoever begins puts the result into `ForwardContext.streamed`, calls `launched` 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
 
-from gpu_service.experts.client import ExpertUnavailable
-from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, ResidentKernels, Share
+from gpu_service.experts.costs import CostCurve, LayerCosts
+from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, ResidentKernels
 from gpu_service.experts.resident.panels import LayerFormat
-from gpu_service.experts.streaming.costs import CostCurve, LayerCosts
 from gpu_service.experts.streaming.plan import (
     SHARES,
     CopyRun,
     LayerStream,
     Piece,
     StreamPlan,
-    cut,
     plan_layer,
 )
 from gpu_service.experts.streaming.ring import BufferRing, TransferDevice
-from gpu_service.experts.streaming.routing import Counts, RecentRouting, count_chosen
+from gpu_service.experts.streaming.routing import Counts, RecentRouting
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.experts.streaming.streamed_step import StreamedStep, WaitUntil
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import even_shard
 from moebius.models.geometry import MoeGeometry
 
 _log = structlog.get_logger(__name__)
@@ -74,7 +71,7 @@ class ExpertSource(Protocol):
 
 
 class ShareChooser(Protocol):
-    """Decides how much is streamed; `costs.ShareChooser` is the real one."""
+    """Decides how much is streamed; `share.ShareChooser` is the real one."""
 
     def may_stream(self, rows: int, is_decode: bool) -> bool:
         """Whether a step of so many token rows may; all ranks say the same."""
@@ -82,11 +79,8 @@ class ShareChooser(Protocol):
     def share(self, rows: int) -> int:
         """Of `SHARES`, 0 being none, for a step that may; ranks may differ."""
 
-    def measured(self, costs: LayerCosts) -> None:
-        """What is known before the first step."""
-
-    def observe(self, rows: int, share: int, seconds: float, copying: float, copied: float) -> None:
-        """What a step took, and how much of it the link was busy, with `copied` of its share."""
+    def predict(self, rows: int, share: int) -> float | None:
+        """Seconds of a step that streams such a share; None: nothing was measured."""
 
     def step_tokens(self, most: int, wait_s: float | None) -> int:
         """Of a step that streams all, at most `most`, where others may wait so long; None: not known."""
@@ -94,6 +88,12 @@ class ShareChooser(Protocol):
     @property
     def asks_servers(self) -> bool:
         """Whether steps of the main lane leave to expert servers what is not worth a copy."""
+
+    def measured(self, layer: LayerCosts, layer_bytes: float) -> None:
+        """What a layer costs, and the bytes that all of it has to be copied."""
+
+    def observe(self, rows: int, share: int, seconds: float, copying: float, nbytes: int) -> None:
+        """What a step took, how much of it the link was busy, and with how many bytes."""
 
     def routed(self, left: Sequence[float]) -> None:
         """By share, 0 to SHARES, which part of earlier steps' pairs servers would have had."""
@@ -105,10 +105,6 @@ class ShareChooser(Protocol):
 
 def _alone(values: torch.Tensor) -> torch.Tensor:
     return values
-
-
-WaitUntil = Callable[[Callable[[], bool]], None]
-"""Returns when its argument says so, or soon after; meanwhile the host has something else to do."""
 
 
 class ExpertStreamer:
@@ -136,12 +132,12 @@ class ExpertStreamer:
         the host; they call it at the same places.
         """
         self.ring = ring
-        # Of the link to the device; filled by `measure.measure_link`. None: it was not measured.
-        self.link_bytes_per_second: float | None = None
         # Seconds of a layer on the device; filled by `measure.measure_products`. None: it was not measured.
         self.products: CostCurve | None = None
         # Of all steps that were begun; counted by `begin` and `begin_whole`.
         self.streamed_steps = self.streamed_bytes = 0
+        # The same by layer: experts and bytes.
+        self.streamed_of: dict[int, tuple[int, int]] = dict.fromkeys(layers, (0, 0))
         self.geometry = geometry
         self.layers = tuple(layers)
         self.device = device
@@ -224,8 +220,20 @@ class ExpertStreamer:
             raise
         step.copies = self.ring.copies
         self.streamed_steps += 1
-        self.streamed_bytes += sum(piece.nbytes for piece in plan.pieces)
+        for layer in plan.layers:
+            self.count_streamed(layer.layer, len(layer.experts), layer.nbytes)
         return step
+
+    def count_streamed(self, layer: int, num_experts: int, nbytes: int) -> None:
+        """Experts of a layer are copied for a step."""
+        experts, known = self.streamed_of[layer]
+        self.streamed_of[layer] = experts + num_experts, known + nbytes
+        self.streamed_bytes += nbytes
+
+    @property
+    def has_lane_step(self) -> bool:
+        """Whether a step of a lane streams, whose copies are under way. Only by the thread that launches."""
+        return self._whole is not None
 
     @property
     def source(self) -> ExpertSource | None:
@@ -402,143 +410,3 @@ class ExpertStreamer:
         if self._source is not None:
             self._source.close()
             self._source = None
-
-
-class StreamedStep(StreamedExperts):
-    """Made by `ExpertStreamer`."""
-
-    def __init__(
-        self,
-        streamer: ExpertStreamer,
-        plan: StreamPlan,
-        segments: ExpertSegments,
-        rows: int,
-        wait_until: WaitUntil | None,
-    ) -> None:
-        """`wait_until`: of a step that asks no expert server; `rows`: 0 for one whose time says nothing."""
-        self.plan = plan
-        self._streamer = streamer
-        self._segments = segments
-        self._rows = rows
-        self._wait_until = wait_until
-        # Events around each copy; filled by the ring, which `ExpertStreamer` takes them from.
-        self.copies: list[tuple[Any, Any]] = []
-        # When the device comes to this step, and when it has launched all.
-        self._begin, self._end = streamer.device.record_read(), None
-        # By layer how many rows each expert has, int32 `[num_experts]` on the device; then all of them on the
-        # host, filled when the step has ended.
-        self._chosen: dict[int, torch.Tensor] = {}
-        self._counts: torch.Tensor | None = None
-
-    def share(self, layer: int) -> Share:
-        found = self.plan.by_layer.get(layer)
-        asks_servers = self._wait_until is None
-        if found is None or not (found.experts or (found.deferred and not asks_servers)):
-            return Share.NONE
-        leaves_some = not found.is_whole or (asks_servers and found.deferred)
-        return Share.SOME if leaves_some else Share.ALL
-
-    def cpu_ids(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
-        slots = self._streamer.slot_map(self.plan.by_layer[layer].experts)
-        return torch.where(slots[topk_ids.clamp(min=0).long()] >= 0, -1, topk_ids)
-
-    def forward(
-        self,
-        layer: int,
-        hidden_states: torch.Tensor,
-        parts: Sequence[torch.Tensor],
-        topk_weights: torch.Tensor,
-        partials: Sequence[torch.Tensor | None],
-    ) -> list[torch.Tensor]:
-        sums = list(partials)
-        streamer, ring, plan = self._streamer, self._streamer.ring, self.plan.by_layer[layer]
-        if not streamer.is_current(self):
-            raise RuntimeError(f"layer {layer} streams in a step that another one has followed already")
-        if layer in streamer.passed_layers:
-            chosen = functools.reduce(torch.maximum, parts)
-            self._chosen[layer] = count_chosen([chosen], streamer.geometry.num_experts)[0]
-        counts = None
-        if plan.deferred and self._wait_until is not None:
-            counts = streamer.device.download(self._chosen[layer]), streamer.device.record_read()
-        for expected in plan.pieces:
-            buffer, piece = ring.take()
-            if piece is not expected:
-                raise RuntimeError(f"layer {layer} streams out of order: layer {piece.stored.layer} is next")
-            slots = streamer.slots(buffer, piece)
-            try:
-                sums = self._added(slots, hidden_states, parts, topk_weights, sums)
-            finally:
-                ring.give_back()
-        for piece in () if counts is None else self._routed_pieces(plan, *counts):
-            buffer = ring.fetch(piece)
-            slots = streamer.slots(buffer, piece)
-            try:
-                sums = self._added(slots, hidden_states, parts, topk_weights, sums)
-            finally:
-                ring.release(buffer)
-        zeros = (torch.zeros_like(hidden_states, dtype=torch.float32) if own is None else own for own in sums)
-        return list(zeros)
-
-    def _added(
-        self,
-        slots: LayerSlots,
-        hidden_states: torch.Tensor,
-        parts: Sequence[torch.Tensor],
-        topk_weights: torch.Tensor,
-        sums: Sequence[torch.Tensor | None],
-    ) -> list[torch.Tensor | None]:
-        """Each part's sum with the outputs of the experts in `slots`."""
-        given = zip(parts, sums, strict=True)
-        forward = self._streamer.kernels.forward
-        return [forward(slots, hidden_states, ids, topk_weights, own) for ids, own in given]
-
-    def _routed_pieces(self, plan: LayerStream, counts: torch.Tensor, counted: Any) -> Sequence[Piece]:
-        """Of this rank's experts that were not copied ahead those that have rows after all.
-
-        Waits for `counts` of the layer, which products that were launched since cover.
-        """
-        streamer = self._streamer
-        assert self._wait_until is not None
-        self._wait_until(lambda: streamer.device.has_ended(counted))
-        streamer.device.wait(counted)
-        own = plan.deferred[even_shard(len(plan.deferred), streamer.rank, streamer.num_ranks).slice]
-        rows = counts.tolist()
-        routed = [expert for expert in own if rows[expert]]
-        stored = self._segments.stored[plan.layer]
-        pieces = [piece for one in stored for piece in cut(one, routed, streamer.ring.buffer_bytes)]
-        streamer.streamed_bytes += sum(piece.nbytes for piece in pieces)
-        return pieces
-
-    def copy(self, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
-        """One run of the ring."""
-        self._streamer.copy(self._segments, target, piece, run)
-
-    def launched(self) -> None:
-        streamer = self._streamer
-        self._end = streamer.device.record_read()
-        if self._chosen:
-            self._counts = streamer.device.download(torch.stack(list(self._chosen.values())))
-        if self._streamer.is_synchronous:
-            self.check()
-
-    def check(self) -> None:
-        streamer, problem = self._streamer, self._segments.problem()
-        # Ranks' steps all count, or none: a step is checked once.
-        counted = () if self._counts is None else self._counts.long().unbind(0)
-        counts = dict(zip(self._chosen, counted, strict=True)) if counted else {}
-        self._chosen, self._counts = {}, None
-        is_problem, agreed = streamer.agree_on_step(bool(problem), counts)
-        if is_problem:
-            text = problem or "another rank's expert server has replaced experts"
-            raise ExpertUnavailable(-1, f"{text} while a step streamed them")
-        if agreed.any():
-            streamer.routed(agreed)
-        if self._rows and self._end is not None:
-            between = streamer.device.seconds_between
-            measured = self.plan.pieces_of(streamer.passed_layers)
-            copying = sum(between(begin, end) for begin, end in self.copies[:measured])
-            seconds, copied = between(self._begin, self._end), self.plan.copied_part
-            streamer.chooser.observe(self._rows, self.plan.share, seconds, copying, copied)
-
-    def end(self) -> None:
-        self._streamer.end(self)

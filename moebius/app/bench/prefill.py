@@ -177,14 +177,12 @@ def _measure(
 
 def _print_costs(streamer: ExpertStreamer, when: str) -> None:
     """What the split of a layer is chosen by."""
-    from gpu_service.experts.streaming.costs import ShareChooser, describe
+    from gpu_service.experts.streaming.share import ShareChooser, describe
 
     chooser = streamer.chooser
-    if isinstance(chooser, ShareChooser) and chooser.costs is not None:
-        print(
-            f"a layer, {when}: "
-            + ", ".join(f"{key} {value}" for key, value in describe(chooser.costs).items())
-        )
+    layer = chooser.costs.layer if isinstance(chooser, ShareChooser) else None
+    if layer is not None:
+        print(f"a layer, {when}: " + ", ".join(f"{key} {value}" for key, value in describe(layer).items()))
 
 
 def _during_decode(

@@ -1,4 +1,4 @@
-"""`moebius experts record start|stop|dump`: which experts requests choose; servers' counters."""
+"""`moebius experts show`, `record start|stop|dump`: who computes experts, which are chosen; and counters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from moebius.api_keys import client_key
+from moebius.app.cli_options import ApiKey, ApiKeyFile, CaFile, ClientCertFile, ClientKeyFile
 from moebius.errors import UserError
 
 app = typer.Typer(help="Look at the routed experts of a running engine.", no_args_is_help=True)
@@ -18,6 +20,39 @@ record = typer.Typer(help="Record which experts are chosen.", no_args_is_help=Tr
 app.add_typer(record, name="record")
 
 _TIMEOUT_S = 60.0
+
+
+@app.command()
+def show(
+    server: Annotated[
+        str, typer.Argument(metavar="URL", help="Gateway, or gRPC address of an engine (unix:PATH)")
+    ] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")] = 2.0,
+    json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
+    replica: Annotated[int, typer.Option(min=0, help="Of several engines behind it, from 0")] = 0,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = "",
+    ca_file: CaFile = "",
+    client_cert_file: ClientCertFile = "",
+    client_key_file: ClientKeyFile = "",
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="YAML file whose section `security` says how gRPC is reached"),
+    ] = None,
+) -> None:
+    """Print by layer who computes its experts, and what limits a step.
+
+    What is on the GPU and copied there, hits, exchanges, bandwidth; and what experts cost now.
+    """
+    from moebius.app.client import ClientTls
+    from moebius.app.commands.watch import live_source
+    from moebius.app.top.run import print_layers
+
+    tls = ClientTls(ca_file, client_cert_file, client_key_file)
+    with live_source(server, config, replica, client_key(api_key, api_key_file), tls) as source:
+        print_layers(source, interval, json)
+
+
 EngineAddress = Annotated[
     str,
     typer.Option(help="gRPC address of gpu_service [default: that of the one `moebius serve` running here]"),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moebius.api_keys import client_key
 from moebius.app.cli_options import ApiKey, ApiKeyFile, CaFile, ClientCertFile, ClientKeyFile
 from moebius.errors import UserError
+
+if TYPE_CHECKING:
+    from moebius.app.client import ClientTls
+    from moebius.app.top.run import Source
 
 ConfigFile = Annotated[
     str | None,
@@ -46,20 +51,13 @@ def _add_top(app: typer.Typer) -> None:
 
         Tokens/s, queue, KV cache, experts by layer, what limits a step.
         """
-        from moebius.app.client import ApiClient, ClientTls
+        from moebius.app.client import ClientTls
         from moebius.app.top import run
 
         if json and not once:
             raise UserError("--json is for one print: add --once")
-        with ExitStack() as stack:
-            source: run.Source
-            if server.startswith(("http://", "https://")):
-                tls = ClientTls(ca_file, client_cert_file, client_key_file)
-                client = ApiClient(server, client_key(api_key, api_key_file), tls=tls)
-                stack.callback(client.close)
-                source = run.GatewaySource(client, replica)
-            else:
-                source = run.EngineSource(stack.enter_context(_engine(server, config)), server)
+        tls = ClientTls(ca_file, client_cert_file, client_key_file)
+        with live_source(server, config, replica, client_key(api_key, api_key_file), tls) as source:
             if once or not sys.stdout.isatty():
                 run.print_once(source, interval, json)
             else:
@@ -104,6 +102,23 @@ def _add_profile(app: typer.Typer) -> None:
         for line in summary(answer):
             print(f"  {line}")
         print(f"{output}: open it at https://ui.perfetto.dev or chrome://tracing")
+
+
+@contextmanager
+def live_source(server: str, config: str | None, replica: int, key: str, tls: ClientTls) -> Iterator[Source]:
+    """Of a gateway's URL, or of an engine's gRPC address, which `config` says how to reach."""
+    from moebius.app.client import ApiClient
+    from moebius.app.top.run import EngineSource, GatewaySource
+
+    if not server.startswith(("http://", "https://")):
+        with _engine(server, config) as engine:
+            yield EngineSource(engine, server)
+        return
+    client = ApiClient(server, key, tls=tls)
+    try:
+        yield GatewaySource(client, replica)
+    finally:
+        client.close()
 
 
 def _engine(address: str, config: str | None) -> AbstractContextManager[Any]:

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from moebius.app.top.layers import LayerRates, layer_rates
+
 # Shares from which something is called the limit.
 _KV_IS_FULL = 0.95
 _STEPS_FILL = 0.5
 _MOST_OF_STEP = 0.5
 _NOTABLE_HAND_OFF = 0.2
 _NEAR_ROOFLINE = 0.6
+_LINK_IS_FULL = 0.7
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,13 @@ class Figures:
     hand_off_per_call: float | None = None
     # Microseconds of one call by layer.
     layers: dict[int, float] = field(default_factory=dict)
+    # Who computes each layer, and what is copied for it.
+    placement: list[LayerRates] = field(default_factory=list)
+    # Bytes per second to the GPU, for streamed steps and exchanges, and their share of what the link can.
+    link_bytes_per_second: float | None = None
+    link_share: float | None = None
+    # Of the steps in between: what they should have taken over what they took.
+    predicted_share: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All fields."""
@@ -73,8 +83,16 @@ def figures_between(before: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
         hand_off_per_step=hand_off / steps if has_steps and steps and hand_off is not None else None,
         hand_off_per_call=hand_off / calls if calls and hand_off is not None else None,
         layers=_layers(before, now),
+        placement=layer_rates(before, now, elapsed, steps),
+        predicted_share=_predicted_share(before, now),
         limit="",
     )
+    copied = [rate.copied_bytes_per_second for rate in figures.placement]
+    link = (now.get("costs") or {}).get("link_bytes_per_second")
+    if figures.placement and None not in copied:
+        rate = sum(value or 0.0 for value in copied)
+        share = rate / link if link else None
+        figures = replace(figures, link_bytes_per_second=rate, link_share=share)
     return replace(figures, limit=_limit(now, figures))
 
 
@@ -119,6 +137,12 @@ def _hand_off(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[float 
     return _difference(old, new, "hand_off", "seconds"), _difference(old, new, "hand_off", "calls")
 
 
+def _predicted_share(before: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
+    predicted = _difference(before, now, "costs", "predicted_seconds")
+    measured = _difference(before, now, "costs", "measured_seconds")
+    return predicted / measured if predicted is not None and measured else None
+
+
 def _layers(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[int, float]:
     old = {layer["layer"]: layer for layer in (before.get("experts") or {}).get("layers") or []}
     found = {}
@@ -145,6 +169,9 @@ def _limit(now: Mapping[str, Any], figures: Figures | None) -> str:
         return "not known yet"
     if figures.step_share < _STEPS_FILL:
         return f"arriving work: steps take {figures.step_share:.0%} of the time"
+    link = (figures.link_share or 0.0) / min(1.0, figures.step_share)
+    if link >= _LINK_IS_FULL:
+        return f"link to the GPU: copies of experts take {link:.0%} of a step"
     experts = (figures.experts_per_step or 0.0) / figures.step
     hand_off = (figures.hand_off_per_step or 0.0) / figures.step
     if experts >= _MOST_OF_STEP:

@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
@@ -21,11 +22,12 @@ from rich.text import Text
 
 from moebius.app.client import ApiClient, Unreachable
 from moebius.app.top.figures import figures_between
-from moebius.app.top.view import render
+from moebius.app.top.layers import layer_table
+from moebius.app.top.view import costs_line, render
 from moebius.errors import UserError
 
 # Lines of everything but the layers, and how many more they become where 80 columns are not to be had.
-_OTHER_LINES, _FOLDED_LINES = 17, 6
+_OTHER_LINES, _FOLDED_LINES = 19, 6
 _RETRY_S = 2.0
 
 
@@ -83,6 +85,27 @@ def print_once(source: Source, interval_s: float, as_json: bool) -> None:
         return
     console = Console(highlight=False)
     console.print(render(now, figures, width=console.width))
+
+
+def print_layers(source: Source, interval_s: float, as_json: bool) -> None:
+    """Of two answers, `interval_s` apart: a line for each MoE layer, and what limits a step.
+
+    Raises UserError.
+    """
+    before = source.ask()
+    time.sleep(interval_s)
+    now = source.ask()
+    if not now.get("experts"):
+        raise UserError(f"{now.get('model', 'the model')} has no routed experts")
+    figures = figures_between(before, now)
+    if as_json:
+        layers = [asdict(rate) for rate in figures.placement]
+        print(json.dumps({"layers": layers, "costs": now.get("costs"), "limit": figures.limit}))
+        return
+    console = Console(highlight=False)
+    console.print(layer_table(figures.placement, figures.roofline_bytes_per_second))
+    console.print(costs_line(now, figures))
+    console.print(f"limited by {figures.limit}")
 
 
 def watch(source: Source, interval_s: float, console: Console | None = None) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moebius.app.top.figures import Figures, ServerRates
+from moebius.app.top.layers import layer_table, moves_experts
 
 UNKNOWN = "not measured"
 _BAR, _LAYER_WIDTH = 9, 25
@@ -31,7 +32,9 @@ def render(
     parts.append(_figures(now, figures))
     if now.get("experts"):
         parts += [Text(), _servers(now, figures, width)]
-        if figures.layers:
+        if moves_experts(figures.placement) and width >= _WIDE:
+            parts += [Text(), *_placement(figures, max(1, rows - 1))]
+        elif figures.layers:
             parts += [Text(), *_layers(figures.layers, max(1, rows), width)]
     return Group(*parts)
 
@@ -65,6 +68,10 @@ def _figures(now: Mapping[str, Any], figures: Figures) -> Table:
         table.add_row("guesses", f"{share:.0%} of {guesses['verified']:,} verified tokens were right")
     if now.get("experts"):
         table.add_row("CPU reads", _bandwidth(now, figures))
+    if figures.predicted_share is not None:
+        table.add_row("predicted", f"{figures.predicted_share:.0%} of what steps take")
+    if figures.link_bytes_per_second:
+        table.add_row("copies", _copies(now, figures))
     table.add_row("limited by", Text(figures.limit, style="bold yellow"))
     return table
 
@@ -92,6 +99,38 @@ def _bandwidth(now: Mapping[str, Any], figures: Figures) -> str:
         return f"{figures.bytes_per_second / 1e9:.2f} GB/s; roofline: {UNKNOWN}"
     share = figures.bytes_per_second / roof
     return f"{_bar(share, 20)} {figures.bytes_per_second / 1e9:.2f} of {roof / 1e9:.1f} GB/s (roofline)"
+
+
+def costs_line(now: Mapping[str, Any], figures: Figures) -> str:
+    """What experts cost now, by the engine's own measurement."""
+    costs = now.get("costs") or {}
+    link, price = costs.get("link_bytes_per_second"), costs.get("copy_price")
+    cpu, gpu = costs.get("cpu_expert_seconds"), costs.get("gpu_expert_seconds")
+    parts = [
+        f"an expert and row {_time(cpu) if cpu else UNKNOWN} on the CPU",
+        f"{_time(gpu) if gpu else UNKNOWN} on the GPU",
+        f"link {_giga(link)} GB/s" if link else f"link {UNKNOWN}",
+    ]
+    if price:
+        parts.append(f"a copy has to bring {price:.1f} choices")
+    if figures.predicted_share is not None:
+        parts.append(f"predicted {figures.predicted_share:.0%} of what steps take")
+    return "; ".join(parts)
+
+
+def _copies(now: Mapping[str, Any], figures: Figures) -> str:
+    text = f"{(figures.link_bytes_per_second or 0.0) / 1e9:.2f} GB/s to the GPU"
+    link = (now.get("costs") or {}).get("link_bytes_per_second")
+    return f"{text} of {link / 1e9:.1f} (link)" if link else text
+
+
+def _placement(figures: Figures, rows: int) -> list[RenderableType]:
+    """Of each layer; where there is no room, of those whose experts take longest."""
+    by_time = sorted(figures.placement, key=lambda rate: -(rate.call_microseconds or 0.0))
+    chosen = sorted(by_time[:rows], key=lambda rate: rate.layer)
+    total = len(figures.placement)
+    what = f"the slowest {len(chosen)} of {total} layers" if len(chosen) < total else "by layer"
+    return [Text(f"experts, {what}", style="bold"), layer_table(chosen, figures.roofline_bytes_per_second)]
 
 
 def _servers(now: Mapping[str, Any], figures: Figures, width: int) -> Table:

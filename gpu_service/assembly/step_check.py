@@ -1,0 +1,75 @@
+"""What experts cost this rank, the check of steps against it, and what is done when they take much longer."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import structlog
+import torch
+
+from gpu_service.assembly.experts import RankMoe
+from gpu_service.device.stream import DeviceStream
+from gpu_service.engine.interface import EngineObserver
+from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.step_check import StepCheck, StepFacts
+from gpu_service.experts.costs import ExpertCosts
+from gpu_service.experts.streaming.make import measure_while_serving
+from moebius.config import MoebiusConfig
+from moebius.errors import brief
+
+# The operation of every rank's engine that `StepCheck.measure_again` calls.
+MEASURE_AGAIN = "measure what experts cost again"
+_log = structlog.get_logger(__name__)
+
+
+def report_failure(done: Future[None]) -> None:
+    """Of the operation, which nobody waits for: steps go on and teach what they cost."""
+    error = done.exception()
+    if error is not None:
+        _log.error("what experts cost could not be measured again", error=brief(error))
+
+
+def make_check(
+    observer: EngineObserver,
+    config: MoebiusConfig,
+    moe: RankMoe | None,
+    runner: ModelRunner,
+    stream: DeviceStream,
+    dtype: torch.dtype,
+) -> StepCheck:
+    """Around the observer that metrics hang on."""
+    experts, resident, streamer = runner.experts, runner.resident, runner.streamer
+    if moe is None:
+        return StepCheck(observer, ExpertCosts(1, 1.0), StepFacts(0, 0.0))
+    geometry = moe.geometry
+    layers = [layer for layer in moe.layers if layer in geometry.passed_layers]
+    slots = [] if resident is None else [layer for layer in layers if layer in resident.slots]
+
+    def busy_seconds() -> float:
+        return 0.0 if experts is None else max(experts.stats().compute_seconds, default=0.0)
+
+    def hit_share() -> float:
+        if resident is None or not slots:
+            return 0.0
+        if runner.placement is not None:
+            return runner.placement.hit_share * len(slots) / len(layers)
+        return sum(len(resident.experts(n)) for n in slots) / (len(layers) * geometry.num_experts)
+
+    def has_lane_step() -> bool:
+        return streamer is not None and streamer.has_lane_step
+
+    def measure_again() -> None:
+        """For all ranks at once, with no step in flight; steps choose by the new costs from then on."""
+        check.forget()
+        moe.costs.forget()
+        measure_while_serving(config, streamer, experts, stream, dtype)
+        if runner.placement is not None:
+            runner.placement.choose_again()
+
+    has_all_layers = config.parallel.pipeline_parallel_size == 1
+    facts = StepFacts(
+        len(layers), geometry.mean_top_k, has_all_layers, busy_seconds, hit_share, has_lane_step
+    )
+    check = StepCheck(observer, moe.costs, facts)
+    check.measure_again = measure_again
+    return check
