@@ -71,13 +71,13 @@ class Output:
         return "".join(delta.content for delta in self.deltas)
 
     def mean_logprob(self, echoed: int) -> float:
-        """How likely its tokens are; the first `echoed` log-probabilities are the prompt's."""
+        """Returns how likely its tokens are; the first `echoed` log-probabilities are the prompt's."""
         values = [token.logprob or 0.0 for token in self.logprobs[echoed:]]
         return sum(values) / max(1, len(values))
 
     @property
     def reasoning(self) -> str:
-        """The thought; empty: there is none."""
+        """The thought, or an empty string if there is none."""
         return "".join(new.text for new in self._events() if isinstance(new, ReasoningDelta))
 
     @property
@@ -91,7 +91,7 @@ class Output:
         return [token for delta in self.deltas for token in delta.token_ids]
 
     def calls(self) -> list[OutputCall]:
-        """The tool calls in their order."""
+        """Returns the tool calls in their order."""
         names: list[ToolCallStart] = []
         arguments: list[list[str]] = []
         for new in self._events():
@@ -117,22 +117,22 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """A non-streamed answer."""
+        """Returns a non-streamed answer."""
 
     @abstractmethod
     def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
-        """What a stream sends for new content, its own opening before the first; empty: nothing yet.
+        """Returns what a stream sends for new content, its own opening before the first; empty: nothing yet.
 
         `usage` counts what is known so far.
         """
 
     @abstractmethod
     def stream_end(self, usage: Usage) -> bytes:
-        """What a stream sends once all outputs have ended."""
+        """Returns what a stream sends once all outputs have ended."""
 
     @abstractmethod
     def stream_failure(self, error: ApiError) -> bytes:
-        """What a stream sends last, wherever it is, when the request fails."""
+        """Returns what a stream sends last, wherever it is, when the request fails."""
 
     async def settle(self) -> None:  # noqa: B027 - most formats keep nothing
         """Called with the answer made, before its end is sent."""
@@ -177,7 +177,7 @@ class ChoiceFormat(ResponseFormat):
         return {**self._envelope(self.whole_object, choices), "usage": usage_object(usage), **of_prompt}
 
     def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
-        """The opening, then new content; the last chunk of an output says why it ended."""
+        """Returns the opening, then new content; the last chunk of an output says why it ended."""
         opened = b""
         of_prompt: dict[str, Any] = {}
         if delta.index not in self._opened:
@@ -202,13 +202,13 @@ class ChoiceFormat(ResponseFormat):
         return b"".join((opened, *parts))
 
     def stream_end(self, usage: Usage) -> bytes:
-        """The usage where it was asked for, and the end."""
+        """Returns the usage where it was asked for, and the end."""
         if not self._options.include_usage:
             return DONE
         return event({**self._envelope(self.chunk_object, []), "usage": usage_object(usage)}) + DONE
 
     def stream_failure(self, error: ApiError) -> bytes:
-        """The error's object, and the end."""
+        """Returns the error's object, and the end."""
         return event(error.body()) + DONE
 
     def _chunk(self, choice: dict[str, Any], usage: Callable[[], Usage], more: Mapping[str, Any]) -> bytes:
@@ -230,27 +230,27 @@ class ChoiceFormat(ResponseFormat):
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice that opens output `index` in a stream; None when the API has no such thing."""
+        """Returns the choice that opens output `index` in a stream; None when the API has no such thing."""
 
     @abstractmethod
     def delta_choices(self, delta: ParsedDelta) -> list[dict[str, Any]]:
-        """The choices for what is new, log-probabilities included; they say nothing of the end."""
+        """Returns the choices for what is new, log-probabilities included; they say nothing of the end."""
 
     @abstractmethod
     def empty(self, index: int) -> dict[str, Any]:
-        """The choice of tokens that became no text, or of an end alone."""
+        """Returns the choice of tokens that became no text, or of an end alone."""
 
     def reason(self, finish: Finish) -> str:
-        """Why an output ended, as the API calls it."""
+        """Returns why an output ended, as the API calls it."""
         return finish.reason
 
     @abstractmethod
     def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
-        """The choice of a non-streamed answer."""
+        """Returns the choice of a non-streamed answer."""
 
 
 def _before(usage: Usage, delta: ParsedDelta) -> Usage:
-    """What was counted before `delta`."""
+    """Returns what was counted before `delta`."""
     return replace(
         usage,
         completion_tokens=usage.completion_tokens - delta.new_tokens,
@@ -270,7 +270,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def chat_delta(new: OutputEvent) -> dict[str, Any]:
-    """The `delta` of a chunk that carries one event."""
+    """Returns the `delta` of a chunk that carries one event."""
     if isinstance(new, ContentDelta):
         return {"content": new.text}
     if isinstance(new, ReasoningDelta):  # servers and clients are divided over the name: both
@@ -320,12 +320,12 @@ class ChatFormat(ChoiceFormat):
         self._in_functions = prepared.speaks_functions
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The role, before the first content."""
+        """Returns the role, before the first content."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta_choices(self, delta: ParsedDelta) -> list[dict[str, Any]]:
-        """A chunk per kind of new content, in the order in which the model wrote it."""
+        """Returns a chunk per kind of new content, in the order in which the model wrote it."""
         choices = [
             {"index": delta.index, "delta": self._delta(new), "logprobs": None, "finish_reason": None}
             for new in delta.events
@@ -355,11 +355,11 @@ class ChatFormat(ChoiceFormat):
         choices[places[0] if places else -1]["logprobs"] = self._logprobs_of(delta.logprobs)
 
     def empty(self, index: int) -> dict[str, Any]:
-        """An empty delta."""
+        """Returns an empty delta."""
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
 
     def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
-        """A whole message."""
+        """Returns a whole message."""
         message = chat_message(output)
         if self._calls_one(message):
             message["function_call"] = message.pop("tool_calls")[0]["function"]
@@ -390,7 +390,7 @@ class CompletionFormat(ChoiceFormat):
         return None
 
     def delta_choices(self, delta: ParsedDelta) -> list[dict[str, Any]]:
-        """The text of a chunk: what was decoded since the last one."""
+        """Returns the text of a chunk: what was decoded since the last one."""
         if not delta.events and not delta.logprobs:
             return []
         return [self._choice(delta.index, delta.content, delta.logprobs, None)]
@@ -400,7 +400,7 @@ class CompletionFormat(ChoiceFormat):
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
     def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
-        """A whole text."""
+        """Returns a whole text."""
         return self._choice(index, output.text, output.logprobs, finish)
 
     def _choice(

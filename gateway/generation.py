@@ -104,7 +104,7 @@ class PromptJob:
     def _is_small(
         self, states: list[OutputState], response: engine_pb2.GenerateResponse, is_complete: bool
     ) -> bool:
-        """Whether reading a message takes no time that other streams would notice."""
+        """Returns whether reading a message takes no time that other streams would notice."""
         if is_complete:
             tokens = len(response.complete.output_ids) - states[response.complete.index].token_count
             scored = response.complete.input_logprobs

@@ -39,7 +39,7 @@ def check_with(compiler: Callable[[Constraint], object]) -> None:
 
 
 def response_format_constraint(body: StructuredFields) -> Constraint | None:
-    """What `response_format`, `structured_outputs` and the older fields ask for; None: nothing.
+    """Returns what `response_format`, `structured_outputs` and the older fields ask for; None: nothing.
 
     Raises:
         ApiError: 400 naming parameter and keyword; it cannot be enforced, or two fields ask for different
@@ -72,7 +72,7 @@ def check_constraint(constraint: Constraint, param: str) -> None:
 
 
 def _where(constraint: Constraint, error: GrammarError) -> str:
-    """Where in a schema the keyword at fault is, if that can be said."""
+    """Returns where in a schema the keyword at fault is, if that can be said."""
     keywords = unsupported_keywords(error)
     if not keywords or constraint.WhichOneof("kind") != "json_schema":
         return ""

@@ -26,7 +26,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 async def from_host(url: str, config: ImageConfig) -> bytes:
-    """The file at `url`, or as much of it as shows that it is larger than allowed.
+    """Returns the file at `url`, or as much of it as shows that it is larger than allowed.
 
     A host named in `image_url_hosts` may be anywhere. One that only `*` allows must have public addresses
     alone, and the connection goes to an address that was checked: asking again could give another one.
@@ -108,7 +108,7 @@ async def _first_answer(
 
 
 async def _fetched(client: httpx.AsyncClient, target: httpx.URL, address: str | None, most: int) -> bytes:
-    """The body, or as much of it as shows that it is too large.
+    """Returns the body, or as much of it as shows that it is too large.
 
     Images are compressed already. A host that compresses them once more could make a small piece so large
     that taking it apart would hold up everybody, before anything is known of its size.

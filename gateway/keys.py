@@ -108,7 +108,7 @@ class KeyUse:
 
 
 def _sent_keys(headers: Headers) -> list[bytes]:
-    """The keys a client brought, in OpenAI's header and in Anthropic's."""
+    """Returns the keys a client brought, in OpenAI's header and in Anthropic's."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     keys = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
     # Headers are read as latin-1; the bytes that were sent count.
@@ -170,7 +170,7 @@ class KeyMiddleware:
                 await refusal.response(scope)(scope, receive, send)
 
     def _use(self, key: ApiKey) -> KeyUse:
-        """What the key does; begun anew when its limits have changed."""
+        """Returns what the key does; begun anew when its limits have changed."""
         limits = key.limits.or_else(self._defaults)
         use = self._uses.get(key.name)
         if use is None or use.limits != limits:

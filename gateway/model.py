@@ -41,7 +41,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     def card(self) -> dict[str, Any]:
-        """The entry of /v1/models."""
+        """Returns the entry of /v1/models."""
         return {
             "id": self.name,
             "object": "model",

@@ -45,7 +45,7 @@ class ErrorResponse(BaseModel):
 
 
 def refuses(*statuses: int) -> dict[str, Any]:
-    """What a route's decorator says of these refusals."""
+    """Returns what a route's decorator says of these refusals."""
     shapes = {status: {"model": ErrorResponse, "description": _REFUSALS[status]} for status in statuses}
     return {"responses": shapes}
 

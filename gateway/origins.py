@@ -51,7 +51,7 @@ class OriginMiddleware:
 
 
 def _senders(scope: Scope) -> list[Sender]:
-    """What the headers say; several if `Host` comes more than once, as each has to be allowed."""
+    """Returns what the headers say; several if `Host` comes more than once, as each has to be allowed."""
     hosts: list[str] = []
     forwarded: list[str] = []
     origin = site = ""

@@ -31,7 +31,7 @@ def finite(logprob: float) -> float:
 def alternatives(
     top_logprobs: Sequence[engine_pb2.TopLogProbs], position: int
 ) -> tuple[tuple[int, float], ...]:
-    """The alternatives at one position, best first; empty when the engine sent none for it."""
+    """Returns the alternatives at one position, best first; empty when the engine sent none for it."""
     if position >= len(top_logprobs):
         return ()
     row = top_logprobs[position]
@@ -44,7 +44,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def id_name(token_id: int) -> str:
-    """A token's name where tokens are named by id."""
+    """Returns a token's name where tokens are named by id."""
     return f"token_id:{token_id}"
 
 
@@ -222,7 +222,7 @@ class OutputState:
         return ParsedDelta(self.index, events, released, tuple(token_ids[:count]), count, 0, self.finish)
 
     def _parsed(self, parsing: ParsedText, echo: str, token_ids: tuple[int, ...]) -> ParsedDelta:
-        """What the parser made of a message's tokens."""
+        """Returns what the parser made of a message's tokens."""
         if self.finish is not None:
             parsing.finish()
             if (
@@ -240,7 +240,7 @@ class OutputState:
         )
 
     def _settle(self, text: str) -> str:
-        """The part of new text that may be shown; sets `finish` when a stop string is complete."""
+        """Returns the part of new text that may be shown; sets `finish` when a stop string is complete."""
         self._decoded_length += len(text)
         if not self._rules.stop_strings or self.token_count < self._rules.min_tokens:
             return text  # stop strings do not count, or not yet
@@ -265,7 +265,7 @@ class OutputState:
         return (*echoed, *shown)
 
     def _reason(self, message: engine_pb2.GenerateComplete) -> Finish:
-        """The engine's reason; a stop token is named unless it is the model's own end of sequence."""
+        """Returns the engine's reason; a stop token is named unless it is the model's own end of sequence."""
         if self._rules.echo_only:
             return Finish("length")
         if message.WhichOneof("matched_stop") == "matched_token_id":
@@ -274,7 +274,7 @@ class OutputState:
         return Finish(message.finish_reason)
 
     def _echo(self, logprobs: engine_pb2.InputLogProbs) -> str:
-        """The prompt's text, once; queues the prompt's log-probabilities."""
+        """Returns the prompt's text, once; queues the prompt's log-probabilities."""
         if self._echoed:
             return ""
         self._echoed = True

@@ -71,7 +71,7 @@ def check_size(schema: object, root: Mapping[str, Any]) -> None:
 
 
 def allows_strings(schema: object, root: Mapping[str, Any]) -> bool:
-    """Whether a parameter may be a string, which is then written without quotes."""
+    """Returns whether a parameter may be a string, which is then written without quotes."""
     return schema is not False and "string" in _kinds(schema, root)
 
 
@@ -82,7 +82,7 @@ def _kinds(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
 def raw_value(
     schema: object, root: Mapping[str, Any], has_kind: bool, not_in_text: Sequence[str]
 ) -> RawValue:
-    """What a parameter may be that allows strings.
+    """Returns what a parameter may be that allows strings.
 
     Args:
         schema: of the parameter.
@@ -115,7 +115,7 @@ def raw_value(
 
 
 def _is_free(schema: object, root: Mapping[str, Any], depth: int) -> bool:
-    """Whether the schema says nothing but which types there are."""
+    """Returns whether the schema says nothing but which types there are."""
     if not isinstance(schema, Mapping) or depth == 0:
         return schema is True
     if "$ref" in schema and not _is_free(referred(str(schema["$ref"]), root), root, depth - 1):
@@ -127,7 +127,7 @@ def _is_free(schema: object, root: Mapping[str, Any], depth: int) -> bool:
 
 
 def valid_words(schema: object, root: Mapping[str, Any], kinds: frozenset[str]) -> tuple[str, ...]:
-    """Which of JSON's true, false and null a schema allows, if they are of some kinds."""
+    """Returns which of JSON's true, false and null a schema allows, if they are of some kinds."""
     return tuple(word for word in _WORDS if _WORDS[word] in kinds and _is_valid(word, schema, root))
 
 
@@ -140,7 +140,7 @@ def _is_valid(word: str, schema: object, root: Mapping[str, Any]) -> bool:
 
 
 def _strings(schema: object, root: Mapping[str, Any], depth: int) -> str | None:
-    """An expression of terminals for the strings that a schema allows; None: all of them."""
+    """Returns an expression of terminals for the strings that a schema allows; None: all of them."""
     if not isinstance(schema, Mapping):
         return None
     if depth == 0:

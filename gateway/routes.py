@@ -41,7 +41,7 @@ async def create_completion(request: Request) -> Response:
 
 @router.post("/invocations", **takes(ChatCompletionRequest, CompletionRequest))
 async def invoke(request: Request) -> Response:
-    """A chat or a completion, by the path that SageMaker asks for all models."""
+    """Returns a chat or a completion, by the path that SageMaker asks for all models."""
     return await _generated(request, "invocations")
 
 
@@ -60,7 +60,7 @@ async def _generated(request: Request, kind: Kind) -> Response:
 
 @router.get("/tokenizer_info", **refuses(401, 503))
 async def tokenizer_info(request: Request) -> dict[str, Any]:
-    """The checkpoint's tokenizer_config.json with the chat template in use; what lm-eval asks for."""
+    """Returns the checkpoint's tokenizer_config.json with the chat template in use; what lm-eval asks for."""
     return gateway_of(request).model().tokenizer.info
 
 
@@ -74,7 +74,7 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", **takes(DetokenizeRequest))
 @router.post("/v1/detokenize", **takes(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """Returns the text of token ids, special tokens included."""
     return await _answered(request, "detokenize")
 
 
@@ -86,7 +86,7 @@ async def _answered(request: Request, kind: Kind) -> Response:
 
 @router.get("/v1/models", **refuses(401, 503))
 async def list_models(request: Request) -> dict[str, Any]:
-    """The one served model.
+    """Returns the one served model.
 
     Codex sends its version and reads `models` alone: what OpenAI says of its own models, instructions
     included. Of a model that is not listed there it takes its own defaults, so that the list is empty.
@@ -97,7 +97,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{model_id:path}", **refuses(401, 404, 503))
 async def retrieve_model(request: Request, model_id: str) -> dict[str, Any]:
-    """The served model when it has this id; names may contain slashes."""
+    """Returns the served model when it has this id; names may contain slashes."""
     return gateway_of(request).model_named(model_id).card()
 
 
@@ -156,5 +156,5 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """The version of this software."""
+    """Returns the version of this software."""
     return {"version": __version__}

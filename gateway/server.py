@@ -111,7 +111,7 @@ class GatewayServer(uvicorn.Server):
 
 
 def server_for(config: MoebiusConfig, shared: Shared | None = None) -> GatewayServer:
-    """The HTTP server, not yet started; also used by tests, which run it in a thread.
+    """Returns the HTTP server, not yet started; also used by tests, which run it in a thread.
 
     `shared`: what it has in common with other processes of its port; None: it is alone.
     Raises ConfigError.

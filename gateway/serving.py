@@ -71,7 +71,7 @@ class RequestRun:
         self._events_ahead: AsyncGenerator[bytes, None] | None = None
 
     async def respond(self, request: Request) -> Response:
-        """The answer: JSON, or an event stream whose first event is ready.
+        """Returns the answer: JSON, or an event stream whose first event is ready.
 
         Failures before the first token get their HTTP status. A stream that is silent for as long as a
         keep-alive interval is opened without waiting longer, and fails in-band.
@@ -215,7 +215,7 @@ class RequestRun:
         yield LastEvent(end)
 
     def _usage(self) -> Usage:
-        """What is counted so far."""
+        """Returns what is counted so far."""
         jobs = self._jobs
         return Usage(
             prompt_tokens=sum(job.prompt_tokens for job in jobs),

@@ -196,7 +196,7 @@ class Gateway:
         return await asyncio.to_thread(read_files, directory, template, record, self.shared.files)
 
     async def _model_info(self) -> engine_pb2.GetModelInfoResponse:
-        """The engine's answer, however long it takes to be there."""
+        """Returns the engine's answer, however long it takes to be there."""
         while True:
             try:
                 return await self.engine.model_info()
@@ -211,7 +211,7 @@ class Gateway:
         return ModelFiles(files.directory, self.config.gateway.chat_template, files.parts)
 
     def _worker_setup(self, info: engine_pb2.GetModelInfoResponse, files: ReadFiles) -> WorkerSetup:
-        """What the processes that prepare prompts need to know."""
+        """Returns what the processes that prepare prompts need to know."""
         settings = self.config.gateway
         return WorkerSetup(
             model_info=info.SerializeToString(),
@@ -228,14 +228,14 @@ class Gateway:
         )
 
     async def generation(self, request: Request, kind: Kind) -> Prepared:
-        """A generation request read, validated and tokenised; see `prepare`."""
+        """Returns a generation request read, validated and tokenised; see `prepare`."""
         prepared = await self.prepare(request, kind)
         assert isinstance(prepared, Prepared)
         self.metrics.ignored(prepared.ignored)
         return prepared
 
     async def prepare(self, request: Request, kind: Kind) -> Prepared | bytes:
-        """What the request's body asks for, ready for the engine, or the JSON that answers it.
+        """Returns what the request's body asks for, ready for the engine, or the JSON that answers it.
 
         Raises:
             ApiError: the body is refused, or the model is not known yet.
@@ -263,7 +263,7 @@ class Gateway:
         return self._model is not None
 
     async def not_ready(self) -> str:
-        """Why a request sent now would not be answered; empty: it would."""
+        """Returns why a request sent now would not be answered, or an empty string if it would."""
         try:
             await self.ready_model()
         except ApiError as error:
@@ -297,7 +297,7 @@ class Gateway:
         return self._refusal or self._prompts.refusal
 
     def model(self) -> ServedModel:
-        """The served model; ApiError 503 until the engine has described it."""
+        """Returns the served model; ApiError 503 until the engine has described it."""
         if self._model is None and self._refusal:
             raise _files_changed(self._refusal)
         if self._model is None:
@@ -321,5 +321,5 @@ def _files_changed(reason: str) -> ApiError:
 
 
 def gateway_of(request: Request) -> Gateway:
-    """The shared state of the application that got `request`."""
+    """Returns the shared state of the application that got `request`."""
     return cast(Gateway, request.app.state.gateway)

@@ -76,7 +76,7 @@ class ClientWatch:
 
     @staticmethod
     def of(scope: Scope, receive: Receive) -> ClientWatch:
-        """The request's watch, started at the first call; its body must have been read.
+        """Returns the request's watch, started at the first call; its body must have been read.
 
         It ends with the answer, after which a server says that the client is gone.
         """
@@ -120,7 +120,7 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancels it and raises ClientGone when the client leaves first."""
+    """Returns the result of `work`; cancels it and raises ClientGone when the client leaves first."""
     try:
         with ClientWatch.of(request.scope, request.receive).guard():
             return await work

@@ -274,12 +274,12 @@ class GatewayMetrics:
         self._own(self._generation).observe(completion_tokens)
 
     def render(self) -> bytes:
-        """The exposition text."""
+        """Returns the exposition text."""
         return generate_latest(self.registry)
 
 
 def time_per_token(seconds: float, first_token_s: float, tokens: int, outputs: int) -> float | None:
-    """Mean time between tokens of one output, seconds; None: none had a second one."""
+    """Mean time between tokens of one output, seconds, or None if none had a second one."""
     later = tokens - outputs
     if not first_token_s or later <= 0:
         return None

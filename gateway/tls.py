@@ -97,7 +97,7 @@ class FailedHandshakes:
 
 
 def failure_words(error: BaseException) -> str:
-    """Why a handshake failed, for an operator."""
+    """Returns why a handshake failed, for an operator."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the client's certificate is refused: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

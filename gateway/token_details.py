@@ -34,7 +34,7 @@ class TokenDetails:
         return {"token_ids": None} if whole else {}
 
     def of_prompt(self, index: int, whole: bool = False) -> dict[str, Any]:
-        """What is said of the prompt of output `index`; `whole`: in an answer that is no stream."""
+        """Returns what is said of the prompt of output `index`; `whole`: in an answer that is no stream."""
         job = self._jobs[index // self._outputs_per_prompt]
         details: dict[str, Any] = {"prompt_token_ids": list(job.prompt_ids)} if self._with_ids else {}
         if whole:

@@ -136,7 +136,7 @@ class _Calls:
         self._not_in_text = [*dict.fromkeys([*([close] if close else []), *ends[0], *ends[1]])]
 
     def holds_to_schema(self, tool: ToolSpec) -> bool:
-        """Whether the arguments satisfy the tool's schema, rather than being any."""
+        """Returns whether the arguments satisfy the tool's schema, rather than being any."""
         return tool.text is None and (tool.strict or self._holds_all)
 
     def grammar(
@@ -172,17 +172,17 @@ class _Calls:
         return lark.render(f"{before} {calls} | {free}")
 
     def _is_token(self, text: str) -> bool:
-        """Whether some of it is a token that no text spells."""
+        """Returns whether some of it is a token that no text spells."""
         return self._lark.split_at(text, self._special)[1] != ""
 
     def _text(self, without: Sequence[str]) -> str:
-        """A rule for any text without some."""
+        """Returns a rule for any text without some."""
         if not without:
             return self._lark.rule(ANY_TEXT)
         return self._lark.rule(f"{self._lark.terminal(f'{literal(ANYTHING)} & {_lacks(without)}')}")
 
     def _up_to(self, body: str | None, end: str, without: Sequence[str]) -> str:
-        """A rule for text and the `end` after it, which is not in it.
+        """Returns a rule for text and the `end` after it, which is not in it.
 
         Args:
             body: a terminal's; None: any text.
@@ -203,7 +203,7 @@ class _Calls:
         return lark.rule(f"{_pieces(prefix)} {quoted(prefix)} {lark.literal(token)}")
 
     def _bare(self, calls: str) -> str:
-        """An output that is calls if it begins as they do: the start rule's body."""
+        """Returns an output that is calls if it begins as they do: the start rule's body."""
         framing, lark = self._framing, self._lark
         first = (framing.begin or framing.call_begin).split("{name}")[0][:1]
         text = literal(r"\s*([^\s" + escaped(first) + "](?s:.*))?")
@@ -254,7 +254,7 @@ class _Calls:
             ) from None
 
     def _text_argument(self, syntax: str, definition: str) -> str:
-        """The one parameter of a tool that takes text of a grammar."""
+        """Returns the one parameter of a tool that takes text of a grammar."""
         framing, lark = self._framing, self._lark
         if framing.arguments == "json":
             begin, end = f'{{{quoted(_INPUT)}: "', '"}'
@@ -296,7 +296,7 @@ class _Calls:
         return lark.rule(f"({one} ({lark.literal(framing.parameter_separator)} {one})*)?")
 
     def _other_ends(self, end: str) -> list[str]:
-        """What the parser takes for a value's end besides `end`."""
+        """Returns what the parser takes for a value's end besides `end`."""
         prefix, token = self._lark.split_at(end, self._special)
         return [] if token and prefix else [text for text in self._not_in_text if not self._is_token(text)]
 
@@ -343,7 +343,7 @@ class _Calls:
         return lark.rule(f"{begin} {lark.json(described)} {lark.literal(end)}")
 
     def _python(self, schema: Any, root: Mapping[str, Any]) -> str:
-        """A value as Python's literals have it: JSON, but for three words."""
+        """Returns a value as Python's literals have it: JSON, but for three words."""
         kinds = kinds_of(schema, root) or ALL_KINDS
         ways = [quoted(_PYTHON_WORDS[word]) for word in valid_words(schema, root, kinds)]
         others = sorted(kinds - {"boolean", "null"} - ({"integer"} if "number" in kinds else set()))
@@ -381,13 +381,13 @@ def _pieces(prefix: str) -> str:
 
 
 def _lacks(texts: Sequence[str]) -> str:
-    """A condition of terminals: without any of the texts."""
+    """Returns a condition of terminals: without any of the texts."""
     found = "|".join(map(escaped, dict.fromkeys(texts)))
     return f"~{literal(f'{ANYTHING}(?:{found}){ANYTHING}')}"
 
 
 def _object_forms(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 8) -> list[dict[str, Any]]:
-    """The sets of properties that arguments may have, one of which they have.
+    """Returns the sets of properties that arguments may have, one of which they have.
 
     Raises:
         GrammarError: naming a keyword that is about the object as a whole.

@@ -62,7 +62,7 @@ class TracingMiddleware:
 
 
 def _attributes(scope: Scope) -> dict[str, str | int]:
-    """What is known before the request is answered."""
+    """Returns what is known before the request is answered."""
     values: dict[str, str | int] = {
         "http.request.method": scope["method"],
         "url.path": scope["path"],

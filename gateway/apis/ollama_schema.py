@@ -24,7 +24,7 @@ class CalledFunction(StrictModel):
 
 
 class Call(StrictModel):
-    """A tool call of a former answer."""
+    """A tool call of an earlier answer."""
 
     place = "messages[].tool_calls[]."
     id: Label | None = None
@@ -46,7 +46,7 @@ class OllamaMessage(StrictModel):
 
 
 class Options(StrictModel):
-    """How tokens are chosen; what concerns memory and threads has no effect."""
+    """Sampling options; those about memory and threads have no effect."""
 
     place = "options."
     num_predict: int | None = Field(None, ge=-2, le=2**31, description="Most output tokens; below 1: as fit")
@@ -63,7 +63,7 @@ class Options(StrictModel):
 
 
 class OllamaRequest(StrictModel):
-    """What both ways to generate have."""
+    """The fields that both ways to generate share."""
 
     model: Label = Field(description="Name as in /api/tags; :latest may follow it")
     format: str | dict[str, Any] | None = Field(None, description="json, or a JSON schema")
@@ -78,14 +78,14 @@ class OllamaRequest(StrictModel):
 
 
 class OllamaChatRequest(OllamaRequest):
-    """The next message of a conversation; of an empty one, whether the model is there."""
+    """A request for the next message; without messages it only checks that the model is there."""
 
     messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES, fail_fast=True)
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
 
 
 class OllamaGenerateRequest(OllamaRequest):
-    """The answer to a prompt, by way of the chat template unless it is raw or has a suffix."""
+    """A request that continues a prompt, with the chat template unless it is raw or has a suffix."""
 
     prompt: str = ""
     suffix: str | None = None
@@ -97,7 +97,7 @@ class OllamaGenerateRequest(OllamaRequest):
 
 
 class OllamaModelRequest(StrictModel):
-    """Names the model."""
+    """A request that names the model."""
 
     model: Label = Field(validation_alias=AliasChoices("model", "name"))
     verbose: Any = None

@@ -71,7 +71,7 @@ _SUFFIX = re.compile(r"<(?:think|tool_calls?|tool_sep|arg_key|arg_value):([\w.-]
 
 
 def detected_tool_parser(model_type: str, template: str) -> str | None:
-    """The tool parser for a model; None: its template shows no format that is known.
+    """Returns the tool parser for a model, or None if its template shows no format that is known.
 
     Args:
         model_type: config.json's.
@@ -92,7 +92,7 @@ def detected_tool_parser(model_type: str, template: str) -> str | None:
 
 
 def detected_reasoning_parser(model_type: str, template: str) -> str | None:
-    """The reasoning parser for a model; None: its template shows no thoughts. Arguments as above."""
+    """Returns the reasoning parser for a model; None: its template shows no thoughts. Arguments as above."""
     found = next((name for sign, name in _REASONING_SIGNS if sign in template), None)
     if found is not None:
         return found
@@ -111,7 +111,7 @@ def detected_reasoning_parser(model_type: str, template: str) -> str | None:
 
 
 def _has_such(model_type: str) -> bool:
-    """Whether the tags are the family's; elsewhere they are examples of something else."""
+    """Returns whether the tags are the family's; elsewhere they are examples of something else."""
     return model_type.startswith(("ernie4_5", "hunyuan", "granite"))
 
 

@@ -102,7 +102,7 @@ class Gemma4(ToolFormat):
                 return False
 
     def _next(self) -> Steps[str]:
-        """The next character that is no space and no comma; notes where the call ends."""
+        """Returns the next character that is no space and no comma; notes where the call ends."""
         while not self._cut:
             first = yield from self.scan.skip_space()
             if first == ",":
@@ -125,7 +125,7 @@ class Gemma4(ToolFormat):
             yield from self.scan.accept(first)
 
     def _key(self, first: str) -> Steps[str | None]:
-        """A key, as it is or in quotes; None: there is none."""
+        """Returns a key, as it is or in quotes, or None if there is none."""
         if first == '"':
             return (yield from read_label(self.scan, self._ends))
         if first == "<" and (yield from self.scan.accept(_QUOTE)):
@@ -153,7 +153,7 @@ class Gemma4(ToolFormat):
         return True
 
     def _scalar(self) -> Steps[str | None]:
-        """A number or a word; None: the output ended in it."""
+        """Returns a number or a word, or None if the output ended in it."""
         pieces: list[str] = []
         while True:
             pieces.append((yield from self.scan.collect_while(_SCALAR, _MOST_SCALAR, self._ends)))

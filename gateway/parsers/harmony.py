@@ -74,7 +74,7 @@ class HarmonyParser(OutputParser):
                 return
 
     def _message(self, begun: str = "") -> Steps[str | None]:
-        """A message whose header has begun, with the text `begun`; the marker after it."""
+        """Returns a message whose header has begun, with the text `begun`; the marker after it."""
         self.scan.record()
         header, marker = yield from self.scan.collect(self._headers, MOST_LABEL)
         header = begun + header

@@ -57,7 +57,7 @@ class NamedObject(ToolFormat):
                 return False
 
     def _rest(self) -> Steps[bool]:
-        """What the object has after the arguments."""
+        """Returns what the object has after the arguments."""
         while not self.sink.is_full:
             first = yield from self.scan.skip_space()
             if first != ",":
@@ -74,7 +74,7 @@ class NamedObject(ToolFormat):
         return True
 
     def _whole(self, name: str | None, arguments: list[str]) -> bool:
-        """The object is over and its arguments were not given out."""
+        """Returns the object is over and its arguments were not given out."""
         text = "".join(arguments) or "{}"
         if name is None or not text.startswith("{"):
             return False
@@ -84,7 +84,7 @@ class NamedObject(ToolFormat):
         return True
 
     def _cut_off(self, name: str | None) -> Steps[bool]:
-        """The text is not an object's: where it just ends, what is known is a call."""
+        """Returns the text is not an object's: where it just ends, what is known is a call."""
         if name is None or (yield from self.scan.peek()) != END:
             return False
         self.sink.start_call(name, self.new_id())
@@ -159,7 +159,7 @@ class JsonList(NamedObject):
         return (yield from self.objects())
 
     def objects(self) -> Steps[bool]:
-        """The objects of a list, after its beginning; False: the first is no call."""
+        """Returns the objects of a list, after its beginning; False: the first is no call."""
         calls = self.sink.calls
         while not self.sink.is_full:
             first = yield from self.scan.skip_space()
@@ -213,7 +213,7 @@ _UP_TO_BRACKET = run_of(re.compile(r"[^\[{]*"))
 
 
 def mistral_id(seed: str) -> str:
-    """An id as Mistral's templates demand: nine letters and digits, the same for the same `seed`."""
+    """Returns an id as Mistral's templates demand: nine letters and digits, the same for the same `seed`."""
     return hashlib.sha256(seed.encode()).hexdigest()[:9]
 
 
@@ -325,7 +325,7 @@ class DeepseekV31(ToolFormat):
         return bool(name) and (yield from self.call_with_json(name, ends=self.closers))
 
     def _head(self) -> Steps[str]:
-        """What stands before the separator; empty when there is none."""
+        """Returns what stands before the separator; empty when there is none."""
         text, marker = yield from self.scan.collect(self.markers(*self.inner, *self.closers), MOST_LABEL)
         return text.strip() if marker in self.inner else ""
 

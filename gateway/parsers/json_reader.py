@@ -46,7 +46,7 @@ class _Value:
         self._is_scalar = False
 
     def advance(self, text: str, start: int, limit: int) -> tuple[int, bool]:
-        """How far the value reaches in `text[start:limit]`, and whether it is over."""
+        """Returns how far the value reaches in `text[start:limit]`, and whether it is over."""
         place = start
         if not self._began and place < limit:
             self._began, self._is_scalar = True, text[place] not in '"{['
@@ -103,7 +103,7 @@ def pass_value(scan: Scanner, give: Callable[[str], None], tokens: Collection[st
 
 
 def read_value(scan: Scanner, tokens: Collection[str] = (), most: int | None = None) -> Steps[str | None]:
-    """The text of one JSON value; None when it is not whole or longer than `most` characters."""
+    """Returns the text of one JSON value; None when it is not whole or longer than `most` characters."""
     pieces: list[str] = []
     is_whole = yield from pass_value(scan, pieces.append, tokens)
     text = "".join(pieces)
@@ -111,7 +111,7 @@ def read_value(scan: Scanner, tokens: Collection[str] = (), most: int | None = N
 
 
 def read_label(scan: Scanner, tokens: Collection[str] = ()) -> Steps[str | None]:
-    """A JSON string, decoded: a key or a name; None when there is none here."""
+    """Returns a JSON string, decoded: a key or a name; None when there is none here."""
     if (yield from scan.peek()) != '"':
         return None
     text = yield from read_value(scan, tokens, MOST_LABEL)
@@ -120,7 +120,7 @@ def read_label(scan: Scanner, tokens: Collection[str] = ()) -> Steps[str | None]
 
 
 def loaded(text: str) -> object:
-    """The value of JSON that a model wrote, line breaks in strings allowed; `...` when it is none."""
+    """Returns the value of JSON that a model wrote, line breaks in strings allowed; `...` when it is none."""
     try:
         value: object = json.loads(text, strict=False)
     except (ValueError, RecursionError):

@@ -71,12 +71,12 @@ class ToolFormat(ABC):
         self.after_section = False  # whether `read` is called for an opener after one of `sections`
 
     def new_id(self) -> str:
-        """An id for a call that the model gave none."""
+        """Returns an id for a call that the model gave none."""
         return new_call_id()
 
     @classmethod
     def texts(cls) -> frozenset[str]:
-        """All texts of the format that the tokenizer may have tokens for."""
+        """Returns all texts of the format that the tokenizer may have tokens for."""
         return frozenset((*cls.openers, *cls.sections, *cls.closers, *cls.inner))
 
     @abstractmethod
@@ -187,7 +187,7 @@ class StreamParser(OutputParser):
                 yield from self._marked(tools, marker)
 
     def _frames(self, think: ThinkFormat, marker: str) -> bool:
-        """Whether a marker stands around the answer, and is no part of it."""
+        """Returns whether a marker stands around the answer, and is no part of it."""
         if marker in think.before_answer and (marker in self._strict or not self.sink.has_content):
             self._in_frame = True
             return True
@@ -198,7 +198,7 @@ class StreamParser(OutputParser):
         self.sink.content(marker, self.scan.offset - len(marker))
 
     def _thought(self, think: ThinkFormat) -> Steps[str | None]:
-        """The thought, up to its end; the opener that ended it instead, if one did."""
+        """Returns the thought, up to its end; the opener that ended it instead, if one did."""
         sink, scan = self.sink, self.scan
         sink.begin_reasoning()
         yield from scan.accept(think.label)
@@ -223,7 +223,7 @@ class StreamParser(OutputParser):
                 return marker if marker in openers else None
 
     def _is_certain(self, opener: str, tools: ToolFormat) -> bool:
-        """Whether no text that is meant as such reads so: it is a token, or one is in it."""
+        """Returns whether no text that is meant as such reads so: it is a token, or one is in it."""
         return opener in self._strict or any(text in opener for text in tools.inner if text in self._strict)
 
     def _bare_call(self, tools: ToolFormat) -> Steps[str | None]:
@@ -263,7 +263,7 @@ class StreamParser(OutputParser):
             self._refused(raw, scan.recorded(), start)
 
     def _opener_after(self, tools: ToolFormat) -> Steps[str | None]:
-        """The opener that follows, after white space at most; None: there is none."""
+        """Returns the opener that follows, after white space at most, or None if there is none."""
         first = yield from self.scan.skip_space()
         if first == END:
             return None

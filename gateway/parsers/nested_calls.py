@@ -59,7 +59,7 @@ class MinimaxM3(ToolFormat):
         return True
 
     def _name(self) -> Steps[str]:
-        """What a tag has up to its end; empty: it is too long, or the output is over."""
+        """Returns what a tag has up to its end; empty: it is too long, or the output is over."""
         head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
         return head if marker == ">" else ""
 
@@ -145,7 +145,7 @@ class MinimaxM3(ToolFormat):
 
 
 def _inner(schema: object, name: str, root: Mapping[str, Any]) -> object:
-    """The schema of a property or of an array's elements; None: it is not said."""
+    """Returns the schema of a property or of an array's elements, or None if it is not said."""
     if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
         schema = referred(schema["$ref"], root)
     if not isinstance(schema, Mapping):

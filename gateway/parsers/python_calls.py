@@ -27,7 +27,7 @@ class _Expression:
         self._escaped = False
 
     def advance(self, text: str, start: int, limit: int) -> tuple[int, bool]:
-        """How far it reaches in `text[start:limit]`, and whether it is over."""
+        """Returns how far it reaches in `text[start:limit]`, and whether it is over."""
         place = start
         while place < limit:
             if self._escaped:

@@ -130,7 +130,7 @@ def think_format(name: str) -> ThinkFormat | None:
 
 
 def kept_tokens(plan: OutputPlan) -> frozenset[str]:
-    """The texts of the plan's formats, which tokenizers may have special tokens for."""
+    """Returns the texts of the plan's formats, which tokenizers may have special tokens for."""
     if HARMONY in (plan.reasoning_parser, plan.tool_parser):
         return Harmony.texts()
     think = think_format(plan.reasoning_parser or "")
@@ -139,7 +139,7 @@ def kept_tokens(plan: OutputPlan) -> frozenset[str]:
 
 
 def make_parser(plan: OutputPlan, added_tokens: Collection[str]) -> OutputParser | None:
-    """A parser for one output; None when the plan names none.
+    """Returns a parser for one output; None when the plan names none.
 
     `added_tokens`: the texts of the tokenizer's added tokens.
     """
@@ -163,7 +163,7 @@ class ThoughtBounds:
 
 
 def thought_bounds(parser: str, is_open: bool, calls_only: bool, tokenizer: Tokenizer) -> ThoughtBounds:
-    """What begins and ends the thought.
+    """Returns what begins and ends the thought.
 
     Args:
         parser: the reasoning parser.

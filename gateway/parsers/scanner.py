@@ -56,7 +56,7 @@ class Markers:
         self._first = firsts.pop() if len(firsts) == 1 else ""  # with which every marker begins
 
     def held(self, text: str, first: int) -> int:
-        """How many characters at the end of `text[first:]` may begin a marker; the most, or 0."""
+        """Returns how many characters at the end of `text[first:]` may begin a marker; the most, or 0."""
         most = min(self._longest, len(text) - first)
         if self._first:
             place = text.find(self._first, len(text) - most) if most else -1
@@ -98,7 +98,7 @@ class Scanner:
         self._record, self.record_start = [], self.offset
 
     def recorded(self, since: str = "") -> str:
-        """What was taken since `record`, after `since`; keeps no more."""
+        """Returns what was taken since `record`, after `since`; keeps no more."""
         taken = since + "".join(self._record or ())
         self._record = None
         return taken
@@ -108,7 +108,7 @@ class Scanner:
         self._record = None
 
     def _take(self, end: int) -> str:
-        """The text up to `end`, an index into the buffer."""
+        """Returns the text up to `end`, an index into the buffer."""
         piece = self._buffer[self._next : end]
         self.piece_start = self.offset
         self._next = end
@@ -120,7 +120,7 @@ class Scanner:
         return piece
 
     def _token(self, tokens: Collection[str]) -> Mark | None:
-        """The next of these tokens whose text is there."""
+        """Returns the next of these tokens whose text is there."""
         for mark in self._marks if tokens else ():
             if mark.offset + len(mark.text) > self._base + len(self._buffer):
                 return None
@@ -129,7 +129,7 @@ class Scanner:
         return None
 
     def until(self, markers: Markers) -> Steps[tuple[str, str | None]]:
-        """The next piece of text, and the marker after it, which is taken too.
+        """Returns the next piece of text, and the marker after it, which is taken too.
 
         None for the marker: more text follows; the piece is not empty then. `END`: nothing follows.
         """
@@ -158,7 +158,7 @@ class Scanner:
             yield
 
     def collect(self, markers: Markers, most: int) -> Steps[tuple[str, str | None]]:
-        """All text up to a marker, and the marker; None for it after more than `most` characters."""
+        """Returns all text up to a marker, and the marker; None for it after more than `most` characters."""
         pieces, size = [], 0
         while True:
             piece, marker = yield from self.until(markers)
@@ -168,7 +168,7 @@ class Scanner:
                 return "".join(pieces), None if size > most else marker
 
     def peek(self) -> Steps[str]:
-        """The next character, not taken; `END` when nothing follows."""
+        """Returns the next character, not taken; `END` when nothing follows."""
         while self._next >= len(self._buffer):
             if self.ended:
                 return END
@@ -199,7 +199,7 @@ class Scanner:
             yield
 
     def collect_while(self, advance: Advance, most: int, tokens: Collection[str] = ()) -> Steps[str]:
-        """All that `advance` goes over; empty when it is more than `most` characters."""
+        """Returns all that `advance` goes over; empty when it is more than `most` characters."""
         pieces: list[str] = []
         size, over = 0, False
         while not over and size <= most:

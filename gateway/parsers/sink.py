@@ -18,7 +18,7 @@ from gateway.parsers.scanner import Mark, Scanner, Steps
 
 
 def new_call_id() -> str:
-    """An id as OpenAI's look."""
+    """Returns an id as OpenAI's look."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -39,7 +39,7 @@ class _Channel:
         self._strip, self._held = strip, []
 
     def add(self, text: str, start: int) -> list[tuple[str, int]]:
-        """The pieces, with their places, that may be given out."""
+        """Returns the pieces, with their places, that may be given out."""
         if self._strip:
             kept = text.lstrip()
             start += len(text) - len(kept)
@@ -54,7 +54,7 @@ class _Channel:
         return pieces
 
     def rest(self) -> list[tuple[str, int]]:
-        """The white space held back."""
+        """Returns the white space held back."""
         held, self._held = self._held, []
         return held
 
@@ -81,7 +81,7 @@ class Sink:
         return self._content.has_text
 
     def take(self) -> list[OutputEvent]:
-        """The events since the last call."""
+        """Returns the events since the last call."""
         if not self._texts:
             return []
         events: list[OutputEvent] = []
@@ -95,7 +95,7 @@ class Sink:
         return events
 
     def take_ranges(self) -> list[tuple[int, int]]:
-        """Which characters of the whole text (from, to) became content since the last call."""
+        """Returns which characters of the whole text (from, to) became content since the last call."""
         ranges, self.content_ranges = self.content_ranges, []
         return ranges
 

@@ -19,7 +19,7 @@ _Known = dict[tuple[str, int], frozenset[str]]
 def kinds_of(
     schema: object, root: Mapping[str, Any], depth: int = _DEPTH, known: _Known | None = None
 ) -> frozenset[str]:
-    """The JSON types that a schema allows; empty: it does not say.
+    """Returns the JSON types that a schema allows; empty: it does not say.
 
     `known`: what references at a depth have given so far, since they may refer to one another many times.
     """
@@ -53,13 +53,13 @@ def kinds_of(
 
 
 def kinds_of_property(name: str, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that the schema `root` of an object allows for one of its properties."""
+    """Returns the JSON types that the schema `root` of an object allows for one of its properties."""
     properties = root.get("properties")
     return kinds_of(properties.get(name) if isinstance(properties, Mapping) else None, root)
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> object:
-    """What `#/…` names; None where there is no such thing."""
+    """Returns what `#/…` names; None where there is no such thing."""
     value: object = root
     for part in reference.removeprefix("#").split("/")[1:]:
         value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, Mapping) else None
@@ -67,7 +67,7 @@ def referred(reference: str, root: Mapping[str, Any]) -> object:
 
 
 def _kind(value: object) -> str:
-    """The JSON type of a value."""
+    """Returns the JSON type of a value."""
     if value is None:
         return "null"
     names = ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array"))
@@ -84,7 +84,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def json_value(text: str) -> object:
-    """The JSON value that `text` spells; `...`: none."""
+    """Returns the JSON value that `text` spells; `...`: none."""
     try:
         value: object = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -93,7 +93,7 @@ def json_value(text: str) -> object:
 
 
 def literal(text: str) -> object:
-    """The value of a Python literal that JSON can say; `...`: there is none."""
+    """Returns the value of a Python literal that JSON can say; `...`: there is none."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what a model writes nobody here is to blame
@@ -168,7 +168,7 @@ class ValueWriter:
         return opening + spelled(piece)
 
     def finish(self) -> str:
-        """The rest of a value that is whole."""
+        """Returns the rest of a value that is whole."""
         if self._streams:
             return '"' if self._opened else '""'
         text = "".join(self._held)

@@ -52,12 +52,12 @@ class TaggedCalls(ToolFormat):
         return True
 
     def read_name(self) -> Steps[str]:
-        """The tool's name; empty: there is none."""
+        """Returns the tool's name, or an empty string if there is none."""
         head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
         return attributes(head).get("name", "") if marker == self.tag_end else ""
 
     def read_parameter(self) -> Steps[dict[str, str]]:
-        """The name of an argument and what else is said of it; empty: there is none."""
+        """Returns the name of an argument and what else is said of it; empty: there is none."""
         head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
         return attributes(head) if marker == self.tag_end else {}
 
@@ -86,7 +86,7 @@ class TaggedCalls(ToolFormat):
                 return marker in self.openers
 
     def _kinds(self, tool: str, said: dict[str, str]) -> frozenset[str]:
-        """The types that an argument may have."""
+        """Returns the types that an argument may have."""
         root = self.tools[tool].parameters if tool in self.tools else {}
         kinds = kinds_of_property(said["name"], root)
         if "string" in said:
@@ -94,7 +94,7 @@ class TaggedCalls(ToolFormat):
         return kinds
 
     def _has_grammar(self, tool: str) -> bool:
-        """Whether a grammar makes the arguments: what is no string then is JSON, whole and right."""
+        """Returns whether a grammar makes the arguments: what is no string then is JSON, whole and right."""
         return self.is_forced or (tool in self.tools and self.tools[tool].strict)
 
     def _value(self, kinds: frozenset[str], has_grammar: bool) -> Steps[str | None]:
@@ -118,7 +118,7 @@ class TaggedCalls(ToolFormat):
 
 
 def attributes(head: str) -> dict[str, str]:
-    """The attributes of a tag; a text alone is the name."""
+    """Returns the attributes of a tag; a text alone is the name."""
     found = dict(_ATTRIBUTE.findall(head))
     bare = head.strip().strip("\"'")
     return found if found or not bare or "\n" in bare or "<" in bare else {"name": bare}
@@ -217,7 +217,7 @@ class KeyedCalls(TaggedCalls):
         return super().texts() | frozenset(filter(None, tags))
 
     def read_name(self) -> Steps[str]:
-        """The name stands before a line break, a tag or the end; of those the separator is taken."""
+        """Returns the name stands before a line break, a tag or the end; of those the separator is taken."""
         name = (yield from self.scan.collect_while(_up_to_tag, MOST_LABEL, self.tokens)).strip()
         first = yield from self.scan.peek()
         if self.separator:
@@ -225,7 +225,7 @@ class KeyedCalls(TaggedCalls):
         return name if first in ("\n", "<", END) and " " not in name else ""
 
     def read_parameter(self) -> Steps[dict[str, str]]:
-        """The key, up to where its value begins."""
+        """Returns the key, up to where its value begins."""
         key, marker = yield from self.scan.collect(self._key_end, MOST_LABEL)
         if marker != self.key_close:
             return {}
@@ -324,7 +324,7 @@ class HyV4(KeyedCalls):
 
 
 def with_tag_suffix(text: str, suffix: str) -> str:
-    """The text with `:suffix` in each of its tags, `<name>` and `</name>`."""
+    """Returns the text with `:suffix` in each of its tags, `<name>` and `</name>`."""
     return _TAG.sub(rf"\1:{suffix}>", text)
 
 
@@ -333,7 +333,7 @@ _TAG = re.compile(r"(</?\w+)>")
 
 @functools.cache
 def suffixed(form: type[KeyedCalls], suffix: str) -> type[KeyedCalls]:
-    """The format with `:suffix` in the names of all its tags, as checkpoints of Hunyuan have them.
+    """Returns the format with `:suffix` in the names of all its tags, as checkpoints of Hunyuan have them.
 
     The suffix differs from one checkpoint to the next, `opensource` in Hy3's and a hash in Hy4's.
     """

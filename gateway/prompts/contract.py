@@ -93,14 +93,14 @@ class Refused:
 
 
 def too_expensive(took: str, setting: str) -> Refused:
-    """The refusal of a request that took more than a setting allows."""
+    """Returns the refusal of a request that took more than a setting allows."""
     return Refused(
         400, f"reading the request took more than {took} ({setting})", None, "request_too_expensive"
     )
 
 
 def too_much_memory(setup: WorkerSetup) -> Refused:
-    """The refusal of a request that needed too much memory."""
+    """Returns the refusal of a request that needed too much memory."""
     return too_expensive(f"{setup.memory_bytes / 2**30:g} GiB", "prompt_memory_gib")
 
 

@@ -99,7 +99,7 @@ def build_sampling_params(
 
 
 def _bad_words(words: list[str], model: ServedModel) -> list[engine_pb2.TokenSequence]:
-    """The tokens of each word at a text's beginning and after a space, without repetitions.
+    """Returns the tokens of each word at a text's beginning and after a space, without repetitions.
 
     Raises:
         ApiError: 400; a word has no tokens, or all together have too many.
@@ -121,7 +121,7 @@ def _bad_words(words: list[str], model: ServedModel) -> list[engine_pb2.TokenSeq
 
 
 def _value(requested: float | None, model: ServedModel, name: str, fallback: float) -> Any:
-    """What the client sent, else the model's generation default, else the API's default."""
+    """Returns what the client sent, else the model's generation default, else the API's default."""
     if requested is not None:
         return requested
     default = model.defaults.get(name)
@@ -203,7 +203,7 @@ def _max_tokens(model: ServedModel, prompt_length: int, plan: JobPlan) -> int | 
 
 
 def _rules(body: GenerationFields, model: ServedModel, plan: JobPlan, text: str) -> OutputRules:
-    """How the tokens of this request become text; `text` is what is echoed, if anything is."""
+    """Returns how the tokens of this request become text; `text` is what is echoed, if anything is."""
     ends = frozenset() if body.ignore_eos else model.eos_token_ids
     return OutputRules(
         stop_strings=body.stop_strings(),

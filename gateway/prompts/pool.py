@@ -167,7 +167,7 @@ class PromptPool:
         return len(self._small) + len(self._large) + len(self._slow)
 
     def problem(self) -> str:
-        """Why requests are not read at the moment; empty: they are."""
+        """Returns why requests are not read at the moment, or an empty string if they are."""
         now = time.monotonic()
         if self._small and now - max(next(iter(self._small)).since, self._taken_at) > _STUCK_S:
             return "requests wait to be read, and none has been for a while"

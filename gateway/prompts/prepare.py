@@ -94,7 +94,7 @@ class Preparer:
             return Broken(type(error).__name__, traceback.format_exc())
 
     def _parsed(self, data: bytes | bytearray, schema: type[T]) -> T:
-        """The body, valid; ApiError 400 that names what is wrong."""
+        """Returns the body, valid; ApiError 400 that names what is wrong."""
         return self._validated(self._value(data), schema, self._tolerance)
 
     @staticmethod
@@ -120,7 +120,7 @@ class Preparer:
         return self._chat_prepared(self._parsed(data, ChatCompletionRequest), len(data))
 
     def _translated(self, kind: Kind, data: bytes | bytearray) -> Prepared | bytes:
-        """A request of another API, by way of the chat or completion that does the same."""
+        """Returns a request of another API, by way of the chat or completion that does the same."""
         schema, translate = TRANSLATIONS[kind]
         context = Context(self._tolerance, self._model, self._responses)
         translation = translate(self._parsed(data, schema), context)
@@ -204,7 +204,7 @@ class Preparer:
         return self._text_prepared(self._parsed(data, CompletionRequest))
 
     def _invocations(self, data: bytes | bytearray) -> Prepared:
-        """A chat or a completion, whichever the body's fields are of."""
+        """Returns a chat or a completion, whichever the body's fields are of."""
         value = self._value(data)
         if isinstance(value, dict) and "messages" in value:
             chat = self._validated(value, ChatCompletionRequest, self._tolerance)
@@ -285,7 +285,7 @@ class Preparer:
         return _json({"prompt": self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     def _rendered(self, conversation: Conversation, parse_special: bool) -> MarkedText:
-        """The prompt of a conversation; ApiError 400 when there is no template or it refuses."""
+        """Returns the prompt of a conversation; ApiError 400 when there is no template or it refuses."""
         tokenizer = self._model.tokenizer
         if tokenizer.chat_template is None:
             raise ApiError(
@@ -364,7 +364,7 @@ class Preparer:
 
 
 def _asked_logprobs(body: GenerationFields, logprobs: int | None) -> int | None:
-    """What the engine is asked for; tokens that are named come instead of the likeliest."""
+    """Returns what the engine is asked for; tokens that are named come instead of the likeliest."""
     return logprobs if logprobs is None or not body.logprob_token_ids else 0
 
 
@@ -373,7 +373,7 @@ def _shown_logprobs(body: GenerationFields, logprobs: int | None) -> int | None:
 
 
 def too_large(most: int, what: str = "the body") -> ApiError:
-    """A 413 that says how much is allowed, bytes."""
+    """Returns a 413 that says how much is allowed, bytes."""
     message = f"{what} is larger than {most / 2**20:g} MiB (max_body_mib)"
     return ApiError(413, message, code="request_too_large")
 
@@ -381,7 +381,7 @@ def too_large(most: int, what: str = "the body") -> ApiError:
 def image_places(
     messages: Sequence[ChatMessage], model: ServedModel, config: ImageConfig
 ) -> list[tuple[str, ImageUrl]]:
-    """Where each image of a conversation is, with the name of its parameter.
+    """Returns where each image of a conversation is, with the name of its parameter.
 
     Raises:
         ApiError: 400; the model is text-only, or there are too many.

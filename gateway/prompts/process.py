@@ -53,7 +53,7 @@ class Job:
 
 
 def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
-    """A new process with `channel` as its standard input."""
+    """Returns a new process with `channel` as its standard input."""
     # Each process tokenises one text at a time, for which threads are of no use.
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "gateway.prompts.worker"]
@@ -89,7 +89,7 @@ class Process:
 
     @classmethod
     async def spawn(cls, files: ModelFiles) -> Process:
-        """A process that begins to read the model's files; OSError when it cannot be started."""
+        """Returns a process that begins to read the model's files; OSError when it cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:

@@ -26,7 +26,7 @@ _HUNYUAN_EFFORTS = {"none": "no_think"}
 
 
 def conversation_of(body: ChatCompletionRequest, model: ServedModel) -> Conversation:
-    """What the chat template is rendered from.
+    """Returns what the chat template is rendered from.
 
     Raises:
         ApiError: 400; tools were sent, and the template knows none.
@@ -70,7 +70,7 @@ def _shorten_ids(messages: list[dict[str, Any]]) -> None:
 
 
 def offered_tools(body: ChatCompletionRequest) -> list[ToolFunction]:
-    """The tools that the model is shown: those that may be called."""
+    """Returns the tools that the model is shown: those that may be called."""
     choice, tools = body.choice(), body.listed_tools()
     if choice.mode == "none":
         return []
@@ -110,7 +110,7 @@ def output_plan(
     prompt: str,
     texts: Mapping[str, tuple[str, str]] | None = None,
 ) -> OutputPlan | None:
-    """How the output is read; None: all of it is content.
+    """Returns how the output is read; None: all of it is content.
 
     Args:
         body: the request.
@@ -161,7 +161,7 @@ def _thought(body: ChatCompletionRequest, parser: str, prompt: str) -> Literal["
 def constraint_of(
     body: ChatCompletionRequest, model: ServedModel, plan: OutputPlan | None, prompt: str
 ) -> Constraint | None:
-    """The grammar of required calls or of the answer, and the bound on the thought; None: neither.
+    """Returns the grammar of required calls or of the answer, and the bound on the thought; None: neither.
 
     Raises:
         ApiError: 400 naming the parameter and the keyword of a schema that cannot be enforced.
@@ -222,7 +222,7 @@ def _tool_constraint(
 
 
 def _answer_schema(body: ChatCompletionRequest) -> dict[str, Any] | bool | None:
-    """The schema that `response_format` gives an answer; None: it gives none."""
+    """Returns the schema that `response_format` gives an answer, or None if it gives none."""
     wanted = body.response_format
     if wanted is None or wanted.type not in ("json_object", "json_schema"):
         return None

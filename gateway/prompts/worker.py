@@ -55,13 +55,13 @@ def _received(incoming: io.BufferedReader[socket.SocketIO], size: int) -> bytear
 
 
 def _message(incoming: io.BufferedReader[socket.SocketIO]) -> bytearray | None:
-    """The next message without its header; None when the gateway is gone."""
+    """Returns the next message without its header; None when the gateway is gone."""
     header = _received(incoming, HEADER.size)
     return None if header is None else _received(incoming, HEADER.unpack(header)[0])
 
 
 def _used(what: str) -> int:
-    """A size from /proc/self/status, bytes."""
+    """Returns a size from /proc/self/status, bytes."""
     found = re.search(rf"^{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None, f"/proc/self/status lacks {what}"
     return int(found.group(1)) * 1024
@@ -147,7 +147,7 @@ def _has_grown(at_start: int) -> bool:
 
 
 def _read_files(incoming: io.BufferedReader[socket.SocketIO]) -> Tokenizer | OtherFiles | None:
-    """The tokenizer that the first message names; None when the gateway is gone."""
+    """Returns the tokenizer that the first message names; None when the gateway is gone."""
     data = _message(incoming)
     if data is None:
         return None

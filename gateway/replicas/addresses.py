@@ -8,7 +8,7 @@ import socket
 
 
 def is_name(address: str) -> bool:
-    """Whether `address` (host:port or unix:path) names a host whose addresses may change."""
+    """Returns whether `address` (host:port or unix:path) names a host whose addresses may change."""
     if address.startswith(("unix:", "unix-abstract:")):
         return False
     host = address.rpartition(":")[0].strip("[]")

@@ -35,7 +35,7 @@ class SentPrefixes:
         self._most = most
 
     def match(self, digests: Sequence[bytes]) -> int:
-        """How many of the prompt's first blocks were sent before."""
+        """Returns how many of the prompt's first blocks were sent before."""
         # A block is there only together with all before it, or those were dropped: then it helps nobody.
         for number, digest in enumerate(digests):
             if digest not in self._blocks:
@@ -56,7 +56,7 @@ class SentPrefixes:
 
 
 def favourite(digests: Sequence[bytes], names: Sequence[str]) -> str:
-    """The replica for a prompt that is cached nowhere: the same one in every gateway process, without
+    """Returns the replica for a prompt that is cached nowhere: the same one in every gateway process, without
     communication (rendezvous hashing), and for all prompts with the same beginning."""
     key = digests[0] if digests else b""
     return max(names, key=lambda name: hashlib.blake2b(key + name.encode(), digest_size=8).digest())

@@ -42,7 +42,7 @@ def difference(wanted: engine_pb2.GetModelInfoResponse, found: engine_pb2.GetMod
 
 
 def other_files(wanted: engine_pb2.GetModelInfoResponse, found: engine_pb2.GetModelInfoResponse) -> str:
-    """Which files of the model an engine has read that are not those that are wanted; empty: none."""
+    """Returns which files of the model an engine has read that are not those that are wanted; empty: none."""
     changed = changes(identity_parts(wanted.identity), identity_parts(found.identity))
     return f"the engine has read other files of the model than this gateway: {changed}" if changed else ""
 

@@ -116,7 +116,7 @@ class ReplicaSet:
                 )
 
     def may_try_again(self, error: grpc.aio.AioRpcError, attempts: int) -> bool:
-        """Whether a request of which nothing has been shown, after `attempts`, may be begun anew."""
+        """Returns whether a request of which nothing has been shown, after `attempts`, may be begun anew."""
         return error.code() in _RETRIED and attempts < min(_ATTEMPTS, len(self.replicas))
 
     async def _on(
@@ -151,7 +151,7 @@ class ReplicaSet:
         return "; ".join(reasons) or f"no replica at {self.address}"
 
     async def model_info(self) -> engine_pb2.GetModelInfoResponse:
-        """The facts that all replicas agree on: those of the first that answers."""
+        """Returns the facts that all replicas agree on: those of the first that answers."""
         if self._info is not None:
             return self._info
         if not self.replicas:
@@ -169,7 +169,7 @@ class ReplicaSet:
         raise failure
 
     async def why_not_serving(self) -> str:
-        """Why no replica would answer a request now; empty: at least one would."""
+        """Returns why no replica would answer a request now; empty: at least one would."""
         if self._is_one:  # nothing else looks after it
             (only,) = self.replicas.values()
             if await only.client.is_serving() and await self._compare(only) and not only.mismatch:
@@ -217,7 +217,7 @@ class ReplicaSet:
         return total
 
     async def metrics(self) -> dict[str, engine_pb2.GetMetricsResponse]:
-        """What the engines count, by the label of each: "0" of the only one, else its address."""
+        """Returns what the engines count, by the label of each: "0" of the only one, else its address."""
         asked = [one for one in self.replicas.values() if not one.is_leaving]
         answers = await asyncio.gather(*(one.client.metrics() for one in asked), return_exceptions=True)
         labels = ["0"] if len(asked) == 1 else [one.address for one in asked]
@@ -294,7 +294,7 @@ class ReplicaSet:
             replica.max_running = load.max_running_requests or replica.max_running
 
     async def _compare(self, replica: Replica) -> bool:
-        """Whether its model is known now; another one than the others' is said once."""
+        """Returns whether its model is known now; another one than the others' is said once."""
         try:
             info = await replica.client.model_info()
         except grpc.aio.AioRpcError:

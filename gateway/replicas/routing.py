@@ -14,7 +14,7 @@ _FAVOURITE_WEIGHT = 0.1
 
 
 def choose(replicas: Sequence[Replica], digests: Sequence[bytes]) -> Replica | None:
-    """The replica for a prompt with these block digests; None: none may be used.
+    """Returns the replica for a prompt with these block digests, or None if none may be used.
 
     The cost of a replica is the part of the prompt that it would have to compute, and its load: a prompt goes
     where its prefix is cached unless that replica is so much busier that computing it elsewhere is sooner.
@@ -34,6 +34,6 @@ def choose(replicas: Sequence[Replica], digests: Sequence[bytes]) -> Replica | N
 
 
 def last_resort(replicas: Sequence[Replica]) -> Replica | None:
-    """Where nobody may be used: one that may at least say why, so that its words reach the client."""
+    """Returns where nobody may be used: one that may at least say why, so that its words reach the client."""
     possible = [one for one in replicas if not (one.mismatch or one.is_leaving)]
     return min(possible, key=lambda one: (not one.is_serving, one.ejected_until), default=None)

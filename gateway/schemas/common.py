@@ -50,7 +50,7 @@ class JsonError(ValueError):
 
 
 def parse_json(data: bytes | bytearray | str) -> Any:
-    """The value that `data` (UTF-8) spells.
+    """Returns the value that `data` (UTF-8) spells.
 
     Raises:
         JsonError: no JSON; deeper than `MAX_DEPTH`; an object of more than `MAX_KEYS` keys; half of a
@@ -160,7 +160,7 @@ def _names_of(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _holds_integers(hint: Any) -> bool:
-    """Whether `hint` is int, or a union or list of it, and float is no part of it."""
+    """Returns whether `hint` is int, or a union or list of it, and float is no part of it."""
     if get_origin(hint) is Annotated:
         return _holds_integers(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType, list):

@@ -20,7 +20,7 @@ class Tolerance:
 
 
 def tolerance_of(info: ValidationInfo) -> Tolerance:
-    """The validation's own; one that is lenient and forgotten where it has none."""
+    """Returns the validation's own; one that is lenient and forgotten where it has none."""
     return info.context if isinstance(info.context, Tolerance) else Tolerance()
 
 

@@ -82,7 +82,7 @@ class ContentPart(StrictModel):
         return self
 
     def for_template(self) -> dict[str, str]:
-        """The part as chat templates read it."""
+        """Returns the part as chat templates read it."""
         return {"type": "image"} if self.text is None else {"type": "text", "text": self.text}
 
 
@@ -156,7 +156,7 @@ class ChatMessage(StrictModel):
         return self
 
     def texts(self) -> list[str]:
-        """The content's texts."""
+        """Returns the content's texts."""
         parts = self.content if isinstance(self.content, list) else []
         return [self.content] if isinstance(self.content, str) else [part.text or "" for part in parts]
 
@@ -166,7 +166,7 @@ class ChatMessage(StrictModel):
         return [(i, part.image_url) for i, part in enumerate(parts) if part.image_url is not None]
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it, unset fields left out.
+        """Returns the message as chat templates read it, unset fields left out.
 
         Text parts are joined by newlines, unless there are images among them: then templates get the parts.
         """
@@ -232,20 +232,20 @@ class ChatCompletionRequest(ToolFields, StructuredFields, GenerationFields):
         return self
 
     def echoed(self) -> str | None:
-        """The text that outputs begin with; None: they begin with their own."""
+        """Returns the text that outputs begin with, or None if they begin with their own."""
         last = self.messages[-1]
         if not self.echo or (last.role != "assistant" and self.opens_turn()):
             return None
         return str(last.for_template()["content"]) if not last.image_urls() else None
 
     def opens_turn(self) -> bool:
-        """Whether the prompt ends with the opening of an assistant turn."""
+        """Returns whether the prompt ends with the opening of an assistant turn."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
 
     def token_limit(self) -> tuple[str, int | None]:
-        """The parameter that bounds the output and its value."""
+        """Returns the parameter that bounds the output and its value."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens

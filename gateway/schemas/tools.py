@@ -64,7 +64,7 @@ class ToolFunction(StrictModel):
             )
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates read it."""
+        """Returns the tool as chat templates read it."""
         described = {} if self.description is None else {"description": self.description}
         parameters = self.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": parameters}}
@@ -88,14 +88,14 @@ class ToolChoice:
 
 
 def _named(value: Mapping[str, Any]) -> str | None:
-    """The function's name in a choice or in an allowed tool; None: there is none."""
+    """Returns the function's name in a choice or in an allowed tool, or None if there is none."""
     inner = value.get("function")
     name = inner.get("name") if isinstance(inner, dict) else value.get("name")
     return name if isinstance(name, str) else None
 
 
 def _choice(value: str | dict[str, Any]) -> ToolChoice:
-    """What a `tool_choice` asks for; PydanticCustomError for one that means nothing."""
+    """Returns what a `tool_choice` asks for; PydanticCustomError for one that means nothing."""
     modes: dict[str, Mode] = {"auto": "auto", "required": "required", "any": "required", "none": "none"}
     if isinstance(value, str) and value in modes:
         return ToolChoice(modes[value])
@@ -180,11 +180,11 @@ class ToolFields(StrictModel):
             raise param_error(param, f"'{param}' names {unknown!r}, but the tools are {', '.join(names)}")
 
     def listed_tools(self) -> list[ToolFunction]:
-        """The functions, by whichever field they came."""
+        """Returns the functions, by whichever field they came."""
         return [tool.function for tool in self.tools] if self.tools else list(self.functions or ())
 
     def choice(self) -> ToolChoice:
-        """What is asked for; without a choice the model decides."""
+        """Returns what is asked for; without a choice the model decides."""
         asked = self.tool_choice if self.tool_choice is not None else self.function_call
         return ToolChoice("auto") if asked is None else _choice(asked)
 

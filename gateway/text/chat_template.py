@@ -39,7 +39,7 @@ class ChatTemplateError(ValueError):
 
 
 def own_template(model_type: str, added_tokens: Container[str]) -> str:
-    """Our template for a model that is published without any; empty: there is none.
+    """Our template for a model that is published without any, or an empty string if there is none.
 
     Args:
         model_type: as in the checkpoint's config.json.
@@ -142,7 +142,7 @@ class ChatTemplate:
         kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """The prompt text of a conversation.
+        """Returns the prompt text of a conversation.
 
         Args:
             messages: role and content (a string), and further keys the template may know.

@@ -52,7 +52,7 @@ class ControlTokens:
         return sorted(found)
 
     def touches(self, text: str) -> bool:
-        """Whether `marker` would change this text."""
+        """Returns whether `marker` would change this text."""
         return self._start_at_end(text) > 0 or (self._whole is not None and bool(self._whole.search(text)))
 
     def marker(self, mark: str, only: Collection[str] | None = None) -> Callable[[str], str]:
@@ -71,7 +71,7 @@ class ControlTokens:
         return text if cut > len(text) else text[:cut] + mark + text[cut:]
 
     def _start_at_end(self, text: str) -> int:
-        """How many characters at the end of `text` are the beginning of a token; the most, or 0."""
+        """Returns how many characters at the end of `text` are the beginning of a token; the most, or 0."""
         lengths = range(min(self._longest_start, len(text)), 0, -1)
         return next((length for length in lengths if text[-length:] in self._starts), 0)
 
@@ -92,7 +92,7 @@ def choose_mark(texts: Iterable[str]) -> str | None:
 
 
 def escaped(mark: str) -> str:
-    """The mark as a template that writes ASCII JSON spells it."""
+    """Returns the mark as a template that writes ASCII JSON spells it."""
     return json.dumps(mark)[1:-1]
 
 
@@ -140,7 +140,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None  # as `ToolFunction.for_template` gives them
 
     def render(self, template: ChatTemplate) -> str:
-        """The prompt's text; ChatTemplateError when the template refuses."""
+        """Returns the prompt's text; ChatTemplateError when the template refuses."""
         return template.render(
             self.messages,
             add_generation_prompt=self.add_generation_prompt,
@@ -162,7 +162,7 @@ class _Marking:
         self._mark = mark
 
     def render(self, of_answers: Collection[str] | None) -> str:
-        """The text, marked; in the model's own answers only the tokens `of_answers` (None: all)."""
+        """Returns the text, marked; in the model's own answers only the tokens `of_answers` (None: all)."""
         everywhere = self._controls.marker(self._mark)
         in_answers = self._controls.marker(self._mark, of_answers)
         given = self._conversation
@@ -182,7 +182,7 @@ class _Marking:
         return self.render(of_answers).replace(self._mark, "")
 
     def best(self) -> str:
-        """The text with everything marked that the template does not read.
+        """Returns the text with everything marked that the template does not read.
 
         Templates look for some tokens in the model's former answers, to leave out its thoughts for
         example: those that change the text when they are marked stay what they are, in answers only.
@@ -201,7 +201,7 @@ class _Marking:
 def render_prompt(
     template: ChatTemplate, controls: ControlTokens, conversation: Conversation, parse_special: bool = False
 ) -> MarkedText:
-    """The prompt's text, with marks in the control tokens that the conversation's own text spells.
+    """Returns the prompt's text, with marks in the control tokens that the conversation's own text spells.
 
     Args:
         template: the model's.
@@ -221,7 +221,7 @@ def render_prompt(
 
 
 def mark_text(controls: ControlTokens, text: str) -> MarkedText:
-    """A plain text as it is, its control tokens marked."""
+    """Returns a plain text as it is, its control tokens marked."""
     if not _needs_marks(controls, text):
         return MarkedText(text)
     mark = choose_mark([text])

@@ -28,7 +28,7 @@ class Detokenizer(ABC):
         self._skipped = self._skipped - frozenset(token_ids)
 
     def step(self, token_id: int) -> str:
-        """The text that became certain with `token_id`; empty while a character is incomplete."""
+        """Returns the text that became certain with `token_id`; empty while a character is incomplete."""
         return "" if token_id in self._skipped else self._step(token_id)
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def flush(self) -> str:
-        """What is left at the end of the output, with U+FFFD for an incomplete character."""
+        """Returns what is left at the end of the output, with U+FFFD for an incomplete character."""
 
 
 class ByteLevelDetokenizer(Detokenizer):
@@ -138,7 +138,7 @@ class StopStrings:
         return StopResult(buffer[:shown])
 
     def flush(self) -> str:
-        """The held text, at the end of the output."""
+        """Returns the held text, at the end of the output."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held

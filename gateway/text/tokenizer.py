@@ -81,7 +81,7 @@ class TextSize:
 
 
 def _stages(described: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """The stages of a normaliser or pre-tokeniser, sequences opened."""
+    """Returns the stages of a normaliser or pre-tokeniser, sequences opened."""
     if described is None:
         return []
     if described["type"] == "Sequence":
@@ -90,7 +90,7 @@ def _stages(described: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _shrinking(stage: dict[str, Any]) -> int | None:
-    """How much shorter this normaliser can make a text; None: no bound is known."""
+    """Returns how much shorter this normaliser can make a text, or None if no bound is known."""
     if stage["type"] == "Replace":
         pattern = stage["pattern"].get("String")
         if pattern and len(stage["content"].encode()) >= len(pattern.encode()):
@@ -217,7 +217,7 @@ class Tokenizer:
         return ids
 
     def _without(self, mark: str, usual: Any) -> Any:
-        """The backend's stage with one before it that takes out the mark."""
+        """Returns the backend's stage with one before it that takes out the mark."""
         if self._seamless:
             first = normalizers.Replace(mark, "")
             return first if usual is None else normalizers.Sequence([first, usual])
@@ -247,7 +247,7 @@ class Tokenizer:
         return text
 
     def piece(self, token_id: int) -> str:
-        """The vocabulary's own spelling of one token; empty for ids outside the vocabulary."""
+        """Returns the vocabulary's own spelling of one token; empty for ids outside the vocabulary."""
         return self._backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -280,7 +280,7 @@ def _read_backend(path: Path) -> BackendTokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, or an empty one when there is no such file."""
+    """Returns the JSON object in `path`, or an empty one when there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -326,7 +326,7 @@ def _template_source(directory: Path, settings: dict[str, Any], template_file: s
 
 
 def _compiled(source: str, named_tokens: dict[str, str], file: str) -> ChatTemplate | None:
-    """The compiled template; None where the checkpoint has none."""
+    """Returns the compiled template; None where the checkpoint has none."""
     try:
         return ChatTemplate(source, named_tokens) if source else None
     except ChatTemplateError as error:
@@ -334,7 +334,7 @@ def _compiled(source: str, named_tokens: dict[str, str], file: str) -> ChatTempl
 
 
 def _as_text(value: Any) -> Any:
-    """A token, or a list of them, that is described by an object, as its text."""
+    """Returns a token, or a list of them, that is described by an object, as its text."""
     if isinstance(value, list):
         return [_as_text(item) for item in value]
     return value["content"] if isinstance(value, dict) and isinstance(value.get("content"), str) else value

@@ -48,7 +48,7 @@ class LiveFigures:
 
 
 def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
-    """The engine's answer under the names that docs/web-page.md explains."""
+    """Returns the engine's answer under the names that docs/web-page.md explains."""
     load, starts = live.load, live.first_token
     return {
         "object": "live",

@@ -53,7 +53,7 @@ class Channel:
             self._writer = None
 
     async def ask(self, name: str, value: Any = None) -> Any:
-        """The other side's answer. Raises ChannelClosed."""
+        """Returns the other side's answer. Raises ChannelClosed."""
         number = next(self._numbers)
         self._asked[number] = answer = asyncio.get_running_loop().create_future()
         try:

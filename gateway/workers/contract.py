@@ -34,7 +34,7 @@ class Beat:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket on the common port: the kernel divides new connections among those that listen."""
+    """Returns a socket on the common port: the kernel divides new connections among those that listen."""
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -60,7 +60,7 @@ class _Process:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def silent_s(self, now: float) -> float:
-        """How long it has shown no sign of life."""
+        """Returns how long it has shown no sign of life."""
         return now - (self.started_at if self.beat_at is None else self.beat_at)
 
 
@@ -197,19 +197,19 @@ class Group:
         return rendered(added(parts))
 
     async def all_metrics(self) -> bytes:
-        """What `GET /metrics` answers: engines included, which one of the others knows how to ask."""
+        """Returns what `GET /metrics` answers: engines included, which one of the others knows how to ask."""
         answer = await self._ask_one("page")
         return await self.metrics() if answer is None else bytes(answer)
 
     async def not_ready(self) -> str:
-        """Why a request sent now would not be answered; empty: it would."""
+        """Returns why a request sent now would not be answered, or an empty string if it would."""
         answer = await self._ask_one("not_ready")
         if answer is None:
             return "no gateway process answers" if self._has_ready else "no gateway process has started yet"
         return str(answer)
 
     async def _ask_one(self, name: str) -> Any:
-        """The first answer of the others, asked in turn, those that are ready first; None: none answers.
+        """The first answer of the others, asked in turn, those that are ready first, or None if none answers.
 
         Another one is asked, too, where one takes long: it may hang, or wait for an engine that is silent.
         """
@@ -335,7 +335,7 @@ class Group:
             IdentityRecord(self._config.model.identity_file).replace(template)
 
     async def _replace(self, seat: int) -> bool:
-        """Whether a new process has the seat; if not, the present one goes on."""
+        """Returns whether a new process has the seat; if not, the present one goes on."""
         try:
             new = await self._start(seat)
         except OSError as error:

@@ -25,7 +25,7 @@ Samples = dict[str, Family]
 
 
 def samples_of(registry: CollectorRegistry) -> Samples:
-    """All that is counted in this process, as it can be sent to another."""
+    """Returns all that is counted in this process, as it can be sent to another."""
     found: Samples = {}
     for metric in registry.collect():
         family = found.setdefault(metric.name, Family(metric.documentation, metric.type))
@@ -95,5 +95,5 @@ def _merge(total: Samples, text: bytes, labels: Mapping[str, str]) -> None:
 
 
 def rendered(samples: Samples) -> bytes:
-    """The exposition text."""
+    """Returns the exposition text."""
     return generate_latest(_Collected(samples))

@@ -136,7 +136,7 @@ def _table_bytes(count: int) -> int:
 
 
 def shared_memory(count: int) -> int:
-    """A descriptor for `Places` and `KeyTable` of `count` processes; closed by whoever made it."""
+    """Returns a descriptor for `Places` and `KeyTable` of `count` processes; closed by whoever made it."""
     descriptor = os.memfd_create("moebius-gateway-places")
     os.ftruncate(descriptor, count * _BYTES + _table_bytes(count))
     return descriptor
