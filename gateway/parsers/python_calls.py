@@ -1,4 +1,4 @@
-"""Tool calls written as Python: a list of calls with keyword arguments, each given out once it is whole."""
+"""Reads tool calls written as Python: a list of calls with keyword arguments, each emitted when complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 class _Expression:
-    """Where an argument ends: at a comma or a bracket that is not its own."""
+    """Finds the end of an argument: a comma or a bracket that is not its own."""
 
     def __init__(self) -> None:
         self._closing: list[str] = []
@@ -27,7 +27,7 @@ class _Expression:
         self._escaped = False
 
     def advance(self, text: str, start: int, limit: int) -> tuple[int, bool]:
-        """Returns how far it reaches in `text[start:limit]`, and whether it is over."""
+        """Returns how far the argument reaches in `text[start:limit]`, and whether it is over."""
         place = start
         while place < limit:
             if self._escaped:
@@ -77,7 +77,7 @@ class Pythonic(ToolFormat):
     bare = "["
 
     def read(self, opener: str) -> Steps[bool]:
-        """At the list's beginning; a list of other things is content."""
+        """Reads a list from its beginning; a list of other things is content."""
         yield from self.scan.skip_space()
         if not (yield from self.scan.accept("[")):
             return False
@@ -91,7 +91,7 @@ class Pythonic(ToolFormat):
                 break  # prose in brackets, a Markdown link
             yield from self.scan.accept("(")
             self.sink.start_call(name, self.new_id())
-            self.scan.forget()  # no way back
+            self.scan.forget()  # from here on it is a call
             if not (yield from self._arguments(name)):
                 break
             self.sink.end_call()
@@ -102,7 +102,7 @@ class Pythonic(ToolFormat):
         return self.sink.calls > calls
 
     def _arguments(self, name: str) -> Steps[bool]:
-        """Gives out the arguments, the opening bracket taken; whether they were whole."""
+        """Emits the arguments, whose opening bracket is taken; returns whether they were complete."""
         declared = self.tools[name].parameters.get("properties") if name in self.tools else None
         positions = iter(declared if isinstance(declared, dict) else ())
         opening = "{"
@@ -130,7 +130,7 @@ class Pythonic(ToolFormat):
 
     @staticmethod
     def _split(text: str) -> tuple[str, str]:
-        """Keyword (empty: none) and value, as JSON, of an argument."""
+        """Returns an argument's keyword (empty: none) and its value, as JSON."""
         match = re.match(r"\s*([A-Za-z_][\w-]*)\s*=(?!=)", text)
         source = text if match is None else text[match.end() :]
         value = json_value(source)
@@ -141,7 +141,7 @@ class Pythonic(ToolFormat):
 
 
 class Lfm2(Pythonic):
-    """LFM2: the list stands between two tokens, anywhere in the answer."""
+    """LFM2: the list is between two tokens, anywhere in the answer."""
 
     framing = replace(
         Pythonic.framing, begin="<|tool_call_start|>[", end="]<|tool_call_end|>", place="marked", marker=""
@@ -152,6 +152,6 @@ class Lfm2(Pythonic):
 
 
 def _python(source: str) -> str:
-    """JSON's constants alone, which models mix in, as Python's."""
+    """Returns the source with JSON's constants, which models mix in, as Python's."""
     constants = {"true": "True", "false": "False", "null": "None"}
     return constants.get(source.strip(), source)
