@@ -17,7 +17,7 @@ _QUOTE = '<|"|>'
 _NAME = run_of(re.compile(r"[\w.\-/:]*"))
 _KEY = run_of(re.compile(r"[^:,{}\[\]\"<\n]*"))
 _SCALAR = run_of(re.compile(r"[^,{}\[\]\"<]*"))
-_DEPTH = 64  # of objects and arrays; what is deeper is left out
+_DEPTH = 64  # of objects and arrays; deeper values are left out
 _MOST_SCALAR = 2**16  # characters
 
 
@@ -44,7 +44,7 @@ class Gemma4(ToolFormat):
         self._cut = False  # the call ended within a value
 
     def read(self, opener: str) -> Steps[bool]:
-        """After the token that begins a call."""
+        """Reads a call after the token that begins it."""
         yield from self.scan.skip_space()
         if not (yield from self.scan.accept("call:")):
             return False
@@ -55,13 +55,13 @@ class Gemma4(ToolFormat):
             return False
         self._cut = False
         self.sink.start_call(name, self.new_id())
-        self.scan.forget()  # no way back
+        self.scan.forget()  # from here on it is a call
         if (yield from self._object(self.tools[name].parameters if name in self.tools else {}, 0)):
             self.sink.end_call()
         return True
 
     def _object(self, root: Mapping[str, Any], depth: int) -> Steps[bool]:
-        """Gives out an object, its bracket not taken yet; whether it was whole. `root`: {} in inner ones."""
+        """Emits an object from its bracket on; returns whether it was complete. `root`: {} in nested ones."""
         yield from self.scan.accept("{")
         opening = "{"
         while True:
@@ -84,7 +84,7 @@ class Gemma4(ToolFormat):
                 return False
 
     def _array(self, depth: int) -> Steps[bool]:
-        """Gives out an array, as `_object` does."""
+        """Emits an array, as `_object` does an object."""
         yield from self.scan.accept("[")
         opening = "["
         while True:
@@ -102,7 +102,7 @@ class Gemma4(ToolFormat):
                 return False
 
     def _next(self) -> Steps[str]:
-        """Returns the next character that is no space and no comma; notes where the call ends."""
+        """Returns the next character that is no space and no comma; notes when the call ends."""
         while not self._cut:
             first = yield from self.scan.skip_space()
             if first == ",":
@@ -112,20 +112,20 @@ class Gemma4(ToolFormat):
         return END
 
     def _call_ends(self) -> Steps[bool]:
-        """Takes the text that ends calls, if it is what follows."""
+        """Takes a text that ends calls, if it follows; returns whether it did."""
         for text in self.closers:
             if (yield from self.scan.accept(text)):
                 self._cut = True
         return self._cut
 
     def _skip_one(self) -> Steps[None]:
-        """A character that has no place here."""
+        """Skips a character that is not allowed here."""
         first = yield from self.scan.peek()
         if first != END:
             yield from self.scan.accept(first)
 
     def _key(self, first: str) -> Steps[str | None]:
-        """Returns a key, as it is or in quotes, or None if there is none."""
+        """Returns a key, with or without quotes, or None if there is none."""
         if first == '"':
             return (yield from read_label(self.scan, self._ends))
         if first == "<" and (yield from self.scan.accept(_QUOTE)):
@@ -136,7 +136,7 @@ class Gemma4(ToolFormat):
         return key or None
 
     def _value(self, kinds: frozenset[str], depth: int) -> Steps[bool]:
-        """Gives out a value as JSON; whether it was whole."""
+        """Emits a value as JSON; returns whether it was complete."""
         first = yield from self.scan.skip_space()
         if first == END:
             return False
@@ -166,7 +166,7 @@ class Gemma4(ToolFormat):
             yield from self.scan.accept(first)
 
     def _string(self) -> Steps[bool]:
-        """Gives out what stands up to the next quote."""
+        """Emits the text up to the next quote; returns whether it was complete."""
         self.sink.arguments('"')
         while True:
             piece, marker = yield from self.scan.until(self._string_end)
