@@ -20,8 +20,8 @@ def is_name(address: str) -> bool:
 
 
 async def resolved(address: str) -> list[str] | None:
-    """All addresses of a name, sorted; those of one family only, as both lead to the same replicas. None: the
-    name cannot be resolved at the moment."""
+    """Returns all addresses of a name, sorted; of one family only, as both lead to the same replicas. None:
+    the name cannot be resolved now."""
     host, _, port = address.rpartition(":")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""The choice of a replica."""
+"""Chooses the replica for a request."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from gateway.replicas.prefixes import favourite
 from gateway.replicas.replica import Replica
 
-# A full batch more on one replica outweighs a whole prompt in its cache this many times.
+# The load of one more full batch outweighs a fully cached prompt this many times.
 _LOAD_WEIGHT = 2.0
-# For who is the favourite of a prompt nobody has seen: decides among replicas that are about as busy.
+# Bonus of the favourite for an unseen prompt: decides among replicas of about equal load.
 _FAVOURITE_WEIGHT = 0.1
 
 
 def choose(replicas: Sequence[Replica], digests: Sequence[bytes]) -> Replica | None:
     """Returns the replica for a prompt with these block digests, or None if none may be used.
 
-    The cost of a replica is the part of the prompt that it would have to compute, and its load: a prompt goes
-    where its prefix is cached unless that replica is so much busier that computing it elsewhere is sooner.
+    The cost of a replica is the part of the prompt that it would have to compute, plus its load: a prompt
+    goes where its prefix is cached unless that replica is so busy that computing elsewhere is faster.
     """
     usable = [replica for replica in replicas if replica.may_be_used]
     if not usable:
@@ -34,6 +34,6 @@ def choose(replicas: Sequence[Replica], digests: Sequence[bytes]) -> Replica | N
 
 
 def last_resort(replicas: Sequence[Replica]) -> Replica | None:
-    """Returns where nobody may be used: one that may at least say why, so that its words reach the client."""
+    """Returns a replica that may report why none may be used, for the message to the client."""
     possible = [one for one in replicas if not (one.mismatch or one.is_leaving)]
     return min(possible, key=lambda one: (not one.is_serving, one.ejected_until), default=None)

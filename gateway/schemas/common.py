@@ -1,4 +1,4 @@
-"""Fields that chat and text completions share, fields that are refused, and JSON within limits."""
+"""Fields that chat and text completions share, unsupported fields, and limits of JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonError(ValueError):
-    """The text is not JSON, or not such JSON as is taken; the message says what is wrong, `param` where."""
+    """The text is no JSON, or exceeds a limit; the message says what is wrong, `param` where."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class JsonError(ValueError):
 
 
 def parse_json(data: bytes | bytearray | str) -> Any:
-    """Returns the value that `data` (UTF-8) spells.
+    """Returns the value of the JSON in `data` (UTF-8).
 
     Raises:
         JsonError: no JSON; deeper than `MAX_DEPTH`; an object of more than `MAX_KEYS` keys; half of a
@@ -76,7 +76,7 @@ def _too_deep() -> str:
 
 
 def _check(value: Any, surrogates: bool) -> None:
-    """Looks at every value once, without recursion; `surrogates`: whether text needs to be looked at."""
+    """Checks every value once, without recursion; `surrogates`: whether to check texts for surrogates."""
     waiting: list[tuple[Any, str, int]] = [(value, "", 1)]
     while waiting:
         item, place, depth = waiting.pop()
@@ -111,26 +111,26 @@ def _check_text(text: str, place: str) -> None:
         raise JsonError(f"half of a surrogate pair (\\u{ord(half.group()):04x}) is no text", place or None)
 
 
-# Of what is kept while a request runs: names and labels, not prompts.
+# Limits of what is kept while a request runs: names and labels, not prompts.
 MAX_LABEL_CHARACTERS = 1024
-# Penalties beyond these are infinite or zero in the engine's single precision, or as good as.
+# Penalties beyond these are effectively infinite or zero in the engine's single precision.
 PENALTY_RANGE = 1e-3, 1e3
-# Keys of `logit_bias` that a refusal names.
+# The number of `logit_bias` keys that a refusal lists.
 _NAMED_KEYS = 5
 _TOKEN_ID_DIGITS = 10
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 class StrictModel(BaseModel):
-    """Values of the wrong JSON type are errors; unknown fields are left out, or errors if that is wanted."""
+    """Values of the wrong JSON type are errors; unknown fields are ignored, or errors in strict mode."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    place: ClassVar[str] = ""  # before the names of its fields, where ignored ones are named
+    place: ClassVar[str] = ""  # prefix of its fields' names in the list of ignored ones
 
     @model_validator(mode="before")
     @classmethod
     def _tolerate(cls, data: Any, info: ValidationInfo) -> Any:
-        """Leaves out what is unknown, and reads 2.0 as 2 where an integer belongs."""
+        """Drops unknown fields, and reads 2.0 as 2 where an integer is expected."""
         tolerance = tolerance_of(info)
         if tolerance.strict or not isinstance(data, dict):
             return data
@@ -146,7 +146,7 @@ class StrictModel(BaseModel):
 
 @functools.cache
 def _names_of(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names that fields of `model` are sent by, and those of them that hold integers or lists of them."""
+    """Returns the names of `model`'s fields, and those of them that hold integers or lists of integers."""
     names: set[str] = set()
     integers: set[str] = set()
     for name, declared in model.model_fields.items():
@@ -170,7 +170,7 @@ def _holds_integers(hint: Any) -> bool:
 
 
 def _integral(value: Any) -> Any:
-    """Floats without a fraction as integers, also in a list."""
+    """Returns the value with integral floats as integers, also in a list."""
     if isinstance(value, list):
         return [_integral(item) if isinstance(item, float) else item for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -181,7 +181,7 @@ BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)
 
 
 class StreamOptions(StrictModel):
-    """What a stream carries in addition to the text."""
+    """The additional contents of a stream."""
 
     place = "stream_options."
 
@@ -268,7 +268,7 @@ class GenerationFields(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any, info: ValidationInfo) -> Any:
-        """Known fields without an implementation pass only with the value that asks for nothing."""
+        """Accepts known fields without an implementation only with a neutral value."""
         if not isinstance(data, dict):
             return data
         tolerance = tolerance_of(info)
@@ -317,9 +317,9 @@ class GenerationFields(StrictModel):
         return self
 
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whichever form it was sent in."""
+        """Returns `stop` as a tuple, from either form."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def token_bias(self) -> dict[int, float]:
-        """`logit_bias` with token ids as integers."""
+        """Returns `logit_bias` with token ids as integers."""
         return {int(key): value for key, value in (self.logit_bias or {}).items()}
