@@ -89,7 +89,7 @@ class ClientWatch:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Cancels the current task in the context when the client leaves, and raises ClientGone then."""
+        """Cancels the current task's work in the context when the client leaves, and raises ClientGone."""
         task = asyncio.current_task()
         assert task is not None
         if self._gone.done():

@@ -201,7 +201,7 @@ class ChatCompletionRequest(ToolFields, StructuredFields, GenerationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = Field(
-        False, description="Begin the text with the final message, if it is the assistant's or goes on"
+        False, description="Begin the text with the final message, if it is the assistant's or is continued"
     )
     add_special_tokens: bool = Field(
         False, description="Begin the prompt with the model's BOS, if the chat template does not"
@@ -209,7 +209,7 @@ class ChatCompletionRequest(ToolFields, StructuredFields, GenerationFields):
     documents: list[dict[str, Any]] | None = Field(
         None, max_length=MAX_PARTS, description="Handed to the chat template"
     )
-    add_generation_prompt: bool | None = Field(None, description="Unset: unless the final message goes on")
+    add_generation_prompt: bool | None = Field(None, description="Unset: unless that continues the final message")
     continue_final_message: bool = False
     parse_special: bool = Field(
         False, description="Control tokens spelled in messages are control tokens; false: they are text"
@@ -341,7 +341,7 @@ class TokenizeRequest(StrictModel):
     documents: list[dict[str, Any]] | None = Field(None, description="As in chat requests")
     reasoning_effort: str | None = Field(None, description="As in chat requests")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in chat requests")
-    add_generation_prompt: bool | None = Field(None, description="Unset: unless the final message goes on")
+    add_generation_prompt: bool | None = Field(None, description="Unset: unless that continues the final message")
     continue_final_message: bool | None = None
     parse_special: bool | None = Field(
         None,

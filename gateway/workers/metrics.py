@@ -1,4 +1,4 @@
-"""Prometheus metrics of several processes on one page: added up, or next to one another."""
+"""Combines the Prometheus metrics of several processes on one page: added up, or side by side."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Samples = dict[str, Family]
 
 
 def samples_of(registry: CollectorRegistry) -> Samples:
-    """Returns all that is counted in this process, as it can be sent to another."""
+    """Returns all of this process's metrics in a form that can be sent."""
     found: Samples = {}
     for metric in registry.collect():
         family = found.setdefault(metric.name, Family(metric.documentation, metric.type))
@@ -35,7 +35,7 @@ def samples_of(registry: CollectorRegistry) -> Samples:
 
 
 def added(parts: Iterable[Samples], kinds: Sequence[str] | None = None) -> Samples:
-    """The sum of all parts, of metrics of these kinds alone if given; when a count began is the earliest."""
+    """Returns the sum of all parts, of these kinds of metrics if given; creation times are the earliest."""
     total: Samples = {}
     for part in parts:
         for name, family in part.items():
@@ -51,14 +51,14 @@ def added(parts: Iterable[Samples], kinds: Sequence[str] | None = None) -> Sampl
 
 
 class _Collected(CollectorRegistry):
-    """A registry of samples that are there already."""
+    """A registry of given samples."""
 
     def __init__(self, samples: Samples) -> None:
         super().__init__()
         self._samples = samples
 
     def collect(self) -> Iterator[Metric]:
-        """As metrics."""
+        """Yields them as metrics."""
         for name, family in self._samples.items():
             metric = Metric(name, family.documentation, family.kind)
             metric.samples = [
@@ -67,14 +67,14 @@ class _Collected(CollectorRegistry):
             yield metric
 
 
-# Of the process that counts, not of what it does: on that process's own port.
+# Kinds of metrics about the process, not its work: they are on its own port.
 _OF_PROCESSES = ("python_", "process_")
 
 
 def engine_metrics(pages: Mapping[str, engine_pb2.GetMetricsResponse]) -> bytes:
-    """Exposition text of what engines count, by the label `engine`, and of their expert servers, by `server`.
+    """Returns engines' metrics as exposition text, by the label `engine`; expert servers' also by `server`.
 
-    Names are those of the engines' own ports; none of them is one of the gateway's.
+    Names are those on the engines' own ports; none of them is one of the gateway's.
     """
     total: Samples = {}
     for engine, page in pages.items():
@@ -85,7 +85,7 @@ def engine_metrics(pages: Mapping[str, engine_pb2.GetMetricsResponse]) -> bytes:
 
 
 def _merge(total: Samples, text: bytes, labels: Mapping[str, str]) -> None:
-    """Adds the samples of an exposition text, with `labels` in place of their own of these names."""
+    """Adds the samples of an exposition text; `labels` replace its own of these names."""
     for metric in text_string_to_metric_families(text.decode()):
         if metric.name.startswith(_OF_PROCESSES):
             continue
