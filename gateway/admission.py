@@ -64,7 +64,7 @@ logger = structlog.get_logger(__name__)
 _PROBES = frozenset({"/health", "/ready", "/metrics", "/version"})
 _RETRY_AFTER_S = 2
 # Bounds how long a client that does not read its answer delays the shutdown.
-_LAST_WORDS_S = 1.0
+_SEND_TIMEOUT_S = 1.0
 
 
 def shutting_down() -> ApiError:
@@ -139,7 +139,7 @@ class DrainMiddleware:
                 logger.warning("request ended by the shutdown", path=scope["path"], streamed=is_stream(scope))
                 self._failed(503)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(answer.end(scope, receive), _LAST_WORDS_S)
+                    await asyncio.wait_for(answer.end(scope, receive), _SEND_TIMEOUT_S)
 
 
 def is_stream(scope: Scope) -> bool:

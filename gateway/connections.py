@@ -27,9 +27,9 @@ from moebius.errors import ConfigError
 logger = structlog.get_logger(__name__)
 
 # A slow line may send a large body: each second beyond the limit has to bring this many bytes.
-SLOWEST_BODY = 16 * 1024
+MIN_BODY_BYTES_PER_S = 16 * 1024
 # Most bytes of a request's first line and headers: the parser itself has no limit.
-LONGEST_HEAD = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 # Framing bytes of a chunked body allowed for each byte of content: sent byte by byte it has five. As many
 # as a head may have are allowed in addition, for extensions of chunks and headers after the last one.
 _FRAMING = 16
@@ -92,8 +92,8 @@ class ConnectionTable:
     sending_body: dict[HttpConnection, None] = field(default_factory=dict)
 
     # Requests that arrived together with others, and how many were started in this turn of the event loop.
-    _later: deque[Callable[[], None]] = field(default_factory=deque)
-    _begun: int = 0
+    _deferred: deque[Callable[[], None]] = field(default_factory=deque)
+    _started: int = 0
 
     def begin(self, loop: asyncio.AbstractEventLoop, start: Callable[[], None]) -> None:
         """Calls `start` for a request that has arrived: now, or a few turns of the event loop later.
@@ -101,21 +101,21 @@ class ConnectionTable:
         If hundreds of requests that arrive together were started in one turn, the first would get its first
         byte only after the last had been read, and running streams would stall.
         """
-        if self._begun == 0:
+        if self._started == 0:
             loop.call_soon(self._next_turn, loop)
-        if self._begun < _BEGUN_PER_TURN:
-            self._begun += 1
+        if self._started < _BEGUN_PER_TURN:
+            self._started += 1
             start()
         else:
-            self._later.append(start)
+            self._deferred.append(start)
 
     def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._begun = min(_BEGUN_PER_TURN, len(self._later))
-        if self._begun:
+        self._started = min(_BEGUN_PER_TURN, len(self._deferred))
+        if self._started:
             # Scheduled first, so that requests that wait have their turn even if one of these raises.
             loop.call_soon(self._next_turn, loop)
-        for _ in range(self._begun):
-            self._later.popleft()()
+        for _ in range(self._started):
+            self._deferred.popleft()()
 
     def longest_waiting(self) -> HttpConnection | None:
         """Returns the connection that is closed for a new one: an upload only when there is no other."""
@@ -129,7 +129,7 @@ _BEGUN_PER_TURN = 8
 _LINGER_S, _LINGER_PAUSE_S = 30.0, 5.0
 _LINGER_BYTES = 64 * 2**20
 _TOO_MUCH_FRAMING = "the request's body comes in chunks with too much that is not its content"
-_TOO_LONG = f"the request's head is longer than {LONGEST_HEAD // 1024} KiB"
+_TOO_LONG = f"the request's head is longer than {MAX_HEAD_BYTES // 1024} KiB"
 
 
 class LingeringTransport:
@@ -205,7 +205,7 @@ class HttpConnection(HttpToolsProtocol):
                     ApiError(503, "all connections are in use: try again later", retry_after_s=1), "no_place"
                 )
                 return
-            displaced._give_way()
+            displaced._displace()
         self._note_phase()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -222,7 +222,7 @@ class HttpConnection(HttpToolsProtocol):
         self._received += len(data)
         if self.lingers:
             if self._received > _LINGER_BYTES:
-                self._give_up_lingering()
+                self._end_lingering()
             return
         if self.transport.is_closing():  # what came was no HTTP and was answered: the parser has ended
             return
@@ -233,9 +233,9 @@ class HttpConnection(HttpToolsProtocol):
         if was_body and self._parsing == "body":
             self._framing_bytes += len(data) - (self._body_bytes - body_bytes)
         if not self.transport.is_closing():
-            if self._parsing == "head" and self._head_bytes > LONGEST_HEAD:
+            if self._parsing == "head" and self._head_bytes > MAX_HEAD_BYTES:
                 self.send_400_response(_TOO_LONG)
-            elif self._framing_bytes > LONGEST_HEAD + _FRAMING * self._body_bytes:
+            elif self._framing_bytes > MAX_HEAD_BYTES + _FRAMING * self._body_bytes:
                 self.send_400_response(_TOO_MUCH_FRAMING)
         self._note_phase()
 
@@ -291,11 +291,11 @@ class HttpConnection(HttpToolsProtocol):
     def _linger_on(self, received: int) -> None:
         """Keeps lingering while more arrives."""
         if self._received == received or self.loop.time() - self._since > _LINGER_S:
-            self._give_up_lingering()
+            self._end_lingering()
             return
         self._deadline = self.loop.call_later(_LINGER_PAUSE_S, self._linger_on, self._received)
 
-    def _give_up_lingering(self) -> None:
+    def _end_lingering(self) -> None:
         self._leave()
         self.transport.abort()
 
@@ -316,7 +316,7 @@ class HttpConnection(HttpToolsProtocol):
         super().pause_writing()
         if self._unread is None:
             timeout_s = self.table.limits.idle_timeout_s
-            self._unread = self.loop.call_later(timeout_s, self._give_up, "unread_answer")
+            self._unread = self.loop.call_later(timeout_s, self._drop, "unread_answer")
 
     def resume_writing(self) -> None:
         """Notes that the client reads again."""
@@ -354,7 +354,7 @@ class HttpConnection(HttpToolsProtocol):
         limits = self.table.limits
         if phase != "idle":
             seconds = limits.body_timeout_s if phase == "body" else limits.header_timeout_s
-            self._deadline = self.loop.call_later(seconds, self._late)
+            self._deadline = self.loop.call_later(seconds, self._on_deadline)
 
     def _leave(self) -> None:
         """Ends the wait for the rest of a request."""
@@ -365,7 +365,7 @@ class HttpConnection(HttpToolsProtocol):
             self._deadline.cancel()
             self._deadline = None
 
-    def _late(self) -> None:
+    def _on_deadline(self) -> None:
         """Ends a phase whose time is over; a body that still arrives fast enough gets more time."""
         self._deadline = None
         limits = self.table.limits
@@ -373,16 +373,16 @@ class HttpConnection(HttpToolsProtocol):
             message = f"the request's head did not arrive within {limits.header_timeout_s:g} s"
             self._refuse(ApiError(408, message, code="request_timeout"), "head_timeout")
             return
-        allowed_s = limits.body_timeout_s + self._received / SLOWEST_BODY
+        allowed_s = limits.body_timeout_s + self._received / MIN_BODY_BYTES_PER_S
         left_s = self._since + allowed_s - self.loop.time()
         if self.flow.read_paused:  # the server itself has paused reading
             left_s = max(left_s, 1.0)
         if left_s > 0:
-            self._deadline = self.loop.call_later(left_s, self._late)
+            self._deadline = self.loop.call_later(left_s, self._on_deadline)
             return
         message = (
             f"the request's body did not arrive within {limits.body_timeout_s:g} s, and a second more for "
-            f"each {SLOWEST_BODY // 1024} KiB"
+            f"each {MIN_BODY_BYTES_PER_S // 1024} KiB"
         )
         self._refuse(ApiError(408, message, code="request_timeout"), "body_timeout")
 
@@ -412,10 +412,10 @@ class HttpConnection(HttpToolsProtocol):
     def _has_begun_to_answer(self) -> bool:
         return self._active is not None and self._active.response_started
 
-    def _give_way(self) -> None:
-        self._give_up("displaced")
+    def _displace(self) -> None:
+        self._drop("displaced")
 
-    def _give_up(self, reason: Closed) -> None:
+    def _drop(self, reason: Closed) -> None:
         """Closes the connection at once, without an answer."""
         self.table.on_close(reason)
         self._leave()

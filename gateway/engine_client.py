@@ -54,7 +54,7 @@ class _Unsupported(Exception):
     """The engine has no GenerateMany; nothing was sent to it."""
 
 
-class _Call:
+class _StreamedCall:
     """One call on the shared stream, with the updates not read yet. Filled by `_ManyCalls`."""
 
     __slots__ = ("_arrived", "ended", "updates")
@@ -93,7 +93,7 @@ class _ManyCalls:
     def __init__(self, engine: Any) -> None:
         """`engine` is the stub."""
         self._engine = engine
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _StreamedCall] = {}
         self._numbers = count(1)
         self._outbox: Outbox[engine_pb2.CallRequest] = Outbox()
         self._running: asyncio.Task[None] | None = None
@@ -106,7 +106,7 @@ class _ManyCalls:
         if self._running is None:
             self._outbox = Outbox()
             self._running = asyncio.create_task(self._run(self._outbox))
-        outbox, number, call = self._outbox, next(self._numbers), _Call()
+        outbox, number, call = self._outbox, next(self._numbers), _StreamedCall()
         self._calls[number] = call
         outbox.put(engine_pb2.CallRequest(call=number, start=request))
         updates = call.updates

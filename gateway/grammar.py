@@ -27,7 +27,7 @@ class GrammarTakesLong(Exception):
     """Compiling a grammar takes longer than other requests should wait: another process compiles it."""
 
 
-class _Checks:
+class _Checker:
     """Holds the check of constraints in this process; `check_with` replaces it."""
 
     check = GrammarCheck()
@@ -35,7 +35,7 @@ class _Checks:
 
 def check_with(compiler: Callable[[Constraint], object]) -> None:
     """Compiles constraints with this function from now on; it raises GrammarError or GrammarTakesLong."""
-    _Checks.check = GrammarCheck(compiler=compiler)
+    _Checker.check = GrammarCheck(compiler=compiler)
 
 
 def response_format_constraint(body: StructuredFields) -> Constraint | None:
@@ -64,7 +64,7 @@ def response_format_constraint(body: StructuredFields) -> Constraint | None:
 def check_constraint(constraint: Constraint, param: str) -> None:
     """Raises ApiError 400, naming `param`, when the constraint cannot be enforced."""
     try:
-        _Checks.check.check(constraint)
+        _Checker.check.check(constraint)
     except GrammarError as error:
         raise bad_request(
             f"{param!r} cannot be enforced: {error}{_where(constraint, error)}", param

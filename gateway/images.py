@@ -137,7 +137,7 @@ async def _fetched(client: httpx.AsyncClient, target: httpx.URL, address: str | 
 
 
 # Bytes that one call to the engine can carry besides its prompt (its server takes 256 MiB).
-_MOST_BYTES = 240 * _MIB
+_MAX_BYTES = 240 * _MIB
 
 
 # OpenAI's names for sizes other than the checkpoint's own.
@@ -157,9 +157,9 @@ async def add_images(
     if not places:
         return
     files = await asyncio.gather(*(_collected(place, image, config) for place, image in places))
-    if sum(map(len, files)) > _MOST_BYTES:
+    if sum(map(len, files)) > _MAX_BYTES:
         raise _refused(
-            "messages", f"the images together are larger than {_MOST_BYTES // _MIB} MiB", "image_too_large"
+            "messages", f"the images together are larger than {_MAX_BYTES // _MIB} MiB", "image_too_large"
         )
     for _, image in places:
         job.request.images.add(detail=_DETAILS.get(image.detail, engine_pb2.IMAGE_DETAIL_HIGH))

@@ -11,7 +11,7 @@ from gateway.errors import ApiError
 from moebius.web_origins import Sender, WebOrigins
 
 logger = structlog.get_logger(__name__)
-_MOST_LOGGED = 32  # different reasons: clients choose the names in them
+_MAX_LOGGED = 32  # different reasons: clients choose the names in them
 
 
 class OriginMiddleware:
@@ -34,7 +34,7 @@ class OriginMiddleware:
         if refusal is None:
             await self._app(scope, receive, send)
             return
-        if refusal.message not in self._logged and len(self._logged) < _MOST_LOGGED:
+        if refusal.message not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(refusal.message)
             logger.warning("a web page was refused", reason=refusal.message, path=scope["path"])
         await refusal.response(scope)(scope, receive, send)

@@ -17,7 +17,7 @@ from moebius.grammar.lark import GrammarError, quoted
 from moebius.grammar.regex import ANYTHING, escaped, literal, whole
 
 _DEPTH = 8  # of references and combinations, as the parser follows them
-_MOST_PARTS = 4096  # schemas of one parameter, counted per reference
+_MAX_PARTS = 4096  # schemas of one parameter, counted per reference
 ALL_KINDS = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
 SPACE = r" \t\n\r"
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null"}
@@ -61,8 +61,8 @@ def check_size(schema: object, root: Mapping[str, Any]) -> None:
     while waiting:
         part, depth = waiting.pop()
         count += 1
-        if count > _MOST_PARTS:
-            raise GrammarError(f"references and combinations that amount to more than {_MOST_PARTS} schemas")
+        if count > _MAX_PARTS:
+            raise GrammarError(f"references and combinations that amount to more than {_MAX_PARTS} schemas")
         if isinstance(part, Mapping) and depth:
             if "$ref" in part:
                 waiting.append((referred(str(part["$ref"]), root), depth - 1))

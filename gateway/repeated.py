@@ -39,9 +39,9 @@ class RepeatedWarnings:
         self._reasons[reason] = (log, event, _Reason(self._timer(reason)))
 
     def _timer(self, reason: Hashable) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._interval_s, self._say, reason)
+        return asyncio.get_running_loop().call_later(self._interval_s, self._log_repeats, reason)
 
-    def _say(self, reason: Hashable) -> None:
+    def _log_repeats(self, reason: Hashable) -> None:
         log, event, found = self._reasons.pop(reason)
         if found.count:
             log.warning(event, more=found.count, within_s=self._interval_s, **found.latest)

@@ -180,7 +180,7 @@ class Gateway:
         since = None
         while True:
             await asyncio.sleep(_LOOK_S)
-            reason = self._prompts.stands_still
+            reason = self._prompts.outage
             if self.engine.other_model:  # nothing else polls a single engine
                 reason = await self.engine.why_not_serving()
             if not reason:

@@ -35,7 +35,7 @@ def event(payload: dict[str, Any], name: str = "") -> bytes:
 # Work done on the event loop, while other streams wait: a number of tokens, with their alternatives. More
 # goes to a thread, which yields to them every few milliseconds.
 INLINE_TOKENS = 2048
-_DEEPEST, _MOST_PARTS, _GROUP = 6, 256, 32
+_DEEPEST, _MAX_PARTS, _GROUP = 6, 256, 32
 
 
 def encoded(value: Any, in_pieces: bool) -> bytes:
@@ -54,7 +54,7 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
             yield from _pieces(part, depth + 1)
         yield b"}"
     elif depth < _DEEPEST and isinstance(value, list) and value:
-        size = 1 if len(value) <= _MOST_PARTS else _GROUP
+        size = 1 if len(value) <= _MAX_PARTS else _GROUP
         for start in range(0, len(value), size):
             yield b"," if start else b"["
             group = value[start : start + size]

@@ -41,7 +41,7 @@ class BatchedHistogram(Histogram):
     One thread observes; any thread may collect.
     """
 
-    _MOST_WAITING = 4096
+    _MAX_WAITING = 4096
 
     def _metric_init(self) -> None:
         super()._metric_init()
@@ -51,7 +51,7 @@ class BatchedHistogram(Histogram):
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         """Counts the value, at the latest when metrics are collected; exemplars are not kept."""
         self._waiting.append(amount)
-        if len(self._waiting) >= self._MOST_WAITING:
+        if len(self._waiting) >= self._MAX_WAITING:
             self._count()
 
     def observe_many(self, amount: float, count: int) -> None:
@@ -65,7 +65,7 @@ class BatchedHistogram(Histogram):
 
     def _count(self) -> None:
         with self._counting:
-            amounts = sorted(self._waiting[: self._MOST_WAITING])
+            amounts = sorted(self._waiting[: self._MAX_WAITING])
             del self._waiting[: len(amounts)]  # values added meanwhile are after these
             self._sum.inc(sum(amounts))
             counted = 0

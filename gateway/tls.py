@@ -23,7 +23,7 @@ from moebius.tls import RenewedFiles, http_files
 logger = structlog.get_logger(__name__)
 # Seconds between two log lines about clients of one address; and addresses that are remembered.
 REPORT_EVERY_S = 60.0
-_MOST_ADDRESSES = 1024
+_MAX_ADDRESSES = 1024
 # OpenSSL's terms, and those that operators know.
 _REASONS = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the client showed no certificate (http_client_ca_file)",
@@ -89,7 +89,7 @@ class FailedHandshakes:
             return
         self._reported.pop(client, None)
         self._reported[client] = now
-        if len(self._reported) > _MOST_ADDRESSES:
+        if len(self._reported) > _MAX_ADDRESSES:
             del self._reported[next(iter(self._reported))]
         left_out, self._left_out = self._left_out, 0
         more = {"lines_left_out": left_out} if left_out else {}

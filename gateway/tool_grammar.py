@@ -111,7 +111,7 @@ _OF_OBJECTS = (
 )  # fmt: skip
 
 
-_MOST_FORMS = 256  # of the arguments' object
+_MAX_FORMS = 256  # of the arguments' object
 
 
 class _Calls:
@@ -412,8 +412,8 @@ def _object_forms(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
             if isinstance(part, Mapping)
             for form in _object_forms(part, root, depth - 1)
         ]
-        if len(forms) * len(inner) > _MOST_FORMS:
-            raise GrammarError(f"combinations of more than {_MOST_FORMS} sets of properties")
+        if len(forms) * len(inner) > _MAX_FORMS:
+            raise GrammarError(f"combinations of more than {_MAX_FORMS} sets of properties")
         forms = [_merged(one, other) for one in forms for other in inner]
     return forms
 

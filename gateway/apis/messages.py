@@ -24,7 +24,7 @@ from gateway.apis.messages_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from gateway.apis.parts import Part, PartList, Step, parts_of
+from gateway.apis.parts import Part, PartList, PartStep, parts_of
 from gateway.apis.translation import (
     Context,
     MessageList,
@@ -362,7 +362,7 @@ class MessagesFormat(ResponseFormat):
             block["signature"] = signature(part.text, self._reply.hides_thinking)
         return block
 
-    def _step(self, step: Step) -> bytes:
+    def _step(self, step: PartStep) -> bytes:
         part, index = step.part, step.part.number
         if step.what == "start":
             return sse("content_block_start", {"index": index, "content_block": _opened(part)})

@@ -19,7 +19,7 @@ from gateway.apis.ollama_schema import (
     OllamaRequest,
     Options,
 )
-from gateway.apis.parts import Part, PartList, Step
+from gateway.apis.parts import Part, PartList, PartStep
 from gateway.apis.translation import (
     Context,
     MessageList,
@@ -38,7 +38,7 @@ from gateway.text.tokenizer import Tokenizer
 # The version whose API this is: clients query it, and refuse old ones.
 VERSION = "0.20.0"
 _LATEST = ":latest"
-_AS_FIT = 2**31  # output tokens, reduced to what fits in the context
+_UNLIMITED = 2**31  # output tokens, reduced to what fits in the context
 NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
@@ -180,7 +180,7 @@ def _common(body: OllamaRequest) -> dict[str, Any]:
     limit = options.num_predict
     return {
         "model": served_name(body.model),
-        "max_tokens": limit if limit is not None and limit > 0 else _AS_FIT,
+        "max_tokens": limit if limit is not None and limit > 0 else _UNLIMITED,
         "temperature": options.temperature,
         "top_k": options.top_k,
         "top_p": options.top_p or None,  # 0 means greedy; the chat API does not accept it
@@ -276,7 +276,7 @@ class OllamaFormat(ResponseFormat):
         """Returns the error, which is the last line."""
         return _ndjson(ollama_error(error))
 
-    def _step(self, step: Step) -> bytes:
+    def _step(self, step: PartStep) -> bytes:
         part = step.part
         if part.kind == "tool_call":
             if step.what != "end":

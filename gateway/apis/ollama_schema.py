@@ -23,7 +23,7 @@ class CalledFunction(StrictModel):
     index: int | None = None
 
 
-class Call(StrictModel):
+class OllamaCall(StrictModel):
     """A tool call of an earlier answer."""
 
     place = "messages[].tool_calls[]."
@@ -40,7 +40,7 @@ class OllamaMessage(StrictModel):
     content: str | None = None
     thinking: str | None = None
     images: Images | None = None
-    tool_calls: list[Call] | None = Field(None, max_length=MAX_PARTS, fail_fast=True)
+    tool_calls: list[OllamaCall] | None = Field(None, max_length=MAX_PARTS, fail_fast=True)
     tool_name: Label | None = None
     tool_call_id: Label | None = None
 

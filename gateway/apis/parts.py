@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Step:
+class PartStep:
     """One change of a part; made by `PartList.feed`."""
 
     part: Part
@@ -58,10 +58,10 @@ class PartList:
         self._open: Part | None = None
         self._logprobs: tuple[TokenLogprob, ...] = ()  # not yet with a text
 
-    def feed(self, events: Iterable[OutputEvent], logprobs: tuple[TokenLogprob, ...] = ()) -> list[Step]:
+    def feed(self, events: Iterable[OutputEvent], logprobs: tuple[TokenLogprob, ...] = ()) -> list[PartStep]:
         """Returns the steps that the events cause; `logprobs` are those of their content."""
         self._logprobs = logprobs
-        steps: list[Step] = []
+        steps: list[PartStep] = []
         for event in events:
             match event:
                 case ReasoningDelta():
@@ -75,31 +75,31 @@ class PartList:
                     self._add(steps, event.text)
         return steps
 
-    def end(self) -> list[Step]:
+    def end(self) -> list[PartStep]:
         """Returns the step that closes the open part, at the output's end."""
         opened, self._open = self._open, None
-        return [] if opened is None else [Step(opened, "end")]
+        return [] if opened is None else [PartStep(opened, "end")]
 
-    def _text(self, steps: list[Step], kind: Literal["reasoning", "content"], text: str) -> None:
+    def _text(self, steps: list[PartStep], kind: Literal["reasoning", "content"], text: str) -> None:
         if self._open is None or self._open.kind != kind:
             self._start(steps, Part(len(self.parts), kind))
         self._add(steps, text)
 
-    def _start(self, steps: list[Step], part: Part) -> None:
+    def _start(self, steps: list[PartStep], part: Part) -> None:
         steps += self.end()
         self._open = part
         self.parts.append(part)
         # The part is copied: later events of the same message may extend it before the step is read.
-        steps.append(Step(replace(part, pieces=[], logprobs=[]), "start"))
+        steps.append(PartStep(replace(part, pieces=[], logprobs=[]), "start"))
 
-    def _add(self, steps: list[Step], text: str) -> None:
+    def _add(self, steps: list[PartStep], text: str) -> None:
         assert self._open is not None
         self._open.pieces.append(text)
         logprobs: tuple[TokenLogprob, ...] = ()
         if self._open.kind == "content":
             logprobs, self._logprobs = self._logprobs, ()
         self._open.logprobs.extend(logprobs)
-        steps.append(Step(self._open, "text", text, logprobs))
+        steps.append(PartStep(self._open, "text", text, logprobs))
 
 
 def well_formed(text: str) -> str:

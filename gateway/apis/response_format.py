@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gateway.apis.parts import Part, PartList, Step, parsed_arguments, well_formed
+from gateway.apis.parts import Part, PartList, PartStep, parsed_arguments, well_formed
 from gateway.apis.responses import INPUT, ResponsesReply, ToolName, encrypted
 from gateway.apis.stored_responses import ResponseStore
 from gateway.errors import ApiError
@@ -180,7 +180,7 @@ class ResponsesFormat(ResponseFormat):
     def _is_cut(self) -> bool:
         return self._finish is not None and self._finish.reason == "length"
 
-    def _step(self, step: Step) -> bytes:
+    def _step(self, step: PartStep) -> bytes:
         """Returns the events of one step, in the order in which OpenAI's clients expect them."""
         part = step.part
         if part.kind == "reasoning":
@@ -199,7 +199,7 @@ class ResponsesFormat(ResponseFormat):
         self._items.append(item)
         return self._event("response.output_item.done", output_index=part.number, item=item)
 
-    def _text_step(self, step: Step) -> bytes:
+    def _text_step(self, step: PartStep) -> bytes:
         part, where = step.part, {**self._place(step.part), "content_index": 0}
         if step.what == "text":
             return self._event(
@@ -226,7 +226,7 @@ class ResponsesFormat(ResponseFormat):
             "content": content,
         }
 
-    def _thought_step(self, step: Step) -> bytes:
+    def _thought_step(self, step: PartStep) -> bytes:
         part, summarises = step.part, self._reply.summarises
         kind, part_kind, index = (
             ("reasoning_summary_text", "reasoning_summary_part", "summary_index")
@@ -251,7 +251,7 @@ class ResponsesFormat(ResponseFormat):
             + self._finished({**item, "status": self._status(part)}, part)
         )
 
-    def _call_step(self, step: Step) -> bytes:
+    def _call_step(self, step: PartStep) -> bytes:
         part, where = step.part, self._place(step.part)
         if step.what == "start":
             return self._started(self._call(part, "in_progress"), part)
@@ -266,7 +266,7 @@ class ResponsesFormat(ResponseFormat):
     def _call(self, part: Part, status: str) -> dict[str, Any]:
         return {**self._named(part), "type": "function_call", "arguments": part.text, "status": status}
 
-    def _custom_step(self, step: Step) -> bytes:
+    def _custom_step(self, step: PartStep) -> bytes:
         part, where = step.part, self._place(step.part)
         text = self._inputs.setdefault(part.number, InputText())
         item = {**self._named(part), "type": "custom_tool_call"}

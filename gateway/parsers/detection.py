@@ -104,13 +104,13 @@ def detected_reasoning_parser(model_type: str, template: str) -> str | None:
         return None
     if model_type in _REASONING_OF_FAMILIES:
         return _REASONING_OF_FAMILIES[model_type]
-    in_tags = next((name for sign, name in _ANSWERS if sign in template and _has_such(model_type)), None)
+    in_tags = next((name for sign, name in _ANSWERS if sign in template and _uses_tags(model_type)), None)
     if in_tags is not None:
         return in_tags
     return _REASONING_OF_TOOLS.get(detected_tool_parser(model_type, template) or "", "qwen3")
 
 
-def _has_such(model_type: str) -> bool:
+def _uses_tags(model_type: str) -> bool:
     """Returns whether the family uses the tags; in other templates they are examples."""
     return model_type.startswith(("ernie4_5", "hunyuan", "granite"))
 

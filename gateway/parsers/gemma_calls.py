@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.parsers.json_reader import MOST_LABEL, pass_value, read_label
+from gateway.parsers.json_reader import MAX_LABEL, pass_value, read_label
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps, run_of
 from gateway.parsers.typed_values import as_json, kinds_of_property, spelled
@@ -18,7 +18,7 @@ _NAME = run_of(re.compile(r"[\w.\-/:]*"))
 _KEY = run_of(re.compile(r"[^:,{}\[\]\"<\n]*"))
 _SCALAR = run_of(re.compile(r"[^,{}\[\]\"<]*"))
 _DEPTH = 64  # of objects and arrays; deeper values are left out
-_MOST_SCALAR = 2**16  # characters
+_MAX_SCALAR = 2**16  # characters
 
 
 class Gemma4(ToolFormat):
@@ -48,7 +48,7 @@ class Gemma4(ToolFormat):
         yield from self.scan.skip_space()
         if not (yield from self.scan.accept("call:")):
             return False
-        name = yield from self.scan.collect_while(_NAME, MOST_LABEL)
+        name = yield from self.scan.collect_while(_NAME, MAX_LABEL)
         if not name or (yield from self.scan.skip_space()) != "{":
             return False
         if opener not in self.tokens and name not in self.tools:
@@ -129,10 +129,10 @@ class Gemma4(ToolFormat):
         if first == '"':
             return (yield from read_label(self.scan, self._ends))
         if first == "<" and (yield from self.scan.accept(_QUOTE)):
-            text, marker = yield from self.scan.collect(self._string_end, MOST_LABEL)
+            text, marker = yield from self.scan.collect(self._string_end, MAX_LABEL)
             self._cut = marker in self.closers
             return text if marker == _QUOTE else None
-        key = (yield from self.scan.collect_while(_KEY, MOST_LABEL, self._ends)).strip()
+        key = (yield from self.scan.collect_while(_KEY, MAX_LABEL, self._ends)).strip()
         return key or None
 
     def _value(self, kinds: frozenset[str], depth: int) -> Steps[bool]:
@@ -156,7 +156,7 @@ class Gemma4(ToolFormat):
         """Returns a number or a word, or None if the output ended in it."""
         pieces: list[str] = []
         while True:
-            pieces.append((yield from self.scan.collect_while(_SCALAR, _MOST_SCALAR, self._ends)))
+            pieces.append((yield from self.scan.collect_while(_SCALAR, _MAX_SCALAR, self._ends)))
             first = yield from self.scan.peek()
             if first == END:
                 return None

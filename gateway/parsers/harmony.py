@@ -12,7 +12,7 @@ import re
 import structlog
 
 from gateway.parsers.events import OutputPlan
-from gateway.parsers.json_reader import MOST_LABEL
+from gateway.parsers.json_reader import MAX_LABEL
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Markers, Steps
 from gateway.parsers.sink import OutputParser, Sink, new_call_id
@@ -76,7 +76,7 @@ class HarmonyParser(OutputParser):
     def _message(self, begun: str = "") -> Steps[str | None]:
         """Reads a message whose header has begun with `begun`; returns the marker after it."""
         self.scan.record()
-        header, marker = yield from self.scan.collect(self._headers, MOST_LABEL)
+        header, marker = yield from self.scan.collect(self._headers, MAX_LABEL)
         header = begun + header
         if marker != MESSAGE:
             if marker is None or begun:  # too long for a header, or text that only looked like one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from gateway.parsers.json_reader import MOST_LABEL, pass_value, read_label
+from gateway.parsers.json_reader import MAX_LABEL, pass_value, read_label
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Markers, Steps, run_of
 from gateway.parsers.sink import new_call_id
@@ -236,9 +236,9 @@ class Mistral(JsonList):
             return (yield from self.objects())
         if first == "{":
             return (yield from self.object())
-        name, call_id = (yield from self.scan.collect_while(_UP_TO_BRACKET, MOST_LABEL)).strip(), ""
+        name, call_id = (yield from self.scan.collect_while(_UP_TO_BRACKET, MAX_LABEL)).strip(), ""
         if (yield from self.scan.accept("[CALL_ID]")):
-            call_id = (yield from self.scan.collect_while(_UP_TO_BRACKET, MOST_LABEL)).strip()
+            call_id = (yield from self.scan.collect_while(_UP_TO_BRACKET, MAX_LABEL)).strip()
         is_complete = yield from self.scan.accept("[ARGS]")
         first = yield from self.scan.peek()
         if not name or (first != "{" and not (is_complete and first == END)):
@@ -263,7 +263,7 @@ class KimiK2(ToolFormat):
     def read(self, opener: str) -> Steps[bool]:
         """Reads a call after its beginning."""
         markers = self.markers(*self.inner, *self.closers)
-        head, marker = yield from self.scan.collect(markers, MOST_LABEL)
+        head, marker = yield from self.scan.collect(markers, MAX_LABEL)
         if marker not in self.inner:
             return False
         call_id = head.strip()
@@ -294,10 +294,10 @@ class SolarOpen(ToolFormat):
         """Reads a call after its beginning."""
         before_name, before_arguments = self.inner
         ends = (*self.inner, *self.closers)
-        call_id, marker = yield from self.scan.collect(self.markers(*ends), MOST_LABEL)
+        call_id, marker = yield from self.scan.collect(self.markers(*ends), MAX_LABEL)
         if marker != before_name:
             return False
-        name, marker = yield from self.scan.collect(self.markers(*ends), MOST_LABEL)
+        name, marker = yield from self.scan.collect(self.markers(*ends), MAX_LABEL)
         name, call_id = name.strip(), call_id.strip()
         if marker != before_arguments or not name:
             return False
@@ -326,7 +326,7 @@ class DeepseekV31(ToolFormat):
 
     def _head(self) -> Steps[str]:
         """Returns the text before the separator; empty when there is none."""
-        text, marker = yield from self.scan.collect(self.markers(*self.inner, *self.closers), MOST_LABEL)
+        text, marker = yield from self.scan.collect(self.markers(*self.inner, *self.closers), MAX_LABEL)
         return text.strip() if marker in self.inner else ""
 
 
@@ -348,7 +348,7 @@ class DeepseekV3(DeepseekV31):
         """Reads a call after its beginning."""
         if not (yield from self._head()):
             return False
-        name, marker = yield from self.scan.collect(_LINE, MOST_LABEL)
+        name, marker = yield from self.scan.collect(_LINE, MAX_LABEL)
         if marker != "\n" or not name.strip():
             return False
         yield from self.scan.skip_space()

@@ -13,7 +13,7 @@ _STRING_SYNTAX = re.compile(r'"|\\(?:.|\Z)', re.DOTALL)
 _INSIDE = re.compile(r'["\\]')
 _SCALAR = run_of(re.compile(r"[^\s,:\]}\"{\[]*"))
 _CLOSING = {"{": "}", "[": "]"}
-MOST_LABEL = 4096  # characters of a key or a name; longer ones are no call
+MAX_LABEL = 4096  # characters of a key or a name; longer ones are no call
 
 
 class JsonStrings:
@@ -114,7 +114,7 @@ def read_label(scan: Scanner, tokens: Collection[str] = ()) -> Steps[str | None]
     """Returns a JSON string, decoded: a key or a name; None when there is none here."""
     if (yield from scan.peek()) != '"':
         return None
-    text = yield from read_value(scan, tokens, MOST_LABEL)
+    text = yield from read_value(scan, tokens, MAX_LABEL)
     value = None if text is None else loaded(text)
     return value if isinstance(value, str) else None
 

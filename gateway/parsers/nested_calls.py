@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.parsers.json_reader import MOST_LABEL
+from gateway.parsers.json_reader import MAX_LABEL
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps
 from gateway.parsers.typed_values import ValueWriter, as_json, kinds_of, referred
@@ -60,7 +60,7 @@ class MinimaxM3(ToolFormat):
 
     def _name(self) -> Steps[str]:
         """Returns a tag's text up to its end; empty: it is too long, or the output is over."""
-        head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
+        head, marker = yield from self.scan.collect(self._tag_end, MAX_LABEL)
         return head if marker == ">" else ""
 
     def _after_tag(self) -> Steps[tuple[str, str]]:

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 
-from gateway.parsers.json_reader import MOST_LABEL
+from gateway.parsers.json_reader import MAX_LABEL
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Steps, run_of
 from gateway.parsers.typed_values import json_value, literal
@@ -14,7 +14,7 @@ from gateway.tool_grammar import ToolFraming
 
 _WORD = run_of(re.compile(r"[\w.\-/:]*"))
 _SYNTAX = re.compile(r"""["'()\[\]{},=\\]""")
-_MOST_ARGUMENT = 2**24  # characters
+_MAX_ARGUMENT = 2**24  # characters
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -84,7 +84,7 @@ class Pythonic(ToolFormat):
         calls = self.sink.calls
         while not self.sink.is_full:
             yield from self.scan.skip_space()
-            name = yield from self.scan.collect_while(_WORD, MOST_LABEL)
+            name = yield from self.scan.collect_while(_WORD, MAX_LABEL)
             if not name or (yield from self.scan.skip_space()) != "(":
                 break
             if not calls and name not in self.tools and self.sink.calls == calls:
@@ -118,7 +118,7 @@ class Pythonic(ToolFormat):
                 yield from self.scan.accept(",")
                 continue
             expression = _Expression()
-            text = yield from self.scan.collect_while(expression.advance, _MOST_ARGUMENT)
+            text = yield from self.scan.collect_while(expression.advance, _MAX_ARGUMENT)
             if not text or (yield from self.scan.peek()) not in (",", ")"):
                 return False
             key, value = self._split(text)

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from gateway.parsers.json_reader import MOST_LABEL, JsonStrings
+from gateway.parsers.json_reader import MAX_LABEL, JsonStrings
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps
 from gateway.parsers.typed_values import ValueWriter, kinds_of_property
@@ -53,12 +53,12 @@ class TaggedCalls(ToolFormat):
 
     def read_name(self) -> Steps[str]:
         """Returns the tool's name, or an empty string if there is none."""
-        head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
+        head, marker = yield from self.scan.collect(self._tag_end, MAX_LABEL)
         return attributes(head).get("name", "") if marker == self.tag_end else ""
 
     def read_parameter(self) -> Steps[dict[str, str]]:
         """Returns an argument's name and further attributes; empty: there is none."""
-        head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
+        head, marker = yield from self.scan.collect(self._tag_end, MAX_LABEL)
         return attributes(head) if marker == self.tag_end else {}
 
     def _arguments(self, name: str) -> Steps[bool]:
@@ -218,7 +218,7 @@ class KeyedCalls(TaggedCalls):
 
     def read_name(self) -> Steps[str]:
         """Returns the name before a line break, a tag or the end; takes the separator."""
-        name = (yield from self.scan.collect_while(_up_to_tag, MOST_LABEL, self.tokens)).strip()
+        name = (yield from self.scan.collect_while(_up_to_tag, MAX_LABEL, self.tokens)).strip()
         first = yield from self.scan.peek()
         if self.separator:
             yield from self.scan.accept(self.separator)
@@ -226,10 +226,10 @@ class KeyedCalls(TaggedCalls):
 
     def read_parameter(self) -> Steps[dict[str, str]]:
         """Returns the key, up to where its value begins."""
-        key, marker = yield from self.scan.collect(self._key_end, MOST_LABEL)
+        key, marker = yield from self.scan.collect(self._key_end, MAX_LABEL)
         if marker != self.key_close:
             return {}
-        gap, marker = yield from self.scan.collect(self._value_begin, MOST_LABEL)
+        gap, marker = yield from self.scan.collect(self._value_begin, MAX_LABEL)
         return {} if marker != self.value_open or gap.strip() else {"name": key.strip()}
 
 

@@ -34,7 +34,7 @@ _WALL_FACTOR = 10  # a request may wait for a processor this much longer than it
 _RESTART_S = 1.0
 _STUCK_S = 10.0  # of waiting or work, after which the pool reports a problem
 _SLOW_SHARE = 4  # 1 / the share of waiting requests whose grammars may take long
-_LIKELY_S = 0.002  # estimate for a request that is not yet read, for fairness within a group
+_ESTIMATED_S = 0.002  # estimate for a request that is not yet read, for fairness within a group
 _REFUSED_S = 2.0  # between two checks whether the right files are back
 
 
@@ -71,7 +71,7 @@ class PromptPool:
         return next(iter(self._refused.values()), "")
 
     @property
-    def stands_still(self) -> str:
+    def outage(self) -> str:
         """The same if no process runs, so that no request is answered."""
         return "" if self._running else self.refusal
 
@@ -134,8 +134,8 @@ class PromptPool:
         Raises:
             ApiError: the request is refused, costs too much, or too many wait.
         """
-        if self.stands_still:
-            raise ApiError(503, self.stands_still, code="model_files_changed", retry_after_s=RETRY_AFTER_S)
+        if self.outage:
+            raise ApiError(503, self.outage, code="model_files_changed", retry_after_s=RETRY_AFTER_S)
         if self.waiting >= self._most_waiting and not is_below_share(
             Counter(job.client for job in (*self._small, *self._large, *self._slow)),
             client,
@@ -228,7 +228,7 @@ class PromptPool:
             return queue
         self._shares.settle(queues)
         each = {client: iter(jobs) for client, jobs in queues.items()}
-        return in_turns(each, self._shares.served, lambda _job: _LIKELY_S)
+        return in_turns(each, self._shares.served, lambda _job: _ESTIMATED_S)
 
     def _charge(self, jobs: Sequence[Job], seconds: float) -> None:
         """Charges the time to the clients' shares."""
@@ -256,7 +256,7 @@ class PromptPool:
                 answers = await process.run(jobs, self._limits().cpu_s * _WALL_FACTOR)
             except Died as death:
                 del self._running[number]
-                self._bury(jobs, death)
+                self._retry_or_refuse(jobs, death)
                 continue
             finally:
                 del self._busy_since[number]
@@ -325,7 +325,7 @@ class PromptPool:
                 job.end(answer)
             queue.clear()
 
-    def _bury(self, jobs: Sequence[Job], death: Died) -> None:
+    def _retry_or_refuse(self, jobs: Sequence[Job], death: Died) -> None:
         """Answers the request whose process died, or gives it to another process once; those of a group are
         retried one by one."""
         kinds, size = sorted({job.kind for job in jobs}), sum(job.size for job in jobs)

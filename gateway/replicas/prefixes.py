@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 BLOCK = 64  # tokens
 # Blocks of a prompt that are compared: conversations differ earlier, and longer prompts cost no more.
-_MOST_BLOCKS = 256
+_MAX_BLOCKS = 256
 _KEPT_BLOCKS = 2**16  # by replica: 4 million tokens, more than most KV pools hold
 
 
@@ -20,7 +20,7 @@ def block_digests(token_ids: Sequence[int], salt: str = "") -> list[bytes]:
     """
     digest = hashlib.blake2b(salt.encode(), digest_size=8)
     digests = []
-    for start in range(0, min(len(token_ids) // BLOCK, _MOST_BLOCKS) * BLOCK, BLOCK):
+    for start in range(0, min(len(token_ids) // BLOCK, _MAX_BLOCKS) * BLOCK, BLOCK):
         digest.update(array("I", token_ids[start : start + BLOCK]).tobytes())
         digests.append(digest.copy().digest())
     return digests
@@ -55,7 +55,7 @@ class SentPrefixes:
         self._blocks.clear()
 
 
-def favourite(digests: Sequence[bytes], names: Sequence[str]) -> str:
+def preferred_replica(digests: Sequence[bytes], names: Sequence[str]) -> str:
     """Returns the replica for a prompt that is cached nowhere: the same in every gateway process without
     communication (rendezvous hashing), and for all prompts with the same beginning."""
     key = digests[0] if digests else b""

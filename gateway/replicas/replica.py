@@ -63,7 +63,7 @@ class Replica:
     is_leaving: bool = False  # its address is no longer a replica's
     # As of its last report: its outputs, running and waiting, and how many of them were this process's.
     reported: int = 0
-    ours_then: int = 0
+    reported_own: int = 0
     max_running: int = 64
     failures: int = 0  # in a row
     ejected_until: float = 0.0
@@ -94,5 +94,5 @@ class Replica:
     @property
     def load(self) -> float:
         """Outputs per place in its batch, other gateways' included; above 1, some wait."""
-        others = max(self.reported - self.ours_then, 0)
+        others = max(self.reported - self.reported_own, 0)
         return (others + self.in_flight) / max(self.max_running, 1)

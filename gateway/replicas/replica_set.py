@@ -62,9 +62,9 @@ class ReplicaSet:
 
     async def open(self) -> None:
         """Resolves the replicas' addresses and starts polling them."""
-        await self._look_up()
+        await self._resolve_names()
         if any(map(is_name, self._addresses)):
-            self._tasks[""] = asyncio.create_task(self._keep_looking_up())
+            self._tasks[""] = asyncio.create_task(self._keep_resolving())
 
     async def close(self) -> None:
         """Closes all connections; running calls end with CANCELLED."""
@@ -233,12 +233,12 @@ class ReplicaSet:
                 failure = error
         raise failure
 
-    async def _keep_looking_up(self) -> None:
+    async def _keep_resolving(self) -> None:
         while True:
             await asyncio.sleep(self._resolve_s)
-            await self._look_up()
+            await self._resolve_names()
 
-    async def _look_up(self) -> None:
+    async def _resolve_names(self) -> None:
         """Adds new replicas, and marks those whose address is gone as leaving."""
         wanted: list[str] = []
         for address in self._addresses:
@@ -267,9 +267,9 @@ class ReplicaSet:
         )
         if len(self._addresses) > 1 or any(map(is_name, self._addresses)):
             logger.info("replica", address=address)
-            self._tasks[address] = asyncio.create_task(self._look_after(self.replicas[address]))
+            self._tasks[address] = asyncio.create_task(self._monitor(self.replicas[address]))
 
-    async def _look_after(self, replica: Replica) -> None:
+    async def _monitor(self, replica: Replica) -> None:
         """Polls one replica until it has left and its last request has ended."""
         while not (replica.is_leaving and replica.in_flight == 0):
             await self._poll(replica)
@@ -290,7 +290,7 @@ class ReplicaSet:
         self._metrics.up(replica.address, serving and not replica.mismatch)
         with contextlib.suppress(grpc.aio.AioRpcError):  # else its load is what this process sent
             load = await replica.client.load()
-            replica.reported, replica.ours_then = load.num_total_reqs, replica.in_flight
+            replica.reported, replica.reported_own = load.num_total_reqs, replica.in_flight
             replica.max_running = load.max_running_requests or replica.max_running
 
     async def _compare(self, replica: Replica) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.replicas.prefixes import favourite
+from gateway.replicas.prefixes import preferred_replica
 from gateway.replicas.replica import Replica
 
 # The load of one more full batch outweighs a fully cached prompt this many times.
 _LOAD_WEIGHT = 2.0
-# Bonus of the favourite for an unseen prompt: decides among replicas of about equal load.
-_FAVOURITE_WEIGHT = 0.1
+# Bonus of the preferred replica for an unseen prompt: decides among replicas of about equal load.
+_PREFERRED_WEIGHT = 0.1
 
 
 def choose(replicas: Sequence[Replica], digests: Sequence[bytes]) -> Replica | None:
@@ -23,11 +23,11 @@ def choose(replicas: Sequence[Replica], digests: Sequence[bytes]) -> Replica | N
     if not usable:
         return None
     names = [replica.address for replica in usable]
-    preferred = favourite(digests, names) if digests else ""
+    preferred = preferred_replica(digests, names) if digests else ""
 
     def cost(replica: Replica) -> tuple[float, int]:
         missing = 1.0 - replica.prefixes.match(digests) / len(digests) if digests else 1.0
-        bonus = _FAVOURITE_WEIGHT if replica.address == preferred else 0.0
+        bonus = _PREFERRED_WEIGHT if replica.address == preferred else 0.0
         return missing + _LOAD_WEIGHT * replica.load - bonus, replica.in_flight
 
     return min(usable, key=cost)

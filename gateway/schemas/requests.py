@@ -209,7 +209,7 @@ class ChatCompletionRequest(ToolFields, StructuredFields, GenerationFields):
     documents: list[dict[str, Any]] | None = Field(
         None, max_length=MAX_PARTS, description="Handed to the chat template"
     )
-    add_generation_prompt: bool | None = Field(None, description="Unset: unless that continues the final message")
+    add_generation_prompt: bool | None = Field(None, description="Unset: true unless a message is continued")
     continue_final_message: bool = False
     parse_special: bool = Field(
         False, description="Control tokens spelled in messages are control tokens; false: they are text"
@@ -341,7 +341,7 @@ class TokenizeRequest(StrictModel):
     documents: list[dict[str, Any]] | None = Field(None, description="As in chat requests")
     reasoning_effort: str | None = Field(None, description="As in chat requests")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in chat requests")
-    add_generation_prompt: bool | None = Field(None, description="Unset: unless that continues the final message")
+    add_generation_prompt: bool | None = Field(None, description="Unset: true unless a message is continued")
     continue_final_message: bool | None = None
     parse_special: bool | None = Field(
         None,

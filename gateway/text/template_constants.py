@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jinja2.nodes as nodes
 
 # Tags are short: this bounds a template that doubles a text in every line.
-_MOST_CHARACTERS = 1000
+_MAX_CHARACTERS = 1000
 
 
 def constant_texts(template: nodes.Template) -> Iterator[str]:
@@ -50,6 +50,6 @@ def _value(node: nodes.Node, known: dict[str, str]) -> str | None:
 
 def _joined(parts: list[str | None]) -> str | None:
     known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or sum(map(len, known)) > _MOST_CHARACTERS:
+    if len(known) < len(parts) or sum(map(len, known)) > _MAX_CHARACTERS:
         return None
     return "".join(known)

@@ -62,7 +62,7 @@ class Channel:
         finally:
             del self._asked[number]
 
-    def tell(self, name: str, value: Any = None) -> None:
+    def notify(self, name: str, value: Any = None) -> None:
         """Sends a notice, without a reply. Raises ChannelClosed."""
         self._send(0, False, name, value)
 

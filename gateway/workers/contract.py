@@ -9,7 +9,7 @@ from gateway.workers.metrics import Samples
 from moebius.config import MoebiusConfig
 from moebius.model_identity import Parts
 
-BEAT_S = 1.0  # between two heartbeats
+HEARTBEAT_S = 1.0  # between two heartbeats
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class MemberSetup:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A heartbeat; filled by `member.py`."""
 
     is_ready: bool  # the model is known: requests can be answered

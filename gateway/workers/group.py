@@ -23,7 +23,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from gateway.workers.channel import Channel, ChannelClosed
-from gateway.workers.contract import Beat, MemberSetup, bound_socket
+from gateway.workers.contract import Heartbeat, MemberSetup, bound_socket
 from gateway.workers.metrics import Samples, added, rendered, samples_of
 from gateway.workers.shared import KeyTable, Places, shared_memory
 from moebius.checkpoint.errors import CheckpointError
@@ -158,7 +158,7 @@ class Group:
 
     async def _answer(self, process: _Process, name: str, value: Any) -> Any:
         if name == "beat":
-            assert isinstance(value, Beat)
+            assert isinstance(value, Heartbeat)
             process.beat_at = time.monotonic()
             process.samples = value.samples or process.samples
             process.refusal = value.refusal
@@ -300,7 +300,7 @@ class Group:
         if old is None:
             return
         try:
-            old.channel.tell("retire")
+            old.channel.notify("retire")
         except ChannelClosed:  # it has ended, or has just started and has no clients
             old.popen.terminate()
 
@@ -316,7 +316,7 @@ class Group:
         try:
             while self._replacement_is_due:
                 self._replacement_is_due = False
-                self._read_anew()
+                self._update_digests()
                 logger.info("gateway processes are replaced")
                 for seat in range(self._count):
                     if self._seats[seat] is None:
@@ -326,7 +326,7 @@ class Group:
         finally:
             self._is_replacing = False
 
-    def _read_anew(self) -> None:
+    def _update_digests(self) -> None:
         """Updates the expected digests, as the operator asked for: files may differ now, except the engine's,
         with which each new process compares its own."""
         self._files = _files_of(self._config)

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from gateway.garbage import collect_rarely
 from gateway.server import GatewayServer, server_for
 from gateway.workers.channel import Channel, ChannelClosed
-from gateway.workers.contract import BEAT_S, Beat, MemberSetup, bound_socket
+from gateway.workers.contract import HEARTBEAT_S, Heartbeat, MemberSetup, bound_socket
 from gateway.workers.metrics import Samples, samples_of
 from gateway.workers.shared import KeyTable, Places, Shared
 from moebius.errors import UserError, WrongIdentity
@@ -78,12 +78,12 @@ class Member:
         while True:
             with contextlib.suppress(ChannelClosed):
                 samples = None if beats % _SAMPLES_EVERY else samples_of(self._server.metrics.registry)
-                self._channel.tell("beat", self._sign(samples))
+                self._channel.notify("beat", self._heartbeat(samples))
             beats += 1
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
-    def _sign(self, samples: Samples | None = None) -> Beat:
-        return Beat(self._server.is_ready, samples, self._server.gateway.refusal)
+    def _heartbeat(self, samples: Samples | None = None) -> Heartbeat:
+        return Heartbeat(self._server.is_ready, samples, self._server.gateway.refusal)
 
     async def _answer(self, name: str, _value: Any) -> Any:
         if name == "retire":
@@ -98,7 +98,7 @@ class Member:
 
     async def _why_not_ready(self) -> str:
         if self._server.is_ready:  # else the first process knows it only after the next beat
-            self._channel.tell("beat", self._sign())
+            self._channel.notify("beat", self._heartbeat())
         return str(await self._channel.ask("why_not_ready"))
 
     async def _all_metrics(self) -> bytes:

@@ -13,7 +13,7 @@ from protos import engine_pb2
 
 
 @dataclass
-class Family:
+class MetricFamily:
     """One metric's samples by name and labels; filled by `samples_of` and `added`."""
 
     documentation: str
@@ -21,14 +21,14 @@ class Family:
     values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = field(default_factory=dict)
 
 
-Samples = dict[str, Family]
+Samples = dict[str, MetricFamily]
 
 
 def samples_of(registry: CollectorRegistry) -> Samples:
     """Returns all of this process's metrics in a form that can be sent."""
     found: Samples = {}
     for metric in registry.collect():
-        family = found.setdefault(metric.name, Family(metric.documentation, metric.type))
+        family = found.setdefault(metric.name, MetricFamily(metric.documentation, metric.type))
         for sample in metric.samples:
             family.values[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
     return found
@@ -41,7 +41,7 @@ def added(parts: Iterable[Samples], kinds: Sequence[str] | None = None) -> Sampl
         for name, family in part.items():
             if kinds is not None and family.kind not in kinds:
                 continue
-            into = total.setdefault(name, Family(family.documentation, family.kind)).values
+            into = total.setdefault(name, MetricFamily(family.documentation, family.kind)).values
             for key, value in family.values.items():
                 if key[0].endswith("_created") and key in into:
                     into[key] = min(into[key], value)
@@ -89,7 +89,7 @@ def _merge(total: Samples, text: bytes, labels: Mapping[str, str]) -> None:
     for metric in text_string_to_metric_families(text.decode()):
         if metric.name.startswith(_OF_PROCESSES):
             continue
-        family = total.setdefault(metric.name, Family(metric.documentation, metric.type))
+        family = total.setdefault(metric.name, MetricFamily(metric.documentation, metric.type))
         for sample in metric.samples:
             family.values[sample.name, tuple(sorted({**sample.labels, **labels}.items()))] = sample.value
 

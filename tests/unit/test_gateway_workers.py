@@ -24,9 +24,9 @@ WAIT_S = 200.0
 # Says that it is ready, and ends when it is told to retire, after some seconds of requests that it finishes.
 MEMBER = """
 import pickle, socket, struct, sys, time
-from gateway.workers.contract import Beat
+from gateway.workers.contract import Heartbeat
 channel = socket.socket(fileno=0)
-data = pickle.dumps((0, False, "beat", Beat(True, {})))
+data = pickle.dumps((0, False, "beat", Heartbeat(True, {})))
 channel.sendall(struct.pack("!I", len(data)) + data)
 channel.recv(4, socket.MSG_WAITALL)  # the setup
 while b"retire" not in channel.recv(65536):
