@@ -204,7 +204,7 @@ def prompt_processes() -> list[psutil.Process]:
 
 
 def test_a_prompt_process_that_is_killed_costs_no_request(setup: Setup) -> None:
-    """Whoever ends one, waiting or working, the request goes to the next one."""
+    """Any process may end, waiting or working: the request goes to the next one."""
     large = json.dumps({**chat(), "user": "x" * 1000, "messages": chat()["messages"] * 4000}).encode()
     for body, status in ((json.dumps(chat()).encode(), 200), (large, 400)):
         for process in prompt_processes():

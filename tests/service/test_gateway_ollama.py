@@ -180,14 +180,14 @@ def test_loading(gateway: AgentGateway) -> None:
 
 
 def test_prefill_is_continued(gateway: AgentGateway) -> None:
-    """A last message of the assistant is gone on with."""
+    """A last message of the assistant is continued."""
     messages = [*HELLO, {"role": "assistant", "content": "The fox"}]
     post(gateway, "/api/chat", messages=messages, stream=False)
     assert gateway.prompt().endswith("assistant\nThe fox")
 
 
 def test_logprobs(gateway: AgentGateway) -> None:
-    """As many as tokens of content, with their alternatives."""
+    """There is one entry per token of content, with its alternatives."""
     answer = post(gateway, "/api/chat", messages=HELLO, logprobs=True, top_logprobs=2, stream=False).json()
     assert len(answer["logprobs"]) >= answer["eval_count"] - 1
     assert len(answer["logprobs"][0]["top_logprobs"]) == 2

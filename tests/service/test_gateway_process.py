@@ -166,7 +166,7 @@ def test_taken_port_is_an_exit_code(engine: tuple[FakeEngine, str]) -> None:
 
 
 def test_broken_template_ends_the_process_before_any_engine_is_there(tmp_path: Path) -> None:
-    """Files that cannot be used are refused at once, in one line that names the file; nobody waits for them
+    """Files that cannot be used are refused at once, in one line that names the file, without a wait
     until the engine has loaded."""
     write_tokenizer(tmp_path, byte_level_tokenizer())
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
