@@ -55,7 +55,7 @@ class LoadPlan:
 
     @property
     def weight_format(self) -> str:
-        """For people: the formats of all layers, which for most models is one."""
+        """The formats of all layers, for people; most models have one."""
         names = {self._name(layer) for layer in self.model.moe_layers}
         return ", ".join(sorted(names))
 

@@ -72,7 +72,7 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` (seconds) when waiting helps, `WWW-Authenticate` with 401, and `Connection`."""
+        """Returns `Retry-After` (seconds) when waiting helps, `WWW-Authenticate` with 401, `Connection`."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"

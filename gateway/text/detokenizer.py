@@ -55,7 +55,7 @@ class ByteLevelDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """For decoders with context (leading spaces, byte fallback): decodes a short window twice per token.
+    """Decodes a short window twice per token, for decoders with context (leading spaces, byte fallback).
 
     The window starts at the last released piece, so that both decodings treat its beginning alike and
     their difference is the new text.

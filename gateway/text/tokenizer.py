@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, by its size alone: what cannot fit is refused before tokenising."""
+"""Tokenizers, and lower bounds on a text's tokens by its size: too long texts are refused untokenised."""
 
 from __future__ import annotations
 

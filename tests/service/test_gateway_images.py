@@ -39,7 +39,7 @@ def picture(kind: str, size: tuple[int, int] = (8, 6), **settings: Any) -> bytes
 
 
 def data_url(data: bytes, kind: str = "png") -> str:
-    """As clients send files."""
+    """Returns a file as clients send it."""
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 

@@ -44,7 +44,7 @@ def gateway(running: AgentGateway) -> AgentGateway:
 
 
 def post(gateway: AgentGateway, path: str, **body: Any) -> httpx.Response:
-    """One request; the model's name has the tag that Ollama's clients write."""
+    """Sends a request; the model's name has the tag that Ollama's clients write."""
     return httpx.post(f"{gateway.url}{path}", json={"model": f"{MODEL}:latest", **body}, timeout=60)
 
 

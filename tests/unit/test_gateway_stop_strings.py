@@ -21,7 +21,7 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | No
 
 
 def run(parts: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
-    """What the streaming version shows in total."""
+    """Returns the text that the streaming version shows in total."""
     machine, shown = StopStrings(stops, include), ""
     for part in parts:
         result = machine.feed(part)
