@@ -169,7 +169,7 @@ def report_pages(engine: ExpertEngine) -> None:
         log.info("pages of packed experts", packed_bytes=packed, in_2_mib_pages=huge)
         return
     log.warning(
-        f"packed experts lie in pages of 4 KiB, of which a CPU {SMALL_PAGES_COST}",
+        f"packed experts are in pages of 4 KiB, of which a CPU {SMALL_PAGES_COST}",
         packed_bytes=packed,
         in_2_mib_pages=huge,
         remedy=f"{HUGE_PAGES_COMMAND} (as root), then restart",

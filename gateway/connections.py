@@ -128,7 +128,7 @@ _BEGUN_PER_TURN = 8
 # continue and pause: enough for an upload that is too large by mistake, not for an endless one.
 _LINGER_S, _LINGER_PAUSE_S = 30.0, 5.0
 _LINGER_BYTES = 64 * 2**20
-_TOO_MUCH_FRAMING = "the request's body comes in chunks with too much that is not its content"
+_TOO_MUCH_FRAMING = "the request's chunked body has too much framing around its content"
 _TOO_LONG = f"the request's head is longer than {MAX_HEAD_BYTES // 1024} KiB"
 
 

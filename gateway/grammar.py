@@ -56,7 +56,7 @@ def response_format_constraint(body: StructuredFields) -> Constraint | None:
     param, constraint = wanted[0]
     for other, asked in wanted[1:]:
         if asked != constraint:  # clients send one grammar under the names of several servers
-            raise bad_request(f"{param!r} and {other!r} say different things of the output: send one", other)
+            raise bad_request(f"{param!r} and {other!r} ask for different outputs: send one", other)
     check_constraint(constraint, param)
     return constraint
 

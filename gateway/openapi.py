@@ -20,7 +20,7 @@ _REFUSALS = {
     404: "The model does not exist",
     413: "The body is too large",
     415: "The body is compressed",
-    429: "Too many requests; `Retry-After` says when to come back",
+    429: "Too many requests; `Retry-After` says when to retry",
     500: "The server failed",
     502: "The engine ended the call too early",
     503: "The server is not ready, or stops",

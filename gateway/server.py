@@ -96,7 +96,7 @@ class GatewayServer(uvicorn.Server):
             logger.info("draining", requests=drain.in_flight, timeout_s=self._drain_s)
         await self._wait_idle(self._drain_s, lambda: self.force_exit)
         if drain.in_flight:
-            logger.warning("requests are ended before their answers have", requests=drain.in_flight)
+            logger.warning("the shutdown ends requests with incomplete answers", requests=drain.in_flight)
             drain.cut()
             await self._wait_idle(_CUT_S, lambda: False)
         self.force_exit = False  # the rest is fast, and closes what is open

@@ -89,7 +89,7 @@ class ReplicaMetrics:
             f"{name}_requests", "Calls that ended, by gRPC status", ["replica", "status"], registry=registry
         )
         self._retries = Counter(
-            f"{name}_retries", "Requests that went on to another one", ["replica"], registry=registry
+            f"{name}_retries", "Requests that were retried on another one", ["replica"], registry=registry
         )
 
     def up(self, replica: str, is_up: bool) -> None:
@@ -139,7 +139,7 @@ class GatewayMetrics:
             "e2e_request_latency_seconds", "Arrival to the last token", _REQUEST_S
         )
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
-        self._generation = self._histogram("request_generation_tokens", "Tokens made for a request", _TOKENS)
+        self._generation = self._histogram("request_generation_tokens", "Output tokens of a request", _TOKENS)
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds",
             "Mean time between the tokens of an output",

@@ -216,14 +216,14 @@ class CountTokensRequest(StrictModel):
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="As in `output_config`, its older place")
-    thread: Any = Field(None, description="A conversation that the server would keep: none is, so 400")
+    thread: Any = Field(None, description="Not supported, 400: the server stores no conversations")
 
 
 class MessagesRequest(CountTokensRequest):
     """A request for the next message; unknown fields have no effect and are counted."""
 
     max_tokens: int = Field(
-        ge=1, le=2**31, description="Most output tokens; no more are made than there is room for"
+        ge=1, le=2**31, description="Most output tokens; reduced to what fits in the context"
     )
     stop_sequences: list[str] | None = None
     stream: bool | None = None

@@ -49,7 +49,9 @@ class Options(StrictModel):
     """Sampling options; those about memory and threads have no effect."""
 
     place = "options."
-    num_predict: int | None = Field(None, ge=-2, le=2**31, description="Most output tokens; below 1: as fit")
+    num_predict: int | None = Field(
+        None, ge=-2, le=2**31, description="Most output tokens; below 1: no limit"
+    )
     temperature: float | None = Field(None, ge=0)
     top_k: int | None = Field(None, ge=-1)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -73,7 +75,7 @@ class OllamaRequest(StrictModel):
     keep_alive: Any = Field(None, description="No effect: the model stays loaded")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    truncate: Any = Field(None, description="No effect: what is too long is refused")
+    truncate: Any = Field(None, description="No effect: too long prompts are refused")
     shift: Any = Field(None, description="No effect")
 
 

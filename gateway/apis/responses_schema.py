@@ -293,11 +293,9 @@ class ResponsesRequest(StrictModel):
     """A request for a response; unknown fields have no effect and are counted."""
 
     model: Label | None = None
-    input: str | Items = Field(description="Text, or items: messages, calls and what they gave, thoughts")
+    input: str | Items = Field(description="Text, or items: messages, calls and their results, thoughts")
     instructions: str | None = None
-    previous_response_id: Label | None = Field(
-        None, description="Of a stored response, which this one follows"
-    )
+    previous_response_id: Label | None = Field(None, description="Id of a stored response to continue")
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -315,7 +313,7 @@ class ResponsesRequest(StrictModel):
     conversation: Any = Field(None, description="Only unset: the server keeps responses, not conversations")
     prompt: Any = Field(None, description="Only unset: the server has no stored prompts")
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    truncation: Label | None = Field(None, description="No effect: what is too long is refused")
+    truncation: Label | None = Field(None, description="No effect: too long inputs are refused")
     max_tool_calls: int | None = Field(None, ge=0, description="No effect: the server calls no tools")
     service_tier: Label | None = Field(None, description="No effect")
     user: Label | None = None

@@ -170,7 +170,7 @@ class PromptPool:
         """Returns why requests are not being prepared, or an empty string if they are."""
         now = time.monotonic()
         if self._small and now - max(next(iter(self._small)).since, self._taken_at) > _STUCK_S:
-            return "requests wait to be read, and none has been for a while"
+            return "requests wait to be read, but none has been read for a while"
         stuck = [number for number, since in self._busy_since.items() if now - since > _STUCK_S]
         if not self._running.keys() - stuck:
             return "no process can read requests at the moment"

@@ -187,7 +187,7 @@ class StreamOptions(StrictModel):
 
     include_usage: bool = Field(False, description="A last chunk with the token counts")
     continuous_usage_stats: bool = Field(False, description="Token counts so far on every chunk")
-    include_obfuscation: bool | None = Field(None, description="Not done: padding of chunks")
+    include_obfuscation: bool | None = Field(None, description="No effect: chunks are not padded")
 
 
 class GenerationFields(StrictModel):
@@ -214,14 +214,14 @@ class GenerationFields(StrictModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1])
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=MAX_LOGIT_BIAS, description="Token ids as text, and what is added to their logits"
+        None, max_length=MAX_LOGIT_BIAS, description="Token ids as text, and the values added to their logits"
     )
     allowed_token_ids: list[TokenId] | None = Field(
         None,
         min_length=1,
         max_length=MAX_ALLOWED_TOKEN_IDS,
         fail_fast=True,
-        description="Only these are drawn",
+        description="Only these are sampled",
     )
     bad_words: list[BadWord] | None = Field(
         None, max_length=MAX_BAD_WORDS, fail_fast=True, description="Texts that outputs do not contain"
@@ -230,17 +230,17 @@ class GenerationFields(StrictModel):
         None,
         max_length=MAX_LOGPROB_TOKEN_IDS,
         fail_fast=True,
-        description="Tokens whose log-probabilities are given at every position, instead of the likeliest",
+        description="Tokens whose log-probabilities are returned at every position, not the likeliest",
     )
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Alternatives per prompt token; not in streams"
     )
-    return_token_ids: bool | None = Field(None, description="Give ids of prompt and output tokens, too")
+    return_token_ids: bool | None = Field(None, description="Return ids of prompt and output tokens, too")
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Name tokens in log-probabilities by id, as in token_id:7"
     )
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=2**31, description="Longest prompt, the rest is cut off; -1: as long as it may be"
+        None, ge=-1, le=2**31, description="Longest prompt, the rest is cut off; -1: the model's limit"
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Which end of a prompt is cut off; unset: left, its beginning"
@@ -253,7 +253,7 @@ class GenerationFields(StrictModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = Field(
-        None, ge=1, le=2**31, description="Tokens that are gathered for one chunk, but for the first and last"
+        None, ge=1, le=2**31, description="Tokens per chunk, except for the first and last"
     )
     user: str | None = Field(
         None, max_length=MAX_LABEL_CHARACTERS, description="Recorded on the request's span and log line"

@@ -207,7 +207,7 @@ class ChatCompletionRequest(ToolFields, StructuredFields, GenerationFields):
         False, description="Begin the prompt with the model's BOS, if the chat template does not"
     )
     documents: list[dict[str, Any]] | None = Field(
-        None, max_length=MAX_PARTS, description="Handed to the chat template"
+        None, max_length=MAX_PARTS, description="Passed to the chat template"
     )
     add_generation_prompt: bool | None = Field(None, description="Unset: true unless a message is continued")
     continue_final_message: bool = False
@@ -267,10 +267,10 @@ class CompletionRequest(StructuredFields, GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Alternatives per token")
     echo: bool | None = Field(None, description="Begin the text with the prompt")
     suffix: str | None = Field(
-        None, description="What comes after the output; for models with tokens to fill in the middle"
+        None, description="Text after the output; for models with tokens to fill in the middle"
     )
     best_of: int | None = Field(
-        None, ge=1, le=MAX_OUTPUTS, description="Outputs made, of which the 'n' likeliest per token are given"
+        None, ge=1, le=MAX_OUTPUTS, description="Outputs, of which the 'n' likeliest per token are returned"
     )
     add_special_tokens: bool = Field(
         True, description="Begin text prompts with the model's BOS, if it has one"

@@ -31,10 +31,10 @@ class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     schema_: JsonSchema | None = Field(
-        None, alias="schema", description="With `json_object`, as others have it"
+        None, alias="schema", description="With `json_object`, as other servers accept it"
     )
     structures: list[dict[str, Any]] | None = Field(None, description="Tags: `begin`, `schema`, `end`")
-    triggers: list[str] | None = Field(None, description="What a tag's beginning begins with")
+    triggers: list[str] | None = Field(None, description="Prefixes of the tags' beginnings")
     format: dict[str, Any] | None = Field(None, description="Tags as a tree of formats")
 
 

@@ -48,7 +48,7 @@ class ToolFunction(StrictModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
-    strict: bool | None = Field(None, description="Arguments are made by the schema's grammar")
+    strict: bool | None = Field(None, description="Arguments are constrained to the schema")
 
     def check(self, param: str) -> None:
         """Raises PydanticCustomError naming `param` for a name or a schema that cannot be used."""

@@ -344,7 +344,7 @@ class Group:
         end = time.monotonic() + _READY_S
         while not new.ready.is_set():
             if new.popen.poll() is not None or time.monotonic() > end:
-                logger.error("the new gateway process cannot serve: those that run go on", worker=seat)
+                logger.error("the new gateway process cannot serve: the running ones continue", worker=seat)
                 new.popen.kill()
                 return False
             await asyncio.sleep(_LOOK_S)
