@@ -434,7 +434,7 @@ def test_requests_that_arrive_together_are_begun_some_at_a_time() -> None:
     assert len(runs) >= 3
 
 
-def test_a_request_that_can_not_be_begun_holds_up_nobody() -> None:
+def test_a_request_that_cannot_start_does_not_delay_others() -> None:
     """Those that wait after it are begun, and so are later ones."""
     seen: list[int] = []
 

@@ -55,7 +55,7 @@ def lines(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
-def test_chat_streams_unless_told_otherwise(gateway: AgentGateway) -> None:
+def test_chat_streams_by_default(gateway: AgentGateway) -> None:
     """Lines whose texts join to the whole answer; the last has the reason, counts and times."""
     options = {"temperature": 0}
     found = lines(post(gateway, "/api/chat", messages=HELLO, options=options))

@@ -99,7 +99,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngine,
         yield scripted, address, directory
 
 
-def test_who_fills_the_gateway_keeps_nobody_out(fake: tuple[FakeEngine, str, Path]) -> None:
+def test_a_client_that_fills_the_gateway_keeps_no_other_out(fake: tuple[FakeEngine, str, Path]) -> None:
     """All places are one key's: its next request gets 429, another key's is answered, up to an equal share.
     The engine gets a client identifier that is no key and no name."""
     scripted, address, directory = fake
