@@ -210,7 +210,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
 
 
 def check(path: str, response: httpx.Response, content: bytes) -> bool:
-    """An answer, or a refusal in the shape of the API, and no failure within a stream; whether answered."""
+    """Returns whether it is answered; a refusal has the shape of the API, and no stream fails."""
     assert response.status_code < 500, (response.text, content)
     if response.status_code >= 400:
         error = response.json()["error"]

@@ -49,7 +49,7 @@ def post(gateway: AgentGateway, path: str, **body: Any) -> httpx.Response:
 
 
 def lines(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The objects of a stream, each with a line of its own."""
+    """Returns the objects of a stream, each with a line of its own."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/x-ndjson"
     return [json.loads(line) for line in answer.text.splitlines()]

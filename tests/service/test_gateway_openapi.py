@@ -13,7 +13,7 @@ from tests.helpers.openapi_cases import described_gateway, operations, try_opera
 
 
 def document(**gateway: Any) -> dict[str, Any]:
-    """The document of a gateway with these settings."""
+    """Returns the document of a gateway with these settings."""
     described: dict[str, Any] = create_app(gateway_config("unix:/nowhere", **gateway)).openapi()
     return described
 

@@ -131,7 +131,7 @@ def test_messages_do_not_change_log_probabilities(
 def grouped(
     ids: list[int], rules: OutputRules, cuts: set[int], streamed: int
 ) -> tuple[str, list[TokenLogprob]]:
-    """Text and log-probabilities of tokens that come in some messages."""
+    """Returns text and log-probabilities of tokens that come in some messages."""
     state = OutputState(0, TOKENIZER, rules, [3, 4])
     ends = [cut for cut in sorted(cuts) if 0 < cut < min(streamed, len(ids))]
     deltas, start = [], 0
