@@ -56,7 +56,7 @@ class Markers:
         self._first = firsts.pop() if len(firsts) == 1 else ""  # common to all markers
 
     def held(self, text: str, first: int) -> int:
-        """Returns the longest end of `text[first:]`, in characters, that may begin a marker, or 0."""
+        """Returns the length of the longest end of `text[first:]` that may begin a marker, or 0."""
         most = min(self._longest, len(text) - first)
         if self._first:
             place = text.find(self._first, len(text) - most) if most else -1

@@ -71,7 +71,7 @@ class ControlTokens:
         return text if cut > len(text) else text[:cut] + mark + text[cut:]
 
     def _start_at_end(self, text: str) -> int:
-        """Returns the longest beginning of a token at the end of `text`, in characters, or 0."""
+        """Returns the length of the longest beginning of a token that `text` ends with, or 0."""
         lengths = range(min(self._longest_start, len(text)), 0, -1)
         return next((length for length in lengths if text[-length:] in self._starts), 0)
 

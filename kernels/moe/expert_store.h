@@ -78,7 +78,7 @@ class ExpertStore {
   const ExpertLayout& layout(uint32_t layer) const { return layouts_[layout_index_[layer]]; }
   uint32_t layout_index(uint32_t layer) const { return layout_index_[layer]; }
   const std::vector<ExpertLayout>& layouts() const { return layouts_; }  // the distinct ones
-  // Returns a digest of all that load() has packed, here or before, in any order, by local indices; 0: nothing.
+  // Returns a digest of all that load() has packed, here or in a predecessor, in any order; 0: nothing. Ids are local.
   uint64_t weights_digest() const { return weights_digest_.load(std::memory_order_relaxed); }
   size_t packed_bytes() const;  // mapped for layers so far
   size_t huge_page_bytes() const;  // of them in 2 MiB pages now; see arena.h for how exact and how slow
