@@ -37,7 +37,7 @@ READY = b"ready"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The first message to a process, sent before the engine answers; the process then reads the files."""
+    """The first message to a process, which then reads the files; known before the engine answers."""
 
     tokenizer_dir: str
     template_file: str
@@ -93,7 +93,7 @@ class Refused:
 
 
 def too_expensive(took: str, setting: str) -> Refused:
-    """Returns the refusal of a request that exceeded a setting's limit of time."""
+    """Returns the refusal of a request that exceeded the limit of a setting."""
     return Refused(
         400, f"reading the request took more than {took} ({setting})", None, "request_too_expensive"
     )

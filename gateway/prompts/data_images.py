@@ -52,7 +52,7 @@ def _with_data(place: str, image: ImageUrl, config: ImageConfig) -> ImageUrl | D
 
 
 def check_image(data: bytes, config: ImageConfig) -> None:
-    """Raises ValueError for a file that is too large, or no image of an accepted kind."""
+    """Raises ValueError for a file that is too large, or is no usable image."""
     if len(data) > config.max_image_mib * _MIB:
         raise ImageRefused(_too_large(config))
     open_image(data, config.max_image_megapixels)

@@ -325,7 +325,7 @@ class Preparer:
         return MarkedText(f"{begin}{write(prefix)}{hole}{write(suffix)}{end}", mark)
 
     def _cut_off(self, prompt_ids: list[int], body: GenerationFields) -> list[int]:
-        """Returns the last `truncate_prompt_tokens` of the ids, or all."""
+        """Returns at most `truncate_prompt_tokens` of the ids."""
         most = body.truncate_prompt_tokens
         if most is None:
             return prompt_ids
