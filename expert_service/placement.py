@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import structlog
 
@@ -24,17 +25,18 @@ class ThreadPlacement:
     cpus: tuple[int, ...]
 
 
-# CPUs that a server of this many or more leaves to others, at most, and still has the rest to itself.
+# Cores that a server may leave to others, at most, and still has the rest to itself.
 SPARED = 2
 
 
 def place_process(experts: ExpertConfig, topology: Topology | None = None) -> ThreadPlacement:
     """Pin the calling thread, and all it starts, to the node's CPUs that this process may use.
 
-    Without a node the process stays where its parent put it; its threads get a CPU each where the process
-    has nearly as many to itself. Unless set, the number of threads is what cores and cgroup quota allow,
-    divided by the number of servers when servers are not bound to nodes. Raises ValueError when the
-    node does not exist or holds no usable CPU, or when "cpuset" finds the CPUs of several nodes.
+    Without a node the process stays where its parent put it. Unless set, there is a thread for each physical
+    core, no more than the cgroup's quota allows, divided by the number of servers when servers are not bound
+    to nodes. Threads get a CPU each, on a core of its own, where the process has nearly as many cores to
+    itself. Raises ValueError when the node does not exist or holds no usable CPU, or when "cpuset" finds the
+    CPUs of several nodes.
     """
     topology = topology or Topology.detect()
     node = experts.numa_node
@@ -42,9 +44,8 @@ def place_process(experts: ExpertConfig, topology: Topology | None = None) -> Th
         node = node_of_cpus(topology, node, experts.split_index)
         log.info("NUMA node found", numa_node=node, setting=experts.numa_node)
     if node < 0:
-        share = max(1, topology.recommended_threads(-1) // experts.split_count)
-        threads = experts.expert_threads or share
-        return ThreadPlacement(-1, threads, _own_cpus(topology.usable_cpus(), threads))
+        threads = experts.expert_threads or max(1, topology.recommended_threads(-1) // experts.split_count)
+        return ThreadPlacement(-1, threads, _own_cpus(topology.cores(), threads))
     nodes = [known.id for known in topology.nodes]
     cpus = topology.usable_cpus(node) if node in nodes else ()
     if not cpus:
@@ -52,13 +53,16 @@ def place_process(experts: ExpertConfig, topology: Topology | None = None) -> Th
     pinned = pin_thread(cpus)
     if not pinned.applied:
         log.warning("not pinned to the node's CPUs", numa_node=node, reason=pinned.message)
-    threads = experts.expert_threads or min(len(cpus), topology.recommended_threads(node))
-    return ThreadPlacement(node, threads, tuple(cpus[:threads]) if threads <= len(cpus) else ())
+    threads = experts.expert_threads or topology.recommended_threads(node)
+    return ThreadPlacement(node, threads, _own_cpus(topology.cores(node), threads))
 
 
-def _own_cpus(cpus: Sequence[int], threads: int) -> tuple[int, ...]:
-    """A CPU for each thread where these leave at most `SPARED`, else none: others may have the same CPUs.
+def _own_cpus(cores: Sequence[Sequence[int]], threads: int) -> tuple[int, ...]:
+    """A CPU for each thread, one of each core first; none where more than `SPARED` cores are without one.
 
-    Threads that spin are not moved apart for milliseconds when two of them meet on a CPU.
+    Then others may have the same CPUs, and threads that spin are not moved apart for milliseconds when two of
+    them meet on one.
     """
-    return tuple(cpus[:threads]) if len(cpus) - SPARED <= threads <= len(cpus) and threads > SPARED else ()
+    cpus = [cpu for thread in zip_longest(*cores) for cpu in thread if cpu is not None]
+    has_them_alone = len(cores) - SPARED <= threads <= len(cpus) and threads > SPARED
+    return tuple(cpus[:threads]) if has_them_alone else ()

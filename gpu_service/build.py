@@ -39,6 +39,7 @@ from gpu_service.assembly.steps import (
     make_lane,
     make_lane_stream,
     make_step_runner,
+    may_have_lane,
 )
 from gpu_service.assembly.vision import Vision, load_vision, vision_memory
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
@@ -102,7 +103,8 @@ def build_engine(
             model_type=model_config.model_type,
         )
     check_speculation(config.gpu, config.parallel, model_config)
-    group = join_group(config, device, identity=identity.text)
+    has_lane = may_have_lane(config, model_config, device)
+    group = join_group(config, device, identity=identity.text, has_lane=has_lane)
     sizes = sizes_of(shard_config(model_config, group.parallel), STORAGE_DTYPES[config.gpu.kv_cache_dtype])
     shape = cache_shape(config.gpu, shard_config(model_config, group.parallel), device)
     backends.install(device, config.gpu.attention_backend, shape.dtype, sizes, shape.attention_modules)
@@ -193,7 +195,7 @@ def _step_runners(
     steps = make_step_runner(config, runner, stream, limits, vocab_size, group.parallel)
     undo.callback(steps.close)
     memory.reached(GRAPHS)
-    lane = make_lane(config, runner, lane_stream, stream, limits)
+    lane = make_lane(config, runner, lane_stream, stream, limits, group)
     if lane is not None:
         memory.reached(LANE)
     return steps, lane

@@ -135,7 +135,7 @@ class GpuConfig(SpeculationSettings):
     prefill_lane_min_tokens: int | None = Field(
         default=None,
         ge=2,
-        description="Prompts of so many tokens have their own steps while others decode; unset: measured",
+        description="Prompts from this length have own steps; unset: measured, none with several GPUs",
     )
     max_itl_ms: float | None = Field(
         default=None,
@@ -153,7 +153,7 @@ class GpuConfig(SpeculationSettings):
     )
     overlap_scheduling: bool = Field(default=True, description="Schedule step N+1 while step N computes")
     gpu_threads: int = Field(
-        default=0, ge=0, description="torch threads on a CPU device; 0: by the CPUs this process may use"
+        default=0, ge=0, description="torch threads on a CPU device; 0: by the physical cores it may use"
     )
     random_seed: int = Field(
         default=0, ge=0, description="Seed for requests without one, mixed with their id"
@@ -214,7 +214,7 @@ class ExpertConfig(Section):
         description="Compute bfloat16 rows like float32 ones: slower, but results do not depend on the batch",
     )
     expert_threads: int = Field(
-        default=0, ge=0, description="Worker threads per expert process; 0: by the CPUs it may use"
+        default=0, ge=0, description="Threads per expert process; 0: by the physical cores it may use"
     )
     numa_node: Annotated[int, Ge(-1)] | Literal["auto", "cpuset"] = Field(
         default=-1,

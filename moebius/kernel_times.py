@@ -8,21 +8,22 @@ instruction set and build of the kernels; the planner reads it. Times of other b
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import hashlib
-import json
 import math
 import os
 import platform
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moebius.measurements_file import change_section, read_section
+
 if TYPE_CHECKING:
     from moebius.kernels import PlanRow
+
+_SECTION = "times"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +123,7 @@ def read_times(path: Path) -> tuple[PanelTimes, ...]:
     Raises OSError, or ValueError when it is not one that `write_times` wrote.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return tuple(_from_json(entry) for entry in document["times"])
-    except FileNotFoundError:
-        return ()
+        return tuple(_from_json(entry) for entry in read_section(path, _SECTION))
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a file of kernel times: {error!r}") from error
 
@@ -141,36 +139,30 @@ def _from_json(entry: dict[str, Any]) -> PanelTimes:
 
 
 def write_times(path: Path, new: Sequence[PanelTimes]) -> None:
-    """Adds `new` to the file, in place of older times of the same matrices.
-
-    Servers that write at once wait for one another; a reader finds the old file or the new one.
+    """Adds `new` to the file, in place of older times of the same matrices, as `change_section` does.
 
     Raises OSError.
     """
-    if not new:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            old = read_times(path)
-        except ValueError:
-            old = ()
-        replaced = {_identity(times) for times in new}
-        builds = {(times.on.cpu, times.on.kernels) for times in new}
-        cpus = {cpu for cpu, _ in builds}
-        kept = [
-            times
-            for times in old
-            if _identity(times) not in replaced
-            and (times.on.cpu not in cpus or (times.on.cpu, times.on.kernels) in builds)
-        ]
-        text = json.dumps({"times": [asdict(times) for times in (*kept, *new)]}, indent=1)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False
-        ) as file:
-            file.write(text + "\n")
-        os.replace(file.name, path)
+    if new:
+        change_section(path, _SECTION, lambda: [asdict(times) for times in _with_new(path, new)])
+
+
+def _with_new(path: Path, new: Sequence[PanelTimes]) -> Iterator[PanelTimes]:
+    """What is kept of the file's, then `new`."""
+    try:
+        old = read_times(path)
+    except ValueError:
+        old = ()
+    replaced = {_identity(times) for times in new}
+    builds = {(times.on.cpu, times.on.kernels) for times in new}
+    cpus = {cpu for cpu, _ in builds}
+    for times in old:
+        of_another_cpu = times.on.cpu not in cpus
+        if _identity(times) not in replaced and (
+            of_another_cpu or (times.on.cpu, times.on.kernels) in builds
+        ):
+            yield times
+    yield from new
 
 
 def _identity(times: PanelTimes) -> tuple[MeasuredOn, str, str, int]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from moebius import _kernels
+from moebius.physical_cores import physical_cores
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,9 @@ class BindResult:
 class Topology:
     """What the machine has, and what this process may use of it."""
 
-    def __init__(self, kernel: _kernels.Topology) -> None:
+    def __init__(self, kernel: _kernels.Topology, sysfs_root: str) -> None:
         """Use `detect`."""
-        self._kernel = kernel
+        self._kernel, self._sysfs = kernel, Path(sysfs_root)
         self.nodes: tuple[NumaNode, ...] = tuple(
             NumaNode(
                 node.id,
@@ -55,15 +57,22 @@ class Topology:
         Raises:
             RuntimeError: a file is malformed (names it), or no CPU is left to use.
         """
-        return cls(_kernels.Topology.detect(sysfs_root, proc_root, cgroup_root))
+        return cls(_kernels.Topology.detect(sysfs_root, proc_root, cgroup_root), sysfs_root)
 
     def usable_cpus(self, node: int = -1) -> tuple[int, ...]:
         """Allowed CPUs of `node`, of the whole machine for -1. Raises ValueError for an unknown node."""
         return tuple(self._kernel.usable_cpus(node))
 
+    def cores(self, node: int = -1) -> tuple[tuple[int, ...], ...]:
+        """Usable CPUs of each physical core of `node` (-1: of all) that computes, see `physical_cores`.
+
+        Raises ValueError for an unknown node, RuntimeError for a malformed file.
+        """
+        return physical_cores(self.usable_cpus(node), self._sysfs, parse_cpu_list)
+
     def recommended_threads(self, node: int = -1) -> int:
-        """One thread per usable physical core, at most the quota's whole CPUs, at least 1."""
-        return self._kernel.recommended_threads(node)
+        """One thread for each core of `cores`, at most the quota's whole CPUs, at least 1."""
+        return max(1, min(len(self.cores(node)), self._kernel.recommended_threads(node)))
 
     def server_nodes(self) -> tuple[int, ...]:
         """Nodes whose CPUs and memory are both usable: one expert server each. (-1,) when none qualifies."""

@@ -64,12 +64,32 @@ class Exchange(_message.Message):
     def __init__(self, what: _Optional[str] = ..., values: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Iteration(_message.Message):
-    __slots__ = ("messages", "images")
+    __slots__ = ("messages", "images", "sight", "goes_on")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    SIGHT_FIELD_NUMBER: _ClassVar[int]
+    GOES_ON_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[Message]
     images: _containers.RepeatedCompositeFieldContainer[Image]
-    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
+    sight: LaneSight
+    goes_on: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., sight: _Optional[_Union[LaneSight, _Mapping]] = ..., goes_on: _Optional[bool] = ...) -> None: ...
+
+class LaneSight(_message.Message):
+    __slots__ = ("lane_has_ended", "main_has_ended", "is_ready", "min_tokens", "idle_min_tokens", "step_tokens")
+    LANE_HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    MAIN_HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    IS_READY_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    lane_has_ended: bool
+    main_has_ended: bool
+    is_ready: bool
+    min_tokens: int
+    idle_min_tokens: int
+    step_tokens: int
+    def __init__(self, lane_has_ended: _Optional[bool] = ..., main_has_ended: _Optional[bool] = ..., is_ready: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., idle_min_tokens: _Optional[int] = ..., step_tokens: _Optional[int] = ...) -> None: ...
 
 class Message(_message.Message):
     __slots__ = ("add", "abort_request_id", "flush", "call", "stop")

@@ -85,7 +85,14 @@ def load_streamer(
     streamer = None
     if moe is not None and streaming is not None:
         streamer = make_streamer(
-            config, streaming, moe.geometry, device, dtype, resident, group.parallel, group.largest
+            config,
+            streaming,
+            moe.geometry,
+            device,
+            dtype,
+            resident,
+            group.parallel,
+            group.elementwise_largest,
         )
     return streamer if group.minimum("streamer", int(streamer is not None)) else None
 

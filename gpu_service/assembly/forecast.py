@@ -111,6 +111,10 @@ class Forecast:
         """What they would choose for `max_num_batched_tokens` where it is unset."""
         return min(rank.batched_tokens(config) for rank in self._on_device(config, total_bytes, experts))
 
+    def prefill_chunk(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> int:
+        """What they would choose for `prefill_chunk_max` where it is unset; 0: no experts are streamed."""
+        return min(rank.prefill_chunk(config) for rank in self._on_device(config, total_bytes, experts))
+
     def refusal(
         self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory], error: MemoryShort
     ) -> UserError:

@@ -18,6 +18,7 @@ import torch
 from gpu_service.attention.registry import check_attention_backend
 from moebius.config import GpuConfig, MoebiusConfig, ParallelConfig
 from moebius.errors import UserError
+from moebius.topology import Topology
 
 _log = structlog.get_logger(__name__)
 
@@ -84,6 +85,7 @@ def prepare_process(config: MoebiusConfig) -> torch.device:
 
 
 def _set_threads(gpu: GpuConfig) -> None:
-    """Leaves a core to the engine's and the event loop's threads where there is more than one."""
+    """One for each physical core; a CPU is left to the engine's and the event loop's threads if possible."""
+    cores = Topology.detect().recommended_threads()
     allowed = len(os.sched_getaffinity(0))
-    torch.set_num_threads(gpu.gpu_threads or max(1, allowed - 1))
+    torch.set_num_threads(gpu.gpu_threads or max(1, min(cores, allowed - 1)))

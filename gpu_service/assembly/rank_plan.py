@@ -371,6 +371,7 @@ def make_kv_memory(
     chosen = _with_gpu(chosen, max_num_batched_tokens=tokens)
     chunk = group.minimum("prefill_chunk_max", rank.prefill_chunk(chosen))
     chosen = _with_gpu(chosen, prefill_chunk_max=chunk)
+    _log.info("tokens of a step", max_num_batched_tokens=tokens, prefill_chunk_max=chunk)
     shape = cache_shape(chosen.gpu, model.rank_config, device)
     try:
         plan = rank.make(chosen)

@@ -13,16 +13,20 @@ from gpu_service.device.stream import CudaDeviceStream, DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
 from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
-from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
+from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.prefill_lane import Pace, PrefillLane
 from gpu_service.engine.step_runner import StepRunner
+from gpu_service.experts.streaming.make import streams
 from gpu_service.memory.plan import has_lane
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.context import ParallelContext
+from gpu_service.parallel.group import RankGroup
 from gpu_service.scheduler.limits import SchedulerLimits
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.models.config import ModelConfig
+from moebius.placement import make_placement
 from moebius.progress import phase
+from moebius.served_model import read_served_geometry
 
 _log = structlog.get_logger(__name__)
 
@@ -65,6 +69,21 @@ def make_step_runner(
     return steps
 
 
+def may_have_lane(config: MoebiusConfig, model: ModelConfig, device: torch.device) -> bool:
+    """Whether ranks may have a prefill lane; what fits on the device is not known yet.
+
+    Raises UserError as `streams`, and for a placement that cannot be.
+    """
+    chunk, parallel = config.gpu.prefill_chunk_max, config.parallel
+    is_longer = chunk is None or chunk > config.gpu.num_batched_tokens
+    if parallel.pipeline_parallel_size > 1 or not (is_longer and model.moe_layer_ids):
+        return False
+    if parallel.tensor_parallel_size > 1 and config.gpu.prefill_lane_min_tokens is None:
+        return False
+    placement = make_placement(config.placement, read_served_geometry(config))
+    return streams(config, device.type) and not placement.covers_everything
+
+
 def make_lane_stream(
     config: MoebiusConfig, device: torch.device, parallel: ParallelContext
 ) -> DeviceStream | None:
@@ -80,6 +99,7 @@ def make_lane(
     stream: DeviceStream | None,
     main: DeviceStream,
     limits: SchedulerLimits,
+    group: RankGroup,
 ) -> PrefillLane | None:
     """A second step in flight for long prompts: `runner` again, with all that steps write to of its own.
 
@@ -92,7 +112,7 @@ def make_lane(
     assert isinstance(model, CausalLM)
     with stream.active():
         attention = attention_that_runs(gpu, model.rank_config, cache, limits)
-    own = LaneModelRunner(
+    own = group.lane_runner(
         model,
         cache,
         attention,
@@ -114,7 +134,12 @@ def make_lane(
         # What the recorder gathers layer by layer is one step's.
         is_ready=lambda: streamer.can_stream and not (recorder is not None and recorder.is_recording),
         min_tokens=lambda: lane_min_tokens(gpu, streamer.break_even_rows),
+        step_tokens=lambda wait_s: max(
+            gpu.num_batched_tokens, streamer.chooser.step_tokens(limits.prefill_chunk_max, wait_s)
+        ),
+        guard=group.guard,
     )
+    group.open_lane(stream)
     bound = None if gpu.max_itl_ms is None else gpu.max_itl_ms / 1e3
     _log.info("long prompts have a step of their own", max_tokens=limits.prefill_chunk_max)
     return PrefillLane(lane, Pace(bound))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,11 @@ class DeviceStream(ABC):
     def active(self) -> AbstractContextManager[None]:
         """Within it, kernels and copies are launched on this stream."""
 
+    @property
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether the calling thread is in `active` of this stream, and of no other since."""
+
     @abstractmethod
     def record(self) -> DeviceEvent:
         """The end of what was launched so far."""
@@ -71,6 +77,10 @@ class _Ended(DeviceEvent):
         """Nothing is pending, ever."""
 
 
+# The stream that a thread is in; what torch keeps of a GPU's.
+_host = threading.local()
+
+
 class HostDeviceStream(DeviceStream):
     """The null object: the device is the host, and every launch has ended when it returns."""
 
@@ -78,7 +88,20 @@ class HostDeviceStream(DeviceStream):
         self.device = torch.device("cpu")
 
     def active(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return self._active()
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        before = getattr(_host, "stream", None)
+        _host.stream = self
+        try:
+            yield
+        finally:
+            _host.stream = before
+
+    @property
+    def is_current(self) -> bool:
+        return getattr(_host, "stream", None) is self
 
     def record(self) -> DeviceEvent:
         return _Ended()
@@ -127,6 +150,10 @@ class CudaDeviceStream(DeviceStream):
     def _active(self) -> Iterator[None]:
         with torch.cuda.stream(self.stream):
             yield
+
+    @property
+    def is_current(self) -> bool:
+        return bool(_cuda.current_stream(self.device) == self.stream)
 
     def record(self) -> DeviceEvent:
         return _CudaEvent(self.stream)

@@ -111,9 +111,9 @@ class DeviceRunner(StepRunner):
         return self._steps.is_recovering
 
     @property
-    def streams_prompts(self) -> bool:
+    def streamed_tokens(self) -> int:
         streamer = self._runner.streamer
-        return streamer is not None and streamer.can_stream
+        return 0 if streamer is None or not streamer.can_stream else streamer.useful_tokens
 
     def interrupt(self) -> None:
         if self._runner.experts is not None:
@@ -220,6 +220,8 @@ class DeviceRunner(StepRunner):
 
 # How long an answer to whether experts can be streamed is taken for granted: the loop asks in every turn.
 _READY_S = 0.02
+# For so long nothing is tried after experts could not be streamed: another rank may still open its segments.
+_REFUSED_S = 1.0
 
 
 class LaneStep(Pending[StepResult]):
@@ -258,17 +260,21 @@ class DeviceLane(LaneRunner):
         *,
         is_ready: Callable[[], bool],
         min_tokens: Callable[[], tuple[int, int]],
+        step_tokens: Callable[[float | None], int] = lambda wait_s: 0,
+        guard: Callable[[StepRunner], StepRunner] = lambda runner: runner,
     ) -> None:
         """`runner`: with an attention backend and a sampler that the main lane does not use, and no client of
-        expert servers; `main`: the main lane's stream; `is_ready`: whether all experts can be streamed.
+        expert servers; `main`: the main lane's stream; `is_ready`: whether all experts can be streamed;
+        `guard`: as `RankGroup.guard`.
         """
-        self._min_tokens = min_tokens
+        self._min_tokens, self._step_tokens = min_tokens, step_tokens
         self._runner = runner
         self._stream, self._main = stream, main
         self._is_ready = is_ready
         self._ready, self._ask_again = False, 0.0
-        self._steps = DeviceRunner(runner, stream)
+        self._steps = guard(DeviceRunner(runner, stream))
         runner.between_layers = lambda: self.between_layers()
+        runner.wait_until = lambda has_come: self.wait_until(has_come)
 
     @property
     def is_ready(self) -> bool:
@@ -281,12 +287,17 @@ class DeviceLane(LaneRunner):
     def min_tokens(self) -> tuple[int, int]:
         return self._min_tokens()
 
+    def step_tokens(self, wait_s: float | None) -> int:
+        return self._step_tokens(wait_s)
+
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         # Pages that the main lane has given up may still be cleared by it.
         self._stream.wait_for(self._main.record())
         self._hold_residents(True)
         # No expert server is asked, and spans of the main lane's steps must not hang under this one's.
         launched = self._steps.launch(replace(plan, trace_context=None))
+        if self._runner.is_refused:
+            self._ready, self._ask_again = False, time.monotonic() + _REFUSED_S
         return LaneStep(launched, self._stream.record(), self._end)
 
     def mark(self) -> DeviceEvent:

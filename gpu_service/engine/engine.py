@@ -85,7 +85,7 @@ class Engine:
         max_added_s: float | None = None,
         draft_pace: DraftPace | None = None,
     ) -> None:
-        """`operations`: what `call` may run, by name; the same on every rank. `lane`: of one rank only.
+        """`operations`: what `call` may run, by name; the same on every rank. `lane`: on every rank or none.
 
         `max_added_s`: without a lane, what a step of long prompts alone may take while others decode.
         `draft_pace`: None where speculation is off, or does not follow what steps cost.
@@ -122,7 +122,7 @@ class Engine:
         # An error of the loop itself, raised while the lane's layers were launched.
         self._defect: Exception | None = None
         if lane is not None:
-            lane.attend(self._give_turn, self._inbox.wait)
+            lane.attend(self._give_turn, self._inbox, self._in_flight)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -232,7 +232,7 @@ class Engine:
         if self._lane is not None:
             self._tend(self._lane)
         elif self.scheduler.limits.prefill_chunk_max and self._inbox.is_entry:
-            message = self._turns.news(lambda: self._runner.streams_prompts)
+            message = self._turns.news(lambda: self._runner.streamed_tokens)
             if message is not None:
                 self.call(_STREAM_PROMPTS, message)
         launched = len(self._in_flight) < self._depth and self.launch_next()
@@ -279,11 +279,11 @@ class Engine:
         Nothing of the main lane is in flight then: a step that was run again for lost experts would write to
         pages that were freed since it was launched, and the lane's may have got them.
         """
-        if lane.step is not None and lane.step.pending.query():
+        sight, books = self._inbox.sight, self.scheduler.lane
+        if lane.step is not None and sight.lane_has_ended:
             self.commit(lane.take())
-        books = self.scheduler.lane
-        books.is_ready = lane.runner.is_ready
-        books.min_tokens, books.idle_min_tokens = lane.runner.min_tokens
+        books.is_ready, books.step_tokens = sight.is_ready, sight.step_tokens
+        books.min_tokens, books.idle_min_tokens = sight.min_tokens
         if not self.scheduler.wants_lane():
             return
         while self._in_flight:
@@ -303,7 +303,7 @@ class Engine:
         try:
             if not self.receive(wait=False):
                 return False
-            has_ended = bool(self._in_flight) and self._in_flight[0].pending.query()
+            has_ended = bool(self._in_flight) and self._inbox.sight.main_has_ended
             if has_ended:
                 self._commit_oldest()
             launched = len(self._in_flight) < self._depth and self.launch_next()
@@ -311,6 +311,8 @@ class Engine:
                 self._lane.pace.idled()
             return has_ended or launched
         except Exception as error:  # raised again once the lane's step is launched
+            if not self._inbox.is_alone:  # the other ranks would wait for this one's next turn
+                raise
             self._defect = error
             return False
 

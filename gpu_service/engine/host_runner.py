@@ -155,9 +155,9 @@ class HostRunner(StepRunner):
         return self._recovery.is_running
 
     @property
-    def streams_prompts(self) -> bool:
+    def streamed_tokens(self) -> int:
         streamer = self._runner.streamer
-        return streamer is not None and streamer.is_open
+        return 0 if streamer is None or not streamer.is_open else streamer.useful_tokens
 
     def interrupt(self) -> None:
         if self._runner.experts is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -55,6 +56,22 @@ class Stop:
 Message = Add | Abort | Flush | Call | Stop
 
 
+@dataclass(frozen=True, slots=True)
+class LaneSight:
+    """What a host sees of the prefill lane, and of several ranks each would see at another time.
+
+    Filled by the engine; of several ranks all go by what the first one saw.
+    """
+
+    # Whether the lane's open step, and the oldest step in flight of the main lane, have ended.
+    lane_has_ended: bool = False
+    main_has_ended: bool = False
+    # As `LaneRunner` says.
+    is_ready: bool = False
+    min_tokens: tuple[int, int] = (2, 2)
+    step_tokens: int = 0
+
+
 class Inbox:
     """Any thread posts, the engine thread drains; order is kept."""
 
@@ -68,6 +85,9 @@ class Inbox:
         self._messages: list[Message] = []
         # Outputs posted but not drained.
         self.num_added = 0
+        # What the engine goes by until the next drain, and how this rank finds it out; the engine sets that.
+        self.sight = LaneSight()
+        self.look: Callable[[], LaneSight] = LaneSight
 
     def post(self, message: Message) -> None:
         """Appends a message and wakes the engine thread."""
@@ -84,13 +104,24 @@ class Inbox:
                 self._condition.wait(timeout_s)
 
     def drain(self, wait: bool) -> list[Message]:
-        """All messages so far; with `wait`, blocks until there is one."""
+        """All messages so far; with `wait`, blocks until there is one. Sets `sight`."""
         with self._condition:
             while wait and not self._messages:
                 self._condition.wait()
             messages, self._messages = self._messages, []
             self.num_added = 0
-            return messages
+        self.sight = self.look()
+        return messages
+
+    def go_on(self) -> None:
+        """The lane's next layer is launched. Of several ranks, the first one's: the others launch it, too."""
+
+    def is_to_drain(self) -> bool:
+        """Between two layers of the lane: whether the first rank drains once more before the next one.
+
+        Blocks until that is known. Only for ranks whose inbox is not the entry.
+        """
+        raise RuntimeError("messages enter at this rank, which decides when they are drained")
 
 
 @dataclass(frozen=True, slots=True)

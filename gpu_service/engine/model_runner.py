@@ -293,6 +293,10 @@ class LaneModelRunner(ModelRunner):
 
     # The step that keeps the ring of buffers from others until `end_step`.
     _streamed: StreamedExperts | None = None
+    # Whether the latest step was not begun because experts can not be streamed, on some rank.
+    is_refused = False
+    # As `LaneRunner.wait_until`; set by who launches the steps.
+    wait_until: Callable[[Callable[[], bool]], None] = staticmethod(lambda has_come: None)
 
     def end_step(self) -> None:
         """The latest step has ended on the device, or never began."""
@@ -302,7 +306,8 @@ class LaneModelRunner(ModelRunner):
 
     def _stream(self, plan: StepPlan) -> StreamedExperts | None:
         if self.streamer is not None:
-            self._streamed = self.streamer.begin_whole()
+            self._streamed = self.streamer.begin_whole(plan.query_start_loc[-1], self.wait_until)
+            self.is_refused = self._streamed is None
             if self._streamed is None:
                 raise ExpertUnavailable(-1, "the experts of a prefill step can not be streamed any more")
         return self._streamed

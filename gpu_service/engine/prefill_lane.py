@@ -16,9 +16,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gpu_service.device.stream import DeviceEvent
+from gpu_service.engine.interface import Inbox, LaneSight
 from gpu_service.engine.results import StepResult
 from gpu_service.engine.step import Batch, StepPlan
 from gpu_service.engine.step_runner import Pending, Step
@@ -42,11 +43,21 @@ class LaneRunner(ABC):
 
     # Called between layers by the thread that launches a step; set by `PrefillLane`.
     between_layers: Callable[[], None] = staticmethod(lambda: None)
+    # Called within a layer when the host has to know something of the device, with whether that has come:
+    # returns about then. Set by `PrefillLane`.
+    wait_until: Callable[[Callable[[], bool]], None] = staticmethod(lambda has_come: None)
 
     @property
     @abstractmethod
     def min_tokens(self) -> tuple[int, int]:
         """Prompt tokens from which a step is worth it, while others decode and while nobody does."""
+
+    def step_tokens(self, wait_s: float | None) -> int:
+        """Most tokens of a step while others decode, whose tokens it may put off so long (None: not known).
+
+        0: as many as at other times.
+        """
+        return 0
 
     @property
     @abstractmethod
@@ -86,6 +97,7 @@ class Pace:
         self._idle: dict[int, float] = {}
         # Of the latest: the same, when, and whether the lane computed nothing then.
         self._last: tuple[int, float, bool] | None = None
+        self._order = 0
         # When the lane last went on; whether it is to pause, and since it does, until when at most.
         self._since = 0.0
         self._pauses = False
@@ -94,6 +106,11 @@ class Pace:
         self._debt = 0.0
         # Layers that may be queued on the device behind the one that runs, as a whole number.
         self.ahead = float(_MOST_AHEAD)
+
+    @property
+    def wait_s(self) -> float | None:
+        """What may be added between two tokens of those who decode; None: that is not known yet."""
+        return self._idle.get(self._order) if self._max_added_s is None else self._max_added_s
 
     def opened(self) -> None:
         """A step of the lane is about to be launched."""
@@ -104,6 +121,8 @@ class Pace:
         now, order = self.clock(), len(batch.requests).bit_length()
         alone = not lane_is_open or self._until is not None
         last, self._last = self._last, (order, now, alone) if batch.is_uniform_decode else None
+        if batch.is_uniform_decode:
+            self._order = order
         if last is None or self._last is None or last[0] != order:
             return
         between = now - last[1]
@@ -154,16 +173,17 @@ class PrefillLane:
         # The open one, launched to its last layer.
         self.step: Step | None = None
         self._give_turn: Callable[[], bool] = lambda: False
-        self._rest: Callable[[float], object] = time.sleep
+        self._inbox = Inbox()
         self._marks: deque[DeviceEvent] = deque()
         self._last_turn = 0.0
-        runner.between_layers = self._between_layers
+        runner.between_layers, runner.wait_until = self._between_layers, self._wait_until
 
-    def attend(self, give_turn: Callable[[], bool], rest: Callable[[float], object]) -> None:
-        """`give_turn` lets the main lane do what it can without waiting, and says whether that was anything;
-        `rest` waits for at most so many seconds, less when a message arrives.
+    def attend(self, give_turn: Callable[[], bool], inbox: Inbox, in_flight: Sequence[Step]) -> None:
+        """`give_turn` drains the inbox, lets the main lane do what it can without waiting, and says whether
+        that was anything; `in_flight`: the main lane's steps, the oldest first, as they are at any time.
         """
-        self._give_turn, self._rest = give_turn, rest
+        self._give_turn, self._inbox = give_turn, inbox
+        inbox.look = lambda: self._sight(in_flight[0].pending if in_flight else None)
 
     def launch(self, batch: Batch, plan: StepPlan) -> None:
         """Opens a step; returns when all its layers are launched, with turns of the main lane meanwhile."""
@@ -177,13 +197,33 @@ class PrefillLane:
         step, self.step = self.step, None
         return step
 
+    def _sight(self, oldest: Pending[StepResult] | None) -> LaneSight:
+        """What this host sees now; `oldest` in flight of the main lane."""
+        return LaneSight(
+            lane_has_ended=self.step is not None and self.step.pending.query(),
+            main_has_ended=oldest is not None and oldest.query(),
+            is_ready=self.runner.is_ready,
+            min_tokens=self.runner.min_tokens,
+            step_tokens=self.runner.step_tokens(self.pace.wait_s),
+        )
+
     def _between_layers(self) -> None:
-        self._marks.append(self.runner.mark())
-        if self.pace.clock() - self._last_turn >= _TURN_S:
-            self._turn()
-        while not self._may_go_on():
+        if self._inbox.is_entry:
+            self._marks.append(self.runner.mark())
+            if self.pace.clock() - self._last_turn >= _TURN_S:
+                self._turn()
+        self._wait_until(self._may_go_on)
+
+    def _wait_until(self, has_come: Callable[[], bool]) -> None:
+        """With turns of the main lane, on other ranks as many as on the first one, which alone asks."""
+        if not self._inbox.is_entry:
+            while self._inbox.is_to_drain():
+                self._turn()
+            return
+        while not has_come():
             if not self._turn():
-                self._rest(POLL_S)
+                self._inbox.wait(POLL_S)
+        self._inbox.go_on()
 
     def _turn(self) -> bool:
         did_something = self._give_turn()

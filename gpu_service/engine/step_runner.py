@@ -89,9 +89,11 @@ class StepRunner(ABC):
         return 0
 
     @property
-    def streams_prompts(self) -> bool:
-        """Whether long steps would stream their experts instead of asking servers, on this rank."""
-        return False
+    def streamed_tokens(self) -> int:
+        """Tokens of a step that streams its experts, instead of asking servers, from which longer ones gain
+        nothing, on this rank; 0: none would be streamed.
+        """
+        return 0
 
     def interrupt(self) -> None:
         """Steps that wait for lost expert servers fail at once, later ones too. Any thread."""

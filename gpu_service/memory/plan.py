@@ -33,7 +33,7 @@ ATTENTION_WORKSPACE = 512 * MIB
 CUBLAS_WORKSPACE = 64 * MIB
 # Of the prefill lane's stream.
 LANE_CUBLAS = 32 * MIB
-# A communicator's channels; one for tensor groups, one for stages.
+# Communicators' channels: one for tensor groups, and one for stages or for the prefill lane, never both.
 NCCL_BUFFERS = 512 * MIB
 # Nodes and arguments of one captured graph; the tensors of all graphs share one pool.
 GRAPH_BYTES = 24 * MIB
@@ -63,11 +63,13 @@ class StepSize:
 def has_lane(gpu: GpuConfig, parallel: ParallelContext) -> bool:
     """Whether prompts that stream their experts have a step of their own, next to the others.
 
-    `gpu.prefill_chunk_max` is chosen: unset or within the usual budget, nothing is to be gained. Ranks of a
-    group would have to agree on when it ends; their main lane takes the longer steps (`scheduler/turns.py`).
+    `gpu.prefill_chunk_max` is chosen: unset or within the usual budget, nothing is to be gained. Pipeline
+    stages launch different layers; their main lane takes the longer steps (`scheduler/turns.py`). That of
+    tensor-parallel ranks does unless a lane is asked for: two communicators on one GPU were not measured.
     """
     is_longer = (gpu.prefill_chunk_max or 0) > gpu.num_batched_tokens
-    return is_longer and parallel.tp_size * parallel.num_stages == 1
+    is_wanted = parallel.tp_size == 1 or gpu.prefill_lane_min_tokens is not None
+    return is_longer and is_wanted and parallel.num_stages == 1
 
 
 def lane_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext) -> int:

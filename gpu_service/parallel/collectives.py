@@ -100,3 +100,35 @@ class TorchCollectives(Collectives):
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         dist.recv(tensor, group=self._group, group_src=source)
         return tensor
+
+
+class LaneCollectives(Collectives):
+    """Those of an engine with a prefill lane: its steps and the main lane's have a communicator each.
+
+    With one for both, a decode step's sums would wait for those that the lane has queued before them. Ranks
+    launch the collectives of both streams in one order (`LaneSight`).
+    """
+
+    def __init__(self, main: Collectives, lane: Collectives) -> None:
+        self._main, self._lane = main, lane
+        # Whether the calling thread launches a step of the lane; set once there is one.
+        self.is_lane: Callable[[], bool] = lambda: False
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._current.all_reduce(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._current.all_gather(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        return self._current.broadcast(tensor, source)
+
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        self._current.send(tensor, destination)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        return self._current.receive(tensor, source)
+
+    @property
+    def _current(self) -> Collectives:
+        return self._lane if self.is_lane() else self._main

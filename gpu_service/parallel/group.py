@@ -25,17 +25,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from gpu_service.constraint import ConstraintCompiler
+from gpu_service.device.stream import DeviceStream
 from gpu_service.engine.interface import Inbox
-from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.client import ExpertClient
-from gpu_service.parallel.collectives import OneShotAllReduce, TorchCollectives
-from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.collectives import LaneCollectives, OneShotAllReduce, TorchCollectives
+from gpu_service.parallel.context import SOLO, Collectives, ParallelContext
 from gpu_service.parallel.control import RankControl
 from gpu_service.parallel.experts import RankExperts
 from gpu_service.parallel.inbox import FollowerInbox, LeaderInbox
-from gpu_service.parallel.steps import GuardedRunner, RankModelRunner, RankSampler
+from gpu_service.parallel.steps import GuardedRunner, RankLaneModelRunner, RankModelRunner, RankSampler
 
 
 class RankGroup(ABC):
@@ -44,6 +45,7 @@ class RankGroup(ABC):
     parallel: ParallelContext
     # What runs a rank's part of a step; it is given this group's sampler and experts.
     model_runner: type[ModelRunner] = ModelRunner
+    lane_runner: type[LaneModelRunner] = LaneModelRunner
 
     @abstractmethod
     def inbox(self, compiler: ConstraintCompiler | None) -> Inbox:
@@ -62,12 +64,23 @@ class RankGroup(ABC):
         """A runner whose errors end the group, unless all ranks have them alike."""
 
     @abstractmethod
+    def open_lane(self, stream: DeviceStream) -> None:
+        """What is launched on this stream from now on has collectives of its own."""
+
+    @abstractmethod
     def minimum(self, what: str, value: int) -> int:
         """The smallest of all ranks' values; a barrier, too. All ranks call it with the same `what`."""
 
     @abstractmethod
+    def elementwise_largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' numbers, by element: int64 tensors of one shape on the host.
+
+        All call it at the same places, on the thread of the steps.
+        """
+
     def largest(self, value: int) -> int:
-        """The largest of all ranks' values. All call it at the same places, on the thread of the steps."""
+        """As `elementwise_largest`, of one number each."""
+        return int(self.elementwise_largest(torch.tensor([value])))
 
     @abstractmethod
     def fail(self, reason: str) -> None:
@@ -95,11 +108,14 @@ class SoloGroup(RankGroup):
     def guard(self, runner: StepRunner) -> StepRunner:
         return runner
 
+    def open_lane(self, stream: DeviceStream) -> None:
+        """There are no collectives."""
+
     def minimum(self, what: str, value: int) -> int:
         return value
 
-    def largest(self, value: int) -> int:
-        return value
+    def elementwise_largest(self, values: torch.Tensor) -> torch.Tensor:
+        return values
 
     def fail(self, reason: str) -> None:
         """Nobody else is concerned."""
@@ -113,6 +129,7 @@ class ProcessRankGroup(RankGroup):
     """A rank among others, each a process."""
 
     model_runner = RankModelRunner
+    lane_runner = RankLaneModelRunner
 
     def __init__(self, parallel: ParallelContext, control: RankControl, agreement: dist.ProcessGroup) -> None:
         self.parallel = parallel
@@ -136,6 +153,11 @@ class ProcessRankGroup(RankGroup):
     def guard(self, runner: StepRunner) -> StepRunner:
         return GuardedRunner(runner, self.fail)
 
+    def open_lane(self, stream: DeviceStream) -> None:
+        for group in (self.parallel.tensor_group, self.parallel.world_group):
+            assert isinstance(group, LaneCollectives), "the group was made without a lane"
+            group.is_lane = lambda: stream.is_current
+
     def minimum(self, what: str, value: int) -> int:
         """Waits for the slowest rank: loading takes as long as it takes."""
         return min(self._control.exchange(what, value))
@@ -147,10 +169,10 @@ class ProcessRankGroup(RankGroup):
         self._control.close()
         dist.destroy_process_group()
 
-    def largest(self, value: int) -> int:
-        tensor = torch.tensor([value])
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._agreement)
-        return int(tensor)
+    def elementwise_largest(self, values: torch.Tensor) -> torch.Tensor:
+        largest = values.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._agreement)
+        return largest
 
 
 def make_process_groups(
@@ -159,10 +181,12 @@ def make_process_groups(
     device: torch.device,
     timeout_s: float,
     one_shot: bool = False,
+    has_lane: bool = False,
 ) -> tuple[ParallelContext, dist.ProcessGroup]:
     """The context with its collectives, and a CPU group for agreements. All ranks call it at once.
 
-    `one_shot`: tensor-parallel GPUs add small tensors without NCCL.
+    `one_shot`: tensor-parallel GPUs add small tensors without NCCL. `has_lane`: there may be a prefill lane,
+    of tensor-parallel ranks only.
     """
     timeout = timedelta(seconds=timeout_s)
     is_cuda = device.type == "cuda"
@@ -185,13 +209,14 @@ def make_process_groups(
     solo = parallel.tp_size == 1
     small = OneShotAllReduce(own, device) if one_shot and is_cuda and not solo else None
     agreement = dist.new_group(backend="gloo", timeout=timeout)
-    context = replace(
-        parallel,
-        tensor_group=SOLO.tensor_group if solo else TorchCollectives(own, parallel.tp_size, small),
-        world_group=TorchCollectives(_default_group(), parallel.size),
-    )
-    _touch(context, device)
-    return context, agreement
+    tensor_group = SOLO.tensor_group if solo else TorchCollectives(own, parallel.tp_size, small)
+    world_group: Collectives = TorchCollectives(_default_group(), parallel.size)
+    _touch(replace(parallel, tensor_group=tensor_group, world_group=world_group), device)
+    if has_lane:
+        lane = TorchCollectives(dist.new_group(timeout=timeout), parallel.size)
+        _touch(replace(parallel, tensor_group=lane, world_group=lane), device)
+        tensor_group, world_group = LaneCollectives(tensor_group, lane), LaneCollectives(world_group, lane)
+    return replace(parallel, tensor_group=tensor_group, world_group=world_group), agreement
 
 
 def _touch(parallel: ParallelContext, device: torch.device) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_service.constraint import ConstraintCompiler
-from gpu_service.engine.interface import Abort, Add, Call, Flush, Inbox, Message, Stop
+from gpu_service.engine.interface import Abort, Add, Call, Flush, Inbox, LaneSight, Message, Stop
 from gpu_service.parallel.control import RankControl
 from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.prompt import PreparedImage, PromptImage, locate
@@ -167,6 +167,25 @@ def _decode_image(sent: ranks_pb2.Image) -> PreparedImage:
     return PreparedImage(sent.key, pixels, (time, rows, columns), (height, width))
 
 
+def encode_sight(sight: LaneSight) -> ranks_pb2.LaneSight:
+    """For `decode_sight`."""
+    min_tokens, idle_min_tokens = sight.min_tokens
+    return ranks_pb2.LaneSight(
+        lane_has_ended=sight.lane_has_ended,
+        main_has_ended=sight.main_has_ended,
+        is_ready=sight.is_ready,
+        min_tokens=min_tokens,
+        idle_min_tokens=idle_min_tokens,
+        step_tokens=sight.step_tokens,
+    )
+
+
+def decode_sight(sent: ranks_pb2.LaneSight) -> LaneSight:
+    """What rank 0 saw."""
+    min_tokens = sent.min_tokens, sent.idle_min_tokens
+    return LaneSight(sent.lane_has_ended, sent.main_has_ended, sent.is_ready, min_tokens, sent.step_tokens)
+
+
 class LeaderInbox(Inbox):
     """Rank 0's: what a drain returns is sent to all others first, also when it is nothing."""
 
@@ -178,8 +197,13 @@ class LeaderInbox(Inbox):
 
     def drain(self, wait: bool) -> list[Message]:
         messages = super().drain(wait)
-        self._control.publish(encode_messages(messages))
+        iteration = encode_messages(messages)
+        iteration.sight.CopyFrom(encode_sight(self.sight))
+        self._control.publish(iteration)
         return messages
+
+    def go_on(self) -> None:
+        self._control.publish(ranks_pb2.Iteration(goes_on=True))
 
 
 class FollowerInbox(Inbox):
@@ -192,12 +216,26 @@ class FollowerInbox(Inbox):
         super().__init__()
         self._control = control
         self._compiler = compiler
+        # Received, but not drained yet.
+        self._next: ranks_pb2.Iteration | None = None
 
     def post(self, message: Message) -> None:
         """Nothing enters here; the end comes from rank 0, so an engine that has ended may post its own."""
         if not isinstance(message, Stop):
             raise RuntimeError(f"messages enter at rank 0, not here: {message!r}")
 
+    def wait(self, timeout_s: float) -> None:
+        """Not at all: rank 0 has waited, and `drain` waits for it."""
+
     def drain(self, wait: bool) -> list[Message]:
         """Blocks until rank 0 is at the same iteration."""
-        return decode_messages(self._control.next_iteration(), self._compiler)
+        iteration, self._next = self._next or self._control.next_iteration(), None
+        if iteration.goes_on:
+            raise ValueError("rank 0 launches a layer of the prefill lane where this rank drains messages")
+        self.sight = decode_sight(iteration.sight)
+        return decode_messages(iteration, self._compiler)
+
+    def is_to_drain(self) -> bool:
+        iteration = self._control.next_iteration()
+        self._next = None if iteration.goes_on else iteration
+        return not iteration.goes_on

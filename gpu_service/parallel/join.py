@@ -28,7 +28,7 @@ from moebius.tls import active_tls
 from protos import ranks_pb2
 
 _log = structlog.get_logger(__name__)
-_PROTOCOL = 2
+_PROTOCOL = 3
 # How long a connection may take to say what it is; scanners and health checks say nothing.
 _HELLO_S = 3.0
 _RETRY_S = 0.1
@@ -255,10 +255,12 @@ def join_group(
     device: torch.device,
     on_lost: Callable[[str, bool], None] = end_process,
     identity: str = "",
+    has_lane: bool = False,
 ) -> RankGroup:
     """Meets the other ranks and makes the process groups; the null object for one rank.
 
-    `identity` of the model's files as this rank reads them; a rank that reads others is refused.
+    `identity` of the model's files as this rank reads them; a rank that reads others is refused. `has_lane`:
+    as `make_process_groups`.
 
     Raises ConfigError for settings that contradict each other, UserError when ranks do not meet in time.
     """
@@ -291,6 +293,7 @@ def join_group(
         device,
         settings.rank_timeout_s * _COLLECTIVE_PATIENCE,
         settings.small_all_reduce == "one-shot",
+        has_lane,
     )
     _log.info("joined the group of ranks", rank=place.rank, ranks=place.size, device=str(device))
     return ProcessRankGroup(parallel, control, agreement)

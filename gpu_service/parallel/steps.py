@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs, StepResult
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step import ForwardContext, PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
@@ -117,6 +117,10 @@ class RankModelRunner(ModelRunner):
         return [sampler.share_logprobs(own, len(wanted.rows), sampler.columns(wanted.num_top))]
 
 
+class RankLaneModelRunner(LaneModelRunner, RankModelRunner):
+    """The prefill lane's among others."""
+
+
 # All ranks raise these alike (`RankExperts.failure`), so their engines go on alike.
 _AGREED = (ExpertUnavailable, ExpertComputeFailed)
 
@@ -151,8 +155,8 @@ class GuardedRunner(StepRunner):
         return self._inner.is_recovering
 
     @property
-    def streams_prompts(self) -> bool:
-        return self._inner.streams_prompts
+    def streamed_tokens(self) -> int:
+        return self._inner.streamed_tokens
 
     def interrupt(self) -> None:
         self._inner.interrupt()

@@ -22,21 +22,29 @@ from gpu_service.scheduler.admission import Prompt
 
 
 class LaneBooks:
-    """The open step, and what it holds back; the scheduler changes all but the first three fields."""
+    """The open step, and what it holds back; the scheduler changes all but the first four fields."""
 
     def __init__(self) -> None:
         # Filled by the engine before it plans: whether steps of the lane can be computed now, and the prompt
         # tokens from which one is worth it, while others decode and while nobody does.
         self.is_ready = False
         self.min_tokens = self.idle_min_tokens = 2
-        # The one of them that counts now; filled by the scheduler.
-        self.worth = 2
+        # Tokens of a step while others decode; 0: as many as at other times.
+        self.step_tokens = 0
+        # What counts now, of prompts and of steps; filled by `weigh`.
+        self.worth, self.most_tokens = 2, 0
         # Of the open step; None: none is open.
         self.batch: Batch | None = None
         # Who ended while in it, and whether its computed pages are kept for others.
         self.leaving: list[tuple[Request, bool]] = []
         # Who needs pages that only the open step can give back.
         self.lacks_pages: Request | None = None
+
+    def weigh(self, decodes: bool, chunk_max: int) -> None:
+        """Before the lane or the main lane is planned: whether anybody decodes."""
+        # Streaming may pay from one token on, but a single token is the main lane's: that is decoding.
+        self.worth = max(2, self.min_tokens if decodes else self.idle_min_tokens)
+        self.most_tokens = min(chunk_max, self.step_tokens) if decodes and self.step_tokens else chunk_max
 
     def is_due(self, request: Request, need: int) -> bool:
         """Whether the main lane leaves a prompt with `need` tokens to compute to the lane."""

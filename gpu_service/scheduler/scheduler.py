@@ -185,7 +185,7 @@ class Scheduler:
         assert self.lane.may_open, "the lane has an open step, or is not ready"
         self._weigh_lane()
         self.shares.weigh(self.waiting, self.running)
-        division = Division({}, [], self.limits.prefill_chunk_max)
+        division = Division({}, [], self.lane.most_tokens)
         prompts, cache, rank = self._lane_prompts(), self.cache, self.shares.rank
         divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states, rank)
         batch = self._plan(division)
@@ -346,9 +346,7 @@ class Scheduler:
         return any(request.scheduled_len >= request.prompt_len for request in self.running)
 
     def _weigh_lane(self) -> None:
-        worth = self.lane.min_tokens if self._decodes() else self.lane.idle_min_tokens
-        # Streaming may pay from one token on, but a single token is the main lane's: that is decoding.
-        self.lane.worth = max(2, worth)
+        self.lane.weigh(self._decodes(), self.limits.prefill_chunk_max)
 
     def _lane_prompts(self) -> list[Prompt]:
         return self._prompts_of(self.lane.choose)

@@ -1,9 +1,10 @@
-"""Long prompts next to running streams where there is no prefill lane: with several ranks.
+"""Long prompts next to running streams where there is no prefill lane: with several pipeline stages.
 
-A lane would need ranks to launch two streams' collectives in one order without agreeing on every layer. So
-steps take turns instead: one of long prompts alone, of up to `prefill_chunk_max` tokens, which streams its
-experts (each rank its part of them, over its own link), then so many steps of everybody else that those who
-decode have had the device as long. A step with both would copy all experts for 512 rows and every token.
+Stages launch different layers, of one step after another, so that a lane would need its turns between the
+layers of all of them. So steps take turns instead: one of long prompts alone, of up to `prefill_chunk_max`
+tokens, which streams its experts (each rank its part of them, over its own link), then as many steps of all
+other requests that those which decode have had the device as long. A step with both would copy all experts
+for 512 rows and every token.
 
 Others' steps stand between a prompt's, none before its first one or after its last: with n steps there are
 n - 1 such places. So more of them stand there, such that both have had the device as long when the prompt
@@ -96,7 +97,9 @@ class TurnPace:
         self._chunk_max, self._usual, self._max_added_s = chunk_max, usual, max_added_s
         self._decode_s = self._prompts_s = 0.0
         self._steps, self._chunk = float(_UNKNOWN), chunk_max
-        self._look_again, self._streams, self._said = 0.0, False, ""
+        # Of a step of prompts, from which longer ones would only stop others for longer; 0: none is streamed.
+        self._useful = 0
+        self._look_again, self._said = 0.0, ""
 
     def committed(self, batch: Batch, seconds: float) -> None:
         """A step has ended that had the device so long."""
@@ -122,20 +125,21 @@ class TurnPace:
         elif seconds < limit / 2:
             self._chunk = min(self._chunk_max, 2 * self._chunk)
 
-    def message(self, streams: bool) -> str:
+    def message(self) -> str:
         """For `PromptTurns.read` of every rank."""
-        return f"{self._steps:.2f} {self._chunk}" if streams else ""
+        chunk = min(self._chunk, max(self._usual, self._useful))
+        return f"{self._steps:.2f} {chunk}" if self._useful else ""
 
-    def news(self, streams: Callable[[], bool]) -> str | None:
+    def news(self, streamed_tokens: Callable[[], int]) -> str | None:
         """`message`, if it is another than last time; None: nothing has changed.
 
-        `streams` says whether long steps would stream their experts; it is asked ten times a second.
+        `streamed_tokens`: as `StepRunner` says; it is asked ten times a second.
         """
         now = time.monotonic()
         if now >= self._look_again:
             self._look_again = now + _LOOK_S
-            self._streams = streams()
-        message = self.message(self._streams)
+            self._useful = streamed_tokens()
+        message = self.message()
         if message == self._said:
             return None
         if not (message and self._said):

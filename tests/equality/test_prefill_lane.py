@@ -20,7 +20,14 @@ from gpu_service.engine.step import Batch
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.request import FinishReason, Request
 from tests.helpers.engine_harness import Knobs, make_request, prompt_of, running_engine
-from tests.helpers.virtual_device import Times, VirtualEngine, VirtualExperts
+from tests.helpers.virtual_device import (
+    Frames,
+    Times,
+    VirtualEngine,
+    VirtualExperts,
+    VirtualFollower,
+    VirtualLeader,
+)
 
 CONTEXT = 256
 LOST = ExpertUnavailable(0, "killed")
@@ -209,6 +216,17 @@ def test_without_a_lane_a_bound_makes_shorter_steps_of_prompts() -> None:
         assert bound is not None or waits >= 3
 
 
+def test_without_a_lane_steps_are_no_longer_than_is_of_use() -> None:
+    """While others decode: where the link is not waited for, longer steps only stop others for longer."""
+    batches = Batches()
+    virtual = VirtualEngine(long_knobs(), Times(), has_lane=False, prefill_chunk_max=512, observer=batches)
+    virtual.steps.streams, virtual.steps.useful_tokens = True, 256
+    stream = make_request("stream", prompt_of(1, 9), max_tokens=400)
+    prompt = make_request("prompt", prompt_of(3, 1024), max_tokens=1)
+    virtual.run([(0.0, add(stream)), (0.2, add(prompt))])
+    assert [tokens for batch in batches.seen for key, tokens in batch if key == prompt.key] == [256] * 4
+
+
 def test_a_bound_on_what_is_added_holds() -> None:
     """With a tight bound the lane takes smaller slices than without, and still more than half of its time."""
     worst = {}
@@ -315,6 +333,97 @@ def test_without_a_lane_a_step_of_prompts_grows_while_they_are_streamed(overlap:
     sizes.seen.clear()
     virtual.run([(virtual.device.now, add(warm_again())), (virtual.device.now + 0.3, add(again))])
     assert max(sizes.seen) <= 16
+
+
+def test_steps_are_shorter_while_others_decode() -> None:
+    """The lane's largest step is for prompts that are alone; who decodes says how long it may wait."""
+    batches, waits = Batches(), list[float | None]()
+    virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512, observer=batches)
+
+    def step_tokens(wait_s: float | None) -> int:
+        waits.append(wait_s)
+        return 128
+
+    virtual.lane.step_tokens = step_tokens  # type: ignore[method-assign]
+    alone, stream = (
+        make_request("alone", prompt_of(2, 1024), max_tokens=1),
+        make_request("s", [1], max_tokens=200),
+    )
+    prompt = make_request("prompt", prompt_of(3, 1024), max_tokens=1)
+    virtual.run([(0.0, add(alone)), (1.0, add(stream)), (1.1, add(prompt))])
+    sizes = {
+        name: [tokens for batch in batches.seen for key, tokens in batch if key == request.key]
+        for name, request in (("alone", alone), ("prompt", prompt))
+    }
+    assert sizes == {"alone": [512] * 2, "prompt": [128] * 8}
+    # The time between two tokens of the stream, whose steps take 6 ms.
+    assert waits[0] is None
+    assert waits[-1] == pytest.approx(6e-3, rel=0.1)
+
+
+class Batches(NullObserver):
+    """Notes who is in each step, and with how many tokens."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[tuple[str, int]]] = []
+
+    def launched(self, batch: Batch) -> None:
+        keys = [request.key for request in batch.requests]
+        self.seen.append(list(zip(keys, batch.num_new_tokens, strict=True)))
+
+
+@settings(max_examples=max(40, settings().max_examples), deadline=None)
+@given(
+    drawn=REQUESTS,
+    pages=st.integers(66, 160),
+    seqs=st.integers(1, 5),
+    overlap=st.booleans(),
+    speeds=st.lists(st.sampled_from([(1e-4, 5e-3), (1e-3, 1e-3), (3e-3, 2e-4)]), min_size=2, max_size=2),
+    broken=st.dictionaries(st.integers(1, 6), st.integers(0, 5), max_size=2),
+)
+def test_ranks_do_what_the_first_one_does(
+    drawn: list[tuple[int, int, int, int, int, int | None]],
+    pages: int,
+    seqs: int,
+    overlap: bool,
+    speeds: list[tuple[float, float]],
+    broken: dict[int, int],
+) -> None:
+    """However fast their devices are, ranks launch the same steps in the same order, those of the lane and
+    those between its layers, with aborts and with experts that are replaced in the lane: by what the first
+    one saw, never by what they see themselves. Else two streams' collectives would wait for each other.
+    """
+    knobs = Knobs(num_pages=pages, max_num_seqs=seqs, budget=20, overlap=overlap, context_limit=CONTEXT)
+    frames, seen = Frames(), (Batches(), Batches())
+    engines = [
+        VirtualEngine(
+            knobs, Times(main=main, lane=lane), prefill_chunk_max=64, observer=batches, make_inbox=make_inbox
+        )
+        for (main, lane), batches, make_inbox in zip(
+            speeds,
+            seen,
+            (lambda device: VirtualLeader(device, frames), lambda device: VirtualFollower(device, frames)),
+            strict=True,
+        )
+    ]
+    script, requests = [], []
+    for index, (arrival, seed, length, max_tokens, kind, abort) in enumerate(drawn):
+        prompt, name = prompt_of(seed, length), f"r{index}"
+        requests.append(make_request(name, prompt, max_tokens=max_tokens, seed=seed, **PARAMS[kind]))
+        script.append((arrival / 1e3, add(requests[-1])))
+        if abort is not None:
+            script.append(((arrival + abort) / 1e3, partial(Abort, name)))
+    for engine in engines:
+        engine.lane.fails = lambda step, layer: (
+            ExpertUnavailable(-1, "replaced") if broken.get(step) == layer else None
+        )
+    first, second = engines
+    first.lane.step_tokens = lambda wait_s: 30  # type: ignore[method-assign]
+    first.run(script)
+    second.repeat(frames)
+    assert seen[1].seen == seen[0].seen
+    assert [second.tokens(request) for request in requests] == [first.tokens(request) for request in requests]
+    assert second.lane.launched == first.lane.launched
 
 
 class Sizes(NullObserver):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.experts import Share
 from gpu_service.experts.streaming.costs import CostCurve
-from gpu_service.experts.streaming.measure import MeasuredCosts, measure_link
+from gpu_service.experts.streaming.measure import MeasuredCosts, measure_link, measure_products
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import StreamedStep
 from gpu_service.layers.moe import start_experts
@@ -137,15 +138,20 @@ def test_incomplete_segments_leave_all_to_servers() -> None:
     assert found.streamer.can_stream
     found.source.made[1].is_complete = False
     assert found.streamer.begin(9) is None
-    assert found.streamer.begin_whole() is None
+    assert found.streamer.begin_whole(9, at_once) is None
     assert not found.streamer.can_stream
     found.source.made[1].is_complete = True
     assert found.streamer.can_stream
 
 
+def at_once(has_come: Callable[[], bool]) -> None:
+    """The host is the device."""
+    assert has_come()
+
+
 def whole(found: Streaming) -> StreamedStep:
     """A lane's step."""
-    step = found.streamer.begin_whole()
+    step = found.streamer.begin_whole(ROUTED_ROWS, at_once)
     assert step is not None
     return step
 
@@ -156,7 +162,7 @@ def test_a_lane_keeps_the_ring_until_its_end() -> None:
     wanted = forward(MadeExperts(found.client.servers), None)
     step = whole(found)
     assert found.streamer.begin(9) is None
-    assert found.streamer.begin_whole() is None
+    assert found.streamer.begin_whole(9, at_once) is None
     found.client.submitted.clear()
     assert_equal(forward(None, step), wanted)  # type: ignore[arg-type]
     step.launched()
@@ -187,8 +193,8 @@ def test_all_ranks_stream_or_none() -> None:
     """A rank whose segments cannot be read keeps the others from it; the largest share is taken by all."""
     answers: list[int] = []
 
-    def largest(number: int) -> int:
-        return max(number, answers.pop(0)) if answers else number
+    def largest(values: torch.Tensor) -> torch.Tensor:
+        return values.clamp(min=answers.pop(0)) if answers else values
 
     found = streaming(made(tensor_split(SHAPE, 1)), share=10, largest=largest)
     answers.append(65)
@@ -216,3 +222,70 @@ def test_the_link_is_as_fast_as_its_fastest_copy() -> None:
     assert costs is not None
     layer_bytes = sum(stored.nbytes for stored in segments.stored[0])
     assert costs.copy == pytest.approx(layer_bytes / 50e9)
+
+
+def chosen_of(experts: tuple[int, ...], streamed: StreamedExperts, client: MadeExperts | None) -> None:
+    """A step's layers whose rows choose these experts only, each of them."""
+    for layer in range(LAYERS):
+        hidden_states, ids, weights = routed(SHAPE, ROUTED_ROWS, seed=layer)
+        ids = torch.tensor(experts, dtype=torch.int32)[ids.long() % len(experts)]
+        start_experts(layer, hidden_states, ids, weights, client, None, streamed)(None)  # type: ignore[arg-type]
+    streamed.launched()
+
+
+ROUTED_ROWS = 200
+
+
+@pytest.mark.parametrize("in_lane", [False, True], ids=["main", "lane"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_without_rows_are_not_copied(ranks: int, in_lane: bool) -> None:
+    """Once a step has shown who they are; of ranks none copies them. When one is chosen again, servers
+    compute it, or in the lane its bytes are copied alone, by the rank that has it.
+    """
+    few, most = (0, 2, 3, 5), (0, 1, 2, 3, 5)
+    copied, asked = [0, 0, 0], 0
+    for rank in range(ranks):
+        parallel = ParallelContext(tp_rank=rank, tp_size=ranks)
+        found = streaming(made(tensor_split(SHAPE, 1)), parallel=parallel, asks_servers=True)
+        layer = found.source.segments().stored[0][0]  # type: ignore[union-attr]
+        for number, experts in enumerate((few, few, most)):
+            found.client.submitted.clear()
+            before = found.source.copied_bytes, found.streamer.streamed_bytes
+            if in_lane:
+                streamed: StreamedExperts | None = found.streamer.begin_whole(ROUTED_ROWS, at_once)
+            else:
+                streamed = found.streamer.begin(ROUTED_ROWS)
+            assert streamed is not None
+            chosen_of(experts, streamed, None if in_lane else found.client)
+            streamed.end()
+            copied[number] += found.source.copied_bytes - before[0]
+            assert found.streamer.streamed_bytes - before[1] == found.source.copied_bytes - before[0]
+            asked += sum(int((ids >= 0).sum()) for _, ids in found.client.submitted) if number < 2 else 0
+    every = LAYERS * layer.kind.expert_bytes
+    assert copied == [6 * every, 4 * every, (5 if in_lane else 4) * every]
+    assert asked == 0
+
+
+def test_ranks_plan_by_what_all_of_them_counted() -> None:
+    """One whose rounding routed a row elsewhere would else leave an expert to one that has it not."""
+    others = torch.zeros(LAYERS + 1, SHAPE.experts, dtype=torch.int64)
+
+    def largest(values: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(values, others) if values.shape == others.shape else values
+
+    found = streaming(made(tensor_split(SHAPE, 1)), largest=largest)
+    others[0, 4] = 1
+    step = whole(found)
+    chosen_of((0, 2, 3, 5), step, None)
+    step.end()
+    plan = whole(found).plan
+    assert [layer.deferred for layer in plan.layers] == [(1,), (1, 4), (1, 4)]
+
+
+def test_products_are_measured_for_the_longest_steps() -> None:
+    """Up to the rows of a step that streams, not of a usual one: beyond the last point a curve is a line."""
+    found = streaming(made(tensor_split(SHAPE, 1)), experts_per_buffer=3)
+    (kind,) = {stored.kind for stored in found.source.segments().stored[0]}  # type: ignore[union-attr]
+    curve = measure_products(found.streamer, kind, torch.float32, 600)
+    assert [rows for rows, _ in curve.points] == [64, 512, 600]
+    assert all(seconds > 0 for _, seconds in curve.points)

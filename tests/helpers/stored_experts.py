@@ -218,6 +218,7 @@ class FixedShare:
     # Rows, share, seconds of the step, and of the link in it.
     observed: list[tuple[int, int, float, float]] = field(default_factory=list)
     costs: LayerCosts | None = None
+    asks_servers: bool = False
 
     @property
     def break_even_rows(self) -> int:
@@ -229,13 +230,16 @@ class FixedShare:
     def share(self, rows: int) -> int:
         return self.value
 
+    def step_tokens(self, most: int, wait_s: float | None) -> int:
+        return most
+
     def measured(self, costs: LayerCosts) -> None:
         self.costs = costs
 
     def routed(self, left: Sequence[float]) -> None:
         """A share that is fixed follows nothing."""
 
-    def observe(self, rows: int, share: int, seconds: float, copying: float) -> None:
+    def observe(self, rows: int, share: int, seconds: float, copying: float, copied: float) -> None:
         self.observed.append((rows, share, seconds, copying))
 
 
@@ -259,7 +263,8 @@ def streaming(
     kernels: ResidentKernels | None = None,
     resident: ResidentExperts | None = None,
     parallel: ParallelContext = SOLO,
-    largest: object = int,
+    largest: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+    asks_servers: bool = False,
 ) -> Streaming:
     """Everything but the model; small buffers, so that layers are cut."""
     device = device or HostTransfers()
@@ -267,7 +272,7 @@ def streaming(
     segments = [server.segment() for server in servers]
     layers = client.geometry.moe_layers
     each = max(layer.expert_bytes for segment in segments for layer in segment.layers.values())
-    chooser = FixedShare(share)
+    chooser = FixedShare(share, asks_servers=asks_servers)
     streamer = ExpertStreamer(
         client.geometry,
         layers,
@@ -277,7 +282,7 @@ def streaming(
         chooser,
         resident=resident,
         parallel=parallel,
-        largest=largest,  # type: ignore[arg-type]
+        largest=largest,
     )
     source = MadeSource(segments, layers, device)
     streamer.open(source)

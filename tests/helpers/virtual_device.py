@@ -23,7 +23,9 @@ from gpu_service.engine.results import StepOutputs, StepResult, to_result
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step import ForwardContext, StepPlan
 from gpu_service.engine.step_runner import Pending, StepRunner, StepsInFlight
+from gpu_service.parallel.inbox import FollowerInbox, LeaderInbox
 from gpu_service.request import Request
+from protos import ranks_pb2
 from tests.helpers.device_experts import DoomedExperts
 from tests.helpers.engine_harness import Knobs, build_scheduler
 from tests.helpers.fake_model import VOCAB, FakeModel, NullAttention, fake_cache, fake_config
@@ -145,16 +147,17 @@ class _Run:
 class VirtualSteps(StepRunner):
     """The main lane, by the code that runs steps again on a GPU; its experts may be lost."""
 
-    # What `streams_prompts` says.
+    # Whether long steps stream, and from how many tokens on longer ones gain nothing.
     streams = False
+    useful_tokens = 2**16
 
     def __init__(self, device: VirtualDevice, runner: ModelRunner, times: Times) -> None:
         self._device, self._runner, self._times = device, runner, times
         self._steps = StepsInFlight(self._start, runner.experts, 100.0)
 
     @property
-    def streams_prompts(self) -> bool:
-        return self.streams
+    def streamed_tokens(self) -> int:
+        return self.useful_tokens if self.streams else 0
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         return self._steps.launch(plan)
@@ -274,6 +277,42 @@ class VirtualInbox(Inbox):
         self._device.advance(timeout_s)
 
 
+class Frames:
+    """What rank 0 publishes, as the others receive it; in place of `RankControl`."""
+
+    def __init__(self) -> None:
+        self._frames: deque[bytes] = deque()
+
+    def publish(self, iteration: ranks_pb2.Iteration) -> None:
+        """Rank 0's."""
+        self._frames.append(iteration.SerializeToString())
+
+    def next_iteration(self) -> ranks_pb2.Iteration:
+        """Another rank's. Fails when rank 0 published no more: this one does something else than rank 0."""
+        return ranks_pb2.Iteration.FromString(self._frames.popleft())
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+
+class VirtualLeader(VirtualInbox, LeaderInbox):
+    """Of rank 0, whose messages are a script's."""
+
+    def __init__(self, device: VirtualDevice, frames: Frames) -> None:
+        LeaderInbox.__init__(self, frames)  # type: ignore[arg-type]
+        self._device = device
+        self.script = []
+
+
+class VirtualFollower(VirtualInbox, FollowerInbox):
+    """Of another rank, which repeats what rank 0 did, at its own pace."""
+
+    def __init__(self, device: VirtualDevice, frames: Frames) -> None:
+        FollowerInbox.__init__(self, frames)  # type: ignore[arg-type]
+        self._device = device
+        self.script = []
+
+
 class VirtualExperts(DoomedExperts):
     """A server's return takes time, in which the lane goes on."""
 
@@ -297,6 +336,7 @@ class VirtualEngine:
         max_added_s: float | None = None,
         experts: VirtualExperts | None = None,
         observer: EngineObserver | None = None,
+        make_inbox: Callable[[VirtualDevice], VirtualInbox] = VirtualInbox,
     ) -> None:
         self.device = VirtualDevice(times.main_share, times.lane_share)
         self.experts = experts or VirtualExperts()
@@ -314,7 +354,7 @@ class VirtualEngine:
 
         self.lane = VirtualLane(self.device, runner(None), times)
         pace = Pace(max_added_s, lambda: self.device.now)
-        self.inbox = VirtualInbox(self.device)
+        self.inbox = make_inbox(self.device)
         self.steps = VirtualSteps(self.device, runner(self.experts), times)
         self.engine = Engine(
             self.scheduler,
@@ -344,6 +384,13 @@ class VirtualEngine:
             self.engine.turn()
         else:
             raise AssertionError("requests starve")
+        self.engine.finish()
+        self.check_empty()
+
+    def repeat(self, frames: Frames) -> None:
+        """Does what rank 0 did that published the frames; its `run` is over."""
+        while frames and self.engine.receive(wait=False):
+            self.engine.turn()
         self.engine.finish()
         self.check_empty()
 

@@ -50,6 +50,12 @@ class FakeMachine:
                 path = self.sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
                 self.write(path, ",".join(map(str, group)))
 
+    def caches(self, groups: Sequence[str]) -> None:
+        """Last-level caches, each by the CPUs that share it."""
+        for group in groups:
+            for cpu in parse_cpu_list(group):
+                self.write(self.sys / f"devices/system/cpu/cpu{cpu}/cache/index3/shared_cpu_list", group)
+
     def group(self, path: str, **files: str) -> None:
         """A cgroup's files; `cpu_max` for cpu.max, `cpuset` for cpuset.cpus.effective."""
         names = {"cpu_max": "cpu.max", "cpuset": "cpuset.cpus.effective"}
@@ -181,6 +187,66 @@ def test_one_thread_per_physical_core(machine: FakeMachine) -> None:
     found = machine.detect()
     assert len(found.usable_cpus()) == 5
     assert found.recommended_threads() == 3
+
+
+def test_cores_are_the_usable_cpus_of_each_physical_core(machine: FakeMachine) -> None:
+    """Siblings belong together; a core counts with half of its siblings; offline ones are no part of it."""
+    machine.online("0-2,4-7")
+    machine.node(0, "0-1,4-5")
+    machine.node(1, "2-3,6-7")
+    machine.siblings([(0, 4), (1, 5), (2, 6), (3, 7)])
+    machine.allow("0-2,4,6-7")
+    found = machine.detect()
+    assert found.cores(0) == ((0, 4), (1,))
+    assert found.cores(1) == ((2, 6), (7,))
+    assert found.cores() == ((0, 4), (1,), (2, 6), (7,))
+    assert [found.recommended_threads(node) for node in (0, 1, -1)] == [2, 2, 4]
+    with pytest.raises(ValueError, match="node 2 does not exist"):
+        found.cores(2)
+
+
+def test_a_cpuset_with_one_sibling_of_each_core_has_as_many_cores(machine: FakeMachine) -> None:
+    """Half of the CPUs are all of the cores."""
+    machine.online("0-7")
+    machine.siblings([(0, 1), (2, 3), (4, 5), (6, 7)])
+    machine.write(machine.proc / "self/cgroup", "0::/box")
+    machine.group("box", cpuset="1,3,5,7", cpu_max="300000 100000")
+    found = machine.detect()
+    assert found.cores() == ((1,), (3,), (5,), (7,))
+    assert found.recommended_threads() == 3
+
+
+def test_without_known_siblings_every_cpu_is_a_core(machine: FakeMachine) -> None:
+    """A virtual machine that hides SMT gets a thread per CPU."""
+    machine.online("0-3")
+    found = machine.detect()
+    assert found.cores() == ((0,), (1,), (2,), (3,))
+    assert found.recommended_threads() == 4
+
+
+@pytest.mark.parametrize("source", ["events", "capacity"])
+def test_efficiency_cores_compute_only_where_there_are_no_others(machine: FakeMachine, source: str) -> None:
+    """A layer ends with its slowest thread; favoured cores of one kind are no other kind."""
+    machine.online("0-7")
+    machine.siblings([(0, 1), (2, 3), (4,), (5,), (6,), (7,)])
+    if source == "events":
+        machine.write(machine.sys / "devices/cpu_core/cpus", "0-3")
+        machine.write(machine.sys / "devices/cpu_atom/cpus", "4-7")
+    else:
+        for cpu, capacity in enumerate((1024, 1024, 980, 980, 600, 600, 600, 600)):
+            machine.write(machine.sys / f"devices/system/cpu/cpu{cpu}/cpu_capacity", str(capacity))
+    found = machine.detect()
+    assert found.cores() == ((0, 1), (2, 3))
+    assert found.recommended_threads() == 2
+    machine.allow("5-7")
+    assert machine.detect().cores() == ((5,), (6,), (7,))
+
+
+def test_first_cores_are_of_different_caches(machine: FakeMachine) -> None:
+    """Each chiplet has a link of its own to memory: few threads have to use many of them."""
+    machine.online("0-5")
+    machine.caches(["0-2", "3-5"])
+    assert [core[0] for core in machine.detect().cores()] == [0, 3, 1, 4, 2, 5]
 
 
 @pytest.mark.parametrize("text", ["0-", "3-1", "a", "0,,1", "-1", "0-99999999999", "1 2"])

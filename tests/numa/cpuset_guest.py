@@ -22,19 +22,23 @@ if IN_GUEST:
 
 CGROUP = Path("/sys/fs/cgroup")
 NBYTES = 8 << 20
-# Name -> CPUs, memory nodes, and the node that a server finds; a text: what it says instead.
-LAYOUTS: dict[str, tuple[str, str, int | str]] = {
-    "one node, the first": ("0-1", "0", 0),
-    "one node, the second": ("2-3", "1", 1),
-    "one CPU": ("3", "1", 1),
-    "CPUs of two nodes": ("1-2", "0-1", "are of 2 nodes (node 0: 1, node 1: 2)"),
-    "memory of the other node": ("2-3", "0", "are of node 1, its memory of [0]"),
+# Name -> CPUs, memory nodes, the node that a server finds (a text: what it says instead), and its threads:
+# CPUs 2n and 2n + 1 are threads of one core.
+LAYOUTS: dict[str, tuple[str, str, int | str, int]] = {
+    "one node, the first": ("0-3", "0", 0, 2),
+    "one node, the second": ("4-7", "1", 1, 2),
+    "one thread of each core": ("5,7", "1", 1, 2),
+    "one core": ("2-3", "0", 0, 1),
+    "one CPU": ("7", "1", 1, 1),
+    "CPUs of two nodes": ("3-4", "0-1", "are of 2 nodes (node 0: 3, node 1: 4)", 0),
+    "memory of the other node": ("4-7", "0", "are of node 1, its memory of [0]", 0),
 }
 CHECK = "CPUs of this container"
 
 
-def serve_here() -> int | str:
-    """The node that an expert server of this process binds itself to, once its memory was seen there."""
+def serve_here() -> tuple[int, int] | str:
+    """The node that an expert server of this process binds itself to, once its memory was seen there, and its
+    threads; else what it says."""
     from expert_service.placement import place_process
     from moebius.config import ExpertConfig
     from moebius.topology import Topology, page_nodes
@@ -49,7 +53,7 @@ def serve_here() -> int | str:
     nodes = set(page_nodes(address, NBYTES))
     if IN_GUEST and nodes != {placed.numa_node}:
         return f"bound to node {placed.numa_node}, memory on {nodes}"
-    return placed.numa_node
+    return placed.numa_node, placed.num_threads
 
 
 def doctor_line() -> str:
@@ -73,17 +77,17 @@ def enter(version: int, name: str, cpus: str, memory: str) -> None:
         place.mkdir(exist_ok=True)
         last = part != "kubepods"
         (place / "cpuset.mems").write_text(memory if last else "0-1")
-        (place / "cpuset.cpus").write_text(cpus if last else "0-3")
+        (place / "cpuset.cpus").write_text(cpus if last else "0-7")
     (place / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def check_layout(version: int, name: str) -> bool:
     """In a process of its own; prints the lines."""
-    cpus, memory, expected = LAYOUTS[name]
+    cpus, memory, expected, threads = LAYOUTS[name]
     enter(version, name, cpus, memory)
     found, line = serve_here(), doctor_line()
     if isinstance(expected, int):
-        good, named = found == expected, line.startswith("ok") and f"node {expected}" in line
+        good, named = found == (expected, threads), line.startswith("ok") and f"node {expected}" in line
     else:
         good, named = expected in str(found), line.startswith("FAILURE") and "kubelet settings" in line
     print(f"{'PASS' if good else 'FAIL'} v{version} server, {name}: {found}", flush=True)

@@ -51,10 +51,12 @@ void check_all_on(const void* pages, int node, const std::string& name) {
 void check_topology(const Topology& topology) {
   check(topology.nodes.size() == 2, "two nodes", std::to_string(topology.nodes.size()));
   for (const NumaNode& node : topology.nodes) {
-    const std::vector<int> expected = node.id == 0 ? std::vector<int>{0, 1} : std::vector<int>{2, 3};
+    const std::vector<int> expected = node.id == 0 ? std::vector<int>{0, 1, 2, 3} : std::vector<int>{4, 5, 6, 7};
     const std::string prefix = "node " + std::to_string(node.id) + " ";
     check(node.cpus == expected, prefix + "cpus", text(node.cpus));
     check(topology.usable_cpus(node.id) == expected, prefix + "usable cpus");
+    const uint32_t threads = topology.recommended_threads(node.id);
+    check(threads == 2, prefix + "a thread for each physical core", std::to_string(threads));
     const uint64_t mib = node.memory_total_bytes >> 20;
     check(mib > 300 && mib <= 512, prefix + "memory", std::to_string(mib) + " MiB");
     check(node.memory_allowed && node.memory_free_bytes <= node.memory_total_bytes, prefix + "memory allowed");

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Boots a real kernel with two NUMA nodes under emulation and runs numa_guest.cc as its /init.
+# Boots a real kernel with two NUMA nodes of two cores with two threads each under emulation and runs numa_guest.cc as its /init.
 # usage: run_guest.sh [WORK_DIR [check]]; prints the guest's console. Installs nothing: exit status 77 and the
 # missing package on stderr when a tool is absent.
 #        run_guest.sh WORK_DIR ROOT INIT [ARGUMENT...] boots another root with INIT of it: a directory, or the
@@ -55,10 +55,11 @@ else
 fi
 (cd "$tree" && find . | cpio --quiet -o -H newc) > "$work/initramfs"
 
-# Emulation (tcg) needs no privilege and works inside virtual machines; the guest takes a few seconds.
+# Emulation (tcg) needs no privilege and works inside virtual machines; the guest takes a few seconds. Of an AMD processor
+# it would hide which CPUs are threads of one core.
 half=$((${memory%G} * 512))M
-exec timeout 540 qemu-system-x86_64 -accel tcg -cpu max -smp 4,sockets=2 -m $memory \
-  -object memory-backend-ram,id=m0,size=$half -numa node,nodeid=0,cpus=0-1,memdev=m0 \
-  -object memory-backend-ram,id=m1,size=$half -numa node,nodeid=1,cpus=2-3,memdev=m1 \
+exec timeout 540 qemu-system-x86_64 -accel tcg -cpu max,vendor=GenuineIntel -smp 8,sockets=2,cores=2,threads=2 -m $memory \
+  -object memory-backend-ram,id=m0,size=$half -numa node,nodeid=0,cpus=0-3,memdev=m0 \
+  -object memory-backend-ram,id=m1,size=$half -numa node,nodeid=1,cpus=4-7,memdev=m1 \
   -kernel "$kernel" -initrd "$work/initramfs" -append "console=ttyS0 quiet panic=-1 rdinit=$init -- $*" \
   -nographic -no-reboot

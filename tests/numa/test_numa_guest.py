@@ -16,6 +16,8 @@ EXPECTED_CHECKS = (
     "two nodes",
     "node 0 cpus",
     "node 1 cpus",
+    "node 0 a thread for each physical core",
+    "node 1 a thread for each physical core",
     "pinned to node 0 and running there",
     "pinned to node 1 and running there",
     "memory bound to node 0 lies there",

@@ -3,13 +3,48 @@ among the tests of test_end_to_end.py, whose system it shares."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import psutil
 
+from moebius.topology import Topology
 from tests.drills.checkpoint import FLAGS, MODEL, write_checkpoint
-from tests.helpers.stack import mailboxes_of, running_stack
+from tests.helpers.stack import ROOT, mailboxes_of, running_stack
+
+
+def threads_of(text: str) -> str:
+    """What a start, or doctor for each NUMA node, says of threads."""
+    return "\n".join(line for line in text.splitlines() if "expert threads" in line)
+
+
+def doctor() -> str:
+    """What it says of an instance that would start now."""
+    command = [sys.executable, "-P", "-m", "moebius", "doctor"]
+    return threads_of(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
+
+
+def test_two_instances_know_of_each_other(tmp_path: Path) -> None:
+    """The second says whose cores it shares; those of a first one that is killed are free at once."""
+    model, cores = write_checkpoint(tmp_path / "model"), len(Topology.detect().cores())
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    own, alone = ("--expert-threads", str(cores)), ("--expert-servers", "1")
+    with running_stack(model, tmp_path / "first", *FLAGS, *own, *alone) as first:
+        port = f"port {first.base_url.rpartition(':')[2]} "
+        assert f"expert threads: {cores} (set by expert_threads" in threads_of(first.log.read_text())
+        with running_stack(model, tmp_path / "second", *FLAGS, *alone) as second:
+            assert port in threads_of(second.log.read_text())
+            assert "cores are shared with other instances" in second.log.read_text()
+            first.process.kill()
+            first.process.wait()
+            body = {"model": MODEL, "prompt": "One, two,", "max_tokens": 4, "ignore_eos": True}
+            assert httpx.post(f"{second.base_url}/v1/completions", json=body, timeout=120).status_code == 200
+            said = doctor()
+            assert port not in said
+            assert f"port {second.base_url.rpartition(':')[2]} " in said
 
 
 def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from gpu_service.assembly import process
 from gpu_service.assembly.kv_memory import cache_shape, scheduler_limits, scored_token_cost
-from gpu_service.assembly.process import use_jit_cache
+from gpu_service.assembly.process import prepare_process, use_jit_cache
 from gpu_service.assembly.steps import graphs_unsupported_reason
 from gpu_service.assembly.warm_up import warm_up_requests, warm_up_tokens
 from gpu_service.cache.fp8 import E4M3
@@ -116,3 +117,21 @@ def test_a_scored_prompt_token_costs_what_the_head_adds(name: str, cost: int, tm
     (tmp_path / "config.json").write_text(json.dumps(Published.load(name).config))
     assert scored_token_cost(read_model_config(tmp_path)) == cost
     assert scored_token_cost(fake_config(vocab_size=150_000)) == 8
+
+
+@pytest.mark.parametrize(
+    ("cores", "cpus", "setting", "threads"),
+    # SMT; a CPU is left to other threads; a cgroup's quota; one CPU; a setting.
+    [(8, 16, 0, 8), (8, 8, 0, 7), (2, 16, 0, 2), (1, 1, 0, 1), (8, 16, 12, 12)],
+)
+def test_torch_has_a_thread_for_each_physical_core(
+    monkeypatch: pytest.MonkeyPatch, cores: int, cpus: int, setting: int, threads: int
+) -> None:
+    """Of those the engine may use; two threads of a core would wait for one another."""
+    found: list[int] = []
+    topology = SimpleNamespace(recommended_threads=lambda: cores)
+    monkeypatch.setattr(process, "Topology", SimpleNamespace(detect=lambda: topology))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    prepare_process(MoebiusConfig(gpu=GpuConfig(device="cpu", gpu_threads=setting)))
+    assert found == [threads]

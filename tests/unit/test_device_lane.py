@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -10,8 +12,10 @@ from gpu_service.engine.device_runner import DeviceLane
 from gpu_service.engine.model_runner import LaneModelRunner, TokenPool
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step import Dummy, ForwardContext, StepPlan, captured_fields, graph_plan, graph_rows
+from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.parallel.steps import GuardedRunner
 from tests.helpers.fake_model import VOCAB, FakeModel, NullAttention, fake_cache, fake_config
 from tests.helpers.resident_layers import Shape
 from tests.helpers.stored_experts import MadeServer, Streaming, streaming, tensor_split
@@ -51,7 +55,9 @@ class Changes:
         """Called before every step."""
 
 
-def made() -> tuple[DeviceLane, LateStream, FakeModel, Streaming, Changes]:
+def made(
+    guard: Callable[[StepRunner], StepRunner] = lambda runner: runner,
+) -> tuple[DeviceLane, LateStream, FakeModel, Streaming, Changes]:
     """A lane on a model without layers, whose streamer has segments of three layers."""
     servers = [MadeServer(SHAPE, "float32", part, 3, 1) for part in tensor_split(SHAPE, 1)]
     found, cache, model, resident = streaming(servers), fake_cache(8, 4), FakeModel(), Changes()
@@ -66,7 +72,9 @@ def made() -> tuple[DeviceLane, LateStream, FakeModel, Streaming, Changes]:
         streamer=found.streamer,
     )
     stream = LateStream()
-    lane = DeviceLane(runner, stream, HostDeviceStream(), is_ready=lambda: True, min_tokens=lambda: (2, 2))
+    lane = DeviceLane(
+        runner, stream, HostDeviceStream(), is_ready=lambda: True, min_tokens=lambda: (2, 2), guard=guard
+    )
     return lane, stream, model, found, resident
 
 
@@ -104,14 +112,38 @@ def test_a_launch_that_fails_ends_when_what_it_launched_has() -> None:
     with pytest.raises(RuntimeError, match="boom"):
         pending.wait()
     assert not resident.is_held
-    assert found.streamer.begin_whole() is not None
+    assert found.streamer.begin_whole(9, lambda has_come: None) is not None
+
+
+def test_what_one_rank_alone_fails_with_ends_its_group() -> None:
+    """At the launch, before others wait for its collectives; experts that were replaced end nothing."""
+    reported: list[str] = []
+    lane, stream, model, found, _ = made(lambda runner: GuardedRunner(runner, reported.append))
+    found.source.made[0].is_complete = False
+    lost = lane.launch(plan())
+    stream.event.ended = True
+    with pytest.raises(ExpertUnavailable):
+        lost.wait()
+    assert reported == []
+    found.source.made[0].is_complete = True
+
+    def fail(call: int) -> None:
+        raise RuntimeError("boom")
+
+    model.before_forward = fail
+    lane.launch(plan())
+    assert reported == ["a step failed: RuntimeError('boom')"]
 
 
 def test_a_lane_without_experts_says_that_they_are_lost() -> None:
-    """Segments that are loaded anew: the step is computed otherwise, not failed."""
+    """Segments that are loaded anew: the step is computed otherwise, not failed, and the lane tries again
+    only after a while, since another rank may still open its segments.
+    """
     lane, stream, _, found, _ = made()
+    assert lane.is_ready
     found.source.made[0].is_complete = False
     pending = lane.launch(plan())
+    assert not lane.is_ready
     stream.event.ended = True
     with pytest.raises(ExpertUnavailable, match="can not be streamed any more"):
         pending.wait()

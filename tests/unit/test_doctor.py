@@ -17,8 +17,10 @@ from moebius.app.doctor.checks import (
     check_host,
     check_kubelet,
     check_pod,
+    check_threads,
 )
 from moebius.app.doctor.facts import Facts, Volume, read_facts, read_memory_limit, read_volume
+from moebius.app.supervisor.expert_placement import ServerBinding
 from moebius.config import SecurityConfig
 from tests.helpers.certificates import Authority, grpc_security, write_secret
 
@@ -272,3 +274,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     capsys.readouterr()
     assert run_cli("doctor", "/no/such/model") == 1
     assert "FAILURE checkpoint: MODEL '/no/such/model'" in capsys.readouterr().out
+
+
+def test_threads_and_their_reason_are_said_for_each_server() -> None:
+    """Of one node no node is named; cores that instances share are a warning with a remedy."""
+    (alone,) = check_threads([ServerBinding(-1, (0, 1), 2, "one for each CPU")])
+    assert (alone.check, alone.status, alone.found) == ("expert threads", "ok", "2 (one for each CPU)")
+    found = list(
+        check_threads(
+            [
+                ServerBinding(0, (0, 1), 2, "one for each physical core"),
+                ServerBinding(1, (2, 3), 1, "of 2 cores that are shared with port 8000", is_shared=True),
+            ]
+        )
+    )
+    assert [finding.check for finding in found] == ["expert threads of node 0", "expert threads of node 1"]
+    assert "expert_threads" in problems(found)["expert threads of node 1"].fix

@@ -10,7 +10,7 @@ import pytest
 from expert_service import placement
 from expert_service.placement import place_process
 from moebius.config import ExpertConfig
-from moebius.topology import Topology, node_of_cpus
+from moebius.topology import BindResult, Topology, node_of_cpus
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,31 @@ def test_threads_have_a_cpu_each_where_the_server_has_them_to_itself(
 ) -> None:
     """All but two at most; else threads go where the process may go."""
     topology = SimpleNamespace(
-        usable_cpus=lambda: tuple(cpus), recommended_threads=lambda node: recommended, nodes=()
+        cores=lambda: tuple((cpu,) for cpu in cpus), recommended_threads=lambda node: recommended, nodes=()
     )
     monkeypatch.setattr(placement, "Topology", SimpleNamespace(detect=lambda: topology))
     found = place_process(ExpertConfig.model_validate(settings))
     assert (found.numa_node, found.num_threads, found.cpus) == (-1, threads, pinned)
+
+
+@pytest.mark.parametrize(
+    ("threads", "pinned"), [(0, (0, 2, 4, 6)), (3, (0, 2, 4)), (6, (0, 2, 4, 6, 1, 3)), (9, ())]
+)
+def test_threads_share_a_core_only_when_there_are_more_of_them(
+    monkeypatch: pytest.MonkeyPatch, threads: int, pinned: tuple[int, ...]
+) -> None:
+    """Siblings have neighbouring numbers here: the first four CPUs are threads of two cores."""
+    nodes = (SimpleNamespace(id=0, memory_allowed=True),)
+    topology = SimpleNamespace(
+        nodes=nodes,
+        usable_cpus=lambda node: tuple(range(8)),
+        cores=lambda node: ((0, 1), (2, 3), (4, 5), (6, 7)),
+        recommended_threads=lambda node: 4,
+    )
+    monkeypatch.setattr(placement, "pin_thread", lambda cpus: BindResult(True, ""))
+    settings = ExpertConfig.model_validate({"expert_threads": threads, "numa_node": 0})
+    found = place_process(settings, cast(Topology, topology))
+    assert (found.num_threads, found.cpus) == (threads or 4, pinned)
 
 
 def two_nodes(usable: dict[int, tuple[int, ...]], memory: tuple[int, ...] = (0, 1)) -> Topology:

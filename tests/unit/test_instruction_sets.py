@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpu_service.ops.linear import multiplies_bfloat16
 from moebius.app.commands.running import LineView, LogView, processor_line
@@ -55,3 +56,13 @@ def test_the_start_says_it_first() -> None:
     assert lines == ["CPU kernels: avx2: no AVX-512"]
     assert processor_line(isa_level(), "") == f"CPU kernels: {isa_level()}"
     LogView().on_processor("avx2", "no AVX-512")
+
+
+def test_the_start_says_how_many_threads_compute_and_why() -> None:
+    """Of every expert server, in one line; a record where logs are JSON."""
+    lines: list[str] = []
+    LineView(lines.append).on_threads("8 (set by expert_threads)")
+    assert lines == ["expert threads: 8 (set by expert_threads)"]
+    with capture_logs() as logs:
+        LogView().on_threads("8")
+    assert [(line["event"], line["threads"]) for line in logs] == [("expert threads", "8")]

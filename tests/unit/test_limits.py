@@ -15,7 +15,7 @@ import moebius.limits as limits
 from moebius import _kernels
 from moebius.app.commands.serve import container_note
 from moebius.app.doctor.facts import Volume
-from moebius.app.supervisor.placement import usable_cpus
+from moebius.app.supervisor.expert_placement import usable_nodes
 from moebius.app.supervisor.shortages import shared_memory_shortage
 from moebius.errors import StartupError, UserError, shortage
 from moebius.limits import check_limits, out_of_memory_kills
@@ -170,7 +170,7 @@ def test_a_machine_that_shows_no_cpus_is_one_line(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Topology, "detect", nothing)
     with pytest.raises(StartupError, match="under /sys and /proc: both have to be mounted"):
-        usable_cpus()
+        usable_nodes()
 
 
 def test_a_server_that_its_container_hides_says_so(tmp_path: Path) -> None:

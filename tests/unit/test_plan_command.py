@@ -178,3 +178,17 @@ def test_a_host_is_detected_from_its_files(tmp_path: Path) -> None:
     assert given.gpu is not None
     assert (given.gpu.memory_bytes, given.gpu.bandwidth, given.gpu.flops) == (10 * GIB, 100e9, 5e12)
     assert given.origin["gpu"] == "given"
+
+
+@pytest.mark.parametrize("gpus", ["1x4090", "2x4090"])
+def test_a_plan_says_how_long_steps_are(
+    gpus: str, capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    """Where experts are streamed, also those of long prompts: thousands of tokens; else there are none."""
+    file = tmp_path / "plan.json"
+    for share, chunk in (("0.5", "16384"), ("1", None)):
+        arguments = ("--gpus", gpus, *HOST, "--gpu-experts-ratio", share, "--json", file)
+        status, out, err = run_cli(capsys, "plan", model, *arguments)
+        assert (status, err) == (0, "")
+        assert json.loads(file.read_text())["settings"].get("prefill_chunk_max") == chunk
+        assert (f"prefill_chunk_max {chunk}" in " ".join(out.split())) == (chunk is not None)

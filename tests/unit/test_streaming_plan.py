@@ -299,3 +299,24 @@ def test_who_streams() -> None:
     assert not streams(settings("cpu", "/w"), "cuda")
     with pytest.raises(UserError, match=r"prefill_experts is 'stream', but expert_weights_dir is empty"):
         streams(settings("stream", ""), "cuda")
+
+
+def test_streamed_steps_are_as_long_as_others_may_wait() -> None:
+    """By a layer's products on the GPU, but never so short that the link alone decides; all that there may be
+    while nothing is known.
+    """
+    gpu = CostCurve(((64, 0.5e-3), (4096, 4e-3)))
+    costs = LayerCosts(6e-3, CostCurve(((64, 1e-3),)), gpu)
+    most = 16384
+    knee = costs.step_tokens(most, 1e-3)
+    assert gpu.at(knee) <= 6e-3 < gpu.at(knee + 256)
+    assert costs.step_tokens(most, 6e-3) == knee
+    longer = costs.step_tokens(most, 8e-3)
+    assert gpu.at(longer) <= 8e-3 < gpu.at(longer + 256)
+    assert costs.step_tokens(most, 1.0) == most
+    assert LayerCosts(1e-4, costs.cpu, gpu).step_tokens(most, 1e-4) == 256
+    chooser = ShareChooser("auto", None, 48)
+    assert chooser.step_tokens(most, 1e-3) == most
+    chooser.measured(costs)
+    assert chooser.step_tokens(most, 1e-3) == knee
+    assert chooser.step_tokens(most, None) == most

@@ -99,3 +99,24 @@ def test_costs_know_what_is_left_to_servers() -> None:
     # What serving corrects keeps what is known of routing.
     assert uneven.refined(512, share, 1.0, 0.1).left == uneven.left
     assert CostCurve.of([(100, 1.0), (200, 2.0)]).at(150.5) == pytest.approx(1.505)
+
+
+def test_who_has_had_no_rows_is_expected_to_have_none() -> None:
+    """Not before a step has shown anything, nor in a step of so many more rows that it may have some; and
+    experts that are resident count as chosen, though they are never streamed.
+    """
+    random = np.random.default_rng(4)
+    routing = RecentRouting(LAYERS, EXPERTS, {})
+    assert not routing.unrouted(300 * TOP_K).any()
+    chances = np.ones((len(LAYERS), EXPERTS))
+    chances[:, 40:] = 1e-9
+    available = ALL.copy()
+    available[:, :30] = False
+    for _ in range(3):
+        routing.add(step(random, chances), available)
+    found = routing.unrouted(300 * TOP_K)
+    assert not found[:, 30:40].any()
+    assert found[:, 40:].all()
+    assert not routing.unrouted(100 * 300 * TOP_K).any()
+    # Two rows are not likely to choose one of 40 experts.
+    assert routing.unrouted(2 * TOP_K)[:, 30:].all()

@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 import structlog
 
+from moebius.app.bench import read_curve
+from moebius.app.supervisor import core_division
+from moebius.app.supervisor.expert_placement import NodeCores
 from moebius.app.supervisor.health import GrpcProbe, HttpProbe, MailboxLiveness
+from moebius.app.supervisor.placement import Gpu
 from moebius.app.supervisor.plan import ServePlan, plan_processes
 from moebius.app.supervisor.runfile import write_private
 from moebius.checkpoint.errors import CheckpointError
@@ -71,6 +75,43 @@ def test_with_https_metrics_move_and_it_is_said(model: Path, tmp_path: Path) -> 
     port = configs["gateway"].gateway.gateway_metrics_port
     assert port not in (0, configs["gateway"].gateway.port)
     assert [line["url"] for line in logs if "url" in line] == [f"http://127.0.0.1:{port}/metrics"]
+
+
+def test_two_instances_on_a_gpu_divide_its_host(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first measures, and takes as many cores as read fast; the second has the others.
+
+    Each expert server is restricted to its cores, and its settings say how many threads to start.
+    """
+    node = NodeCores(tuple(range(16)), tuple((cpu, cpu + 8) for cpu in range(8)))
+    measured: list[int] = []
+
+    def measure(nodes: object, most: int) -> dict[int, tuple[tuple[int, float], ...]]:
+        measured.append(most)
+        return {-1: ((4, 60e9), (5, 99e9), (8, 100e9))}
+
+    monkeypatch.setattr(core_division, "usable_nodes", lambda: ({-1: node}, None))
+    monkeypatch.setattr(core_division, "DIRECTORY", tmp_path / "cores")
+    monkeypatch.setattr(read_curve, "measure_read_curves", measure)
+    monkeypatch.setattr("moebius.app.supervisor.plan.find_gpus", lambda: (Gpu(-1),))
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, configs = planned(model, device="cuda")
+    assert configs["expert-0"].experts.expert_threads == 5
+    cpus = {spec.name: spec.cpus for spec in first.plan.processes}
+    assert cpus == {"expert-0": (*range(5), *range(8, 13)), "gpu": (), "gateway": ()}
+    second, configs = planned(model, device="cuda")
+    assert configs["expert-0"].experts.expert_threads == 3
+    assert str(second.servers[0]).startswith(f"3 (one for each physical core that {name_of(first)}")
+    assert measured == [8]
+    del first, second
+    assert len(planned(model, device="cuda", expert_threads="7")[0].servers[0].cpus) == 14
+
+
+def name_of(serve_plan: ServePlan) -> str:
+    """As other instances see it."""
+    return f"port {serve_plan.config.gateway.port} "
 
 
 def test_all_processes_agree(model: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpu_service.assembly.process import local_rank
+from moebius.app.supervisor.core_claims import OtherInstance
+from moebius.app.supervisor.expert_placement import NodeCores
 from moebius.app.supervisor.health import GrpcProbe
 from moebius.app.supervisor.placement import Gpu, find_gpus, place_ranks, rank_settings
 from moebius.app.supervisor.plan import ENGINE_HEALTH, plan_ranks
@@ -16,7 +18,8 @@ from moebius.errors import ConfigError
 from tests.unit.test_supervisor_plan import model, planned
 
 __all__ = ["model"]
-NODES = {0: (0, 1, 2), 1: (3, 4, 5)}
+NODES = {0: NodeCores((0, 1, 2), ((0,), (1,), (2,))), 1: NodeCores((3, 4, 5), ((3,), (4,), (5,)))}
+ONE_NODE = {0: NodeCores((0, 1, 2, 3), ((0, 2), (1, 3)))}
 
 
 def config(tp: int, pp: int = 1, **gpu: object) -> MoebiusConfig:
@@ -32,7 +35,7 @@ def test_each_rank_is_near_its_gpu() -> None:
     placed = place_ranks(config(2), [Gpu(1), Gpu(0)], NODES)
     assert [(rank.name, rank.cpus) for rank in placed] == [("gpu", (3, 4, 5)), ("gpu-1", (0, 1, 2))]
     assert [rank.cpus for rank in place_ranks(config(2), [Gpu(-1), Gpu(0)], NODES)] == [(), (0, 1, 2)]
-    assert [rank.cpus for rank in place_ranks(config(2), [Gpu(0), Gpu(0)], {0: (0, 1)})] == [(), ()]
+    assert [rank.cpus for rank in place_ranks(config(2), [Gpu(0), Gpu(0)], ONE_NODE)] == [(), ()]
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
@@ -42,6 +45,15 @@ def test_more_ranks_than_gpus_are_refused() -> None:
     placed = place_ranks(config(2, device="cpu"), [Gpu(0)], NODES)
     assert [rank.threads for rank in placed] == [3, 3]
     assert [rank.threads for rank in place_ranks(config(1, gpu_threads=5), [Gpu(0)], NODES)] == [5]
+
+
+def test_ranks_on_cpus_have_the_cores_that_other_instances_leave() -> None:
+    """A thread for each physical core, and no rank runs on CPUs of another instance."""
+    placed = place_ranks(config(2, device="cpu"), [], ONE_NODE)
+    assert [(rank.threads, rank.cpus) for rank in placed] == [(1, ()), (1, ())]
+    left = {0: ONE_NODE[0].without([OtherInstance("port 8000", frozenset((0, 2)))], 0)}
+    (alone,) = place_ranks(config(1, device="cpu"), [], left)
+    assert alone.cpus == (1, 3)
 
 
 def test_gpus_are_found_in_the_kernels_files(tmp_path: Path) -> None:

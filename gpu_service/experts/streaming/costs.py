@@ -32,6 +32,8 @@ SHARED_MEMORY = 1.12
 _WORTH, _WORTH_DIVIDING = 0.8, 0.9
 # Rows from which streaming everything is taken to be faster where nothing was measured.
 _UNMEASURED_BREAK_EVEN = 256
+# Tokens of a streamed step are a multiple of this where costs decide.
+_TOKENS = 256
 # Decode batches below this are left to captured graphs and expert servers.
 _LEAST_DECODE_ROWS = 65
 # A measured time is corrected to the median of what so many steps showed: one that took long for a reason of
@@ -117,14 +119,27 @@ class LayerCosts:
             return 0
         return chosen
 
-    def refined(self, rows: int, share: int, seconds: float, copying: float) -> LayerCosts:
+    def step_tokens(self, most: int, wait_s: float) -> int:
+        """Of a step that streams all, at most `most` and at least one unit of `_TOKENS`.
+
+        As many as the GPU multiplies in `wait_s` a layer, which is the least that others wait for, or while
+        the link copies a layer: with fewer the link would be all that a step waits for, and prompts slower.
+        """
+        bound, sizes = max(self.copy * self.copy_scale, wait_s), range(_TOKENS, most, _TOKENS)
+        if self.gpu.at(most) <= bound:
+            return most
+        return max(_TOKENS, _TOKENS * bisect.bisect_right(sizes, bound, key=self.gpu.at))
+
+    def refined(
+        self, rows: int, share: int, seconds: float, copying: float, copied: float = 1.0
+    ) -> LayerCosts:
         """After a step that took `seconds` a layer, in `copying` of which the link was busy.
 
-        The link's time is what it was busy.
+        The link's time is what it was busy; `copied`: the part of the share's experts that were copied.
         """
         if seconds <= 0 or copying <= 0:
             return self
-        link, _, _ = self.parts(rows, share)
+        link = self.parts(rows, share)[0] * copied
         copy_off = copying / link if link > 0 else None
         copy_scale, copy_seen = _corrected(self.copy_scale, self.copy_seen, copy_off)
         cpu_off = self._servers_off(rows, share, seconds, copying)
@@ -204,6 +219,11 @@ class ShareChooser:
             return 0 if self.min_rows is None else SHARES
         return costs.best_share(rows, 0 if self.min_rows is None else 1)
 
+    def step_tokens(self, most: int, wait_s: float | None) -> int:
+        """As `LayerCosts.step_tokens`; `most` while too little is known."""
+        costs = self._costs
+        return most if costs is None or wait_s is None else costs.step_tokens(most, wait_s)
+
     @property
     def break_even_rows(self) -> int:
         """Token rows from which streaming everything takes less time than streaming nothing."""
@@ -218,12 +238,21 @@ class ShareChooser:
             if self._costs is not None:
                 self._costs = replace(self._costs, left=tuple(left))
 
-    def observe(self, rows: int, share: int, seconds: float, copying: float) -> None:
-        """A step took `seconds`, `copying` of them the link was busy; 0: not known."""
+    @property
+    def asks_servers(self) -> bool:
+        """Whether steps leave to expert servers what is not worth a copy."""
+        return self.mode == "auto"
+
+    def observe(self, rows: int, share: int, seconds: float, copying: float, copied: float) -> None:
+        """A step took `seconds`, `copying` of them the link was busy; 0: not known.
+
+        `copied`: the part of the share's experts that were copied.
+        """
         layers = max(1, self.num_layers)
         with self._lock:
             if self._costs is not None:
-                self._costs = self._costs.refined(rows, share, seconds / layers, copying / layers)
+                each, link = seconds / layers, copying / layers
+                self._costs = self._costs.refined(rows, share, each, link, copied)
 
 
 def describe(costs: LayerCosts) -> dict[str, object]:

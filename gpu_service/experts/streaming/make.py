@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share, make_kernels
 from gpu_service.experts.resident.panels import LayerFormat, layer_format
 from gpu_service.experts.streaming.costs import ShareChooser
-from gpu_service.experts.streaming.measure import measure_costs, measure_link
+from gpu_service.experts.streaming.measure import measure_costs, measure_link, measure_products
 from gpu_service.experts.streaming.plan import RingLayout, ring_layout
 from gpu_service.experts.streaming.ring import BufferRing, transfer_device
 from gpu_service.experts.streaming.segments import ExpertSegments, SegmentsUnusable, identity_problem
@@ -181,7 +181,7 @@ def make_streamer(
     dtype: torch.dtype,
     resident: ResidentExperts | None,
     parallel: ParallelContext,
-    largest: Callable[[int], int],
+    largest: Callable[[torch.Tensor], torch.Tensor],
 ) -> ExpertStreamer | None:
     """With its ring, and kernels that are warmed up; None, with a warning: these do not run here.
 
@@ -206,7 +206,7 @@ def make_streamer(
         largest=largest,
     )
     most_rows = max(config.gpu.num_batched_tokens, config.gpu.prefill_chunk_max or 0)
-    if not _warm_up(streamer, plan.kinds, most_rows, dtype):
+    if not _warm_up(streamer, plan, most_rows, dtype):
         return None
     _log.info(
         "experts may be streamed to the device",
@@ -218,14 +218,16 @@ def make_streamer(
     return streamer
 
 
-def _warm_up(
-    streamer: ExpertStreamer, kinds: Collection[LayerFormat], max_rows: int, dtype: torch.dtype
-) -> bool:
-    """Compiles what steps of so many rows need; False: the kernels do not run on this device."""
+def _warm_up(streamer: ExpertStreamer, plan: StreamingPlan, max_rows: int, dtype: torch.dtype) -> bool:
+    """Compiles what steps of up to `max_rows` need, and measures it while the memory of the KV pool is free.
+
+    False: the kernels do not run on this device.
+    """
     try:
         with torch.inference_mode():
-            for kind in kinds:
+            for kind in plan.kinds:
                 streamer.kernels.warm_up(streamer.sample_slots(kind), max_rows, dtype)
+            streamer.products = measure_products(streamer, plan.widest, dtype, max_rows)
     except Exception as error:  # a compiler, a driver or a kernel may raise anything
         _log.warning("experts are not streamed: their kernels do not run on this device", error=brief(error))
         return False
@@ -260,9 +262,9 @@ def open_streamer(
     if plan is None or streamer is None:
         return
     settings, costs = config.experts, None
-    if config.gpu.prefill_experts == "auto" and experts is not None:
+    if config.gpu.prefill_experts == "auto" and experts is not None and streamer.products is not None:
         rows = config.gpu.num_batched_tokens
-        costs = measure_costs(streamer, experts, stream, plan.widest, dtype, rows)
+        costs = measure_costs(streamer, experts, stream, streamer.products, dtype, rows)
     paths = [segment_path(settings.expert_weights_dir, index) for index in range(settings.split_count)]
 
     def on_ready(source: SegmentSource, segments: ExpertSegments) -> None:

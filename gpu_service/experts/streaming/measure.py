@@ -1,4 +1,6 @@
-"""What `costs` needs to know, measured: servers and GPU before serving, the link once it is there."""
+"""What `costs` needs to know, measured: the GPU while there is memory for the longest steps, servers before
+serving, the link once it is there.
+"""
 
 from __future__ import annotations
 
@@ -52,17 +54,40 @@ def _random_rows(streamer: ExpertStreamer, rows: int, dtype: torch.dtype) -> _Ro
     return _Rows(hidden_states.to(device), ids.to(device), weights.to(device))
 
 
+def measure_products(
+    streamer: ExpertStreamer, kind: LayerFormat, dtype: torch.dtype, max_rows: int
+) -> CostCurve:
+    """Of the device, for the experts that a rank streams of a layer, by the host's clock.
+
+    `max_rows`: of the largest step that streams. `kind`: how most of a layer's experts are packed. Kernels
+    are warm, and nothing else runs on the current stream.
+    """
+    slots, device = streamer.sample_slots(kind), streamer.device
+
+    def on_device(rows: _Rows) -> None:
+        streamer.kernels.forward(slots, rows.hidden_states, rows.topk_ids, rows.topk_weights, None)
+
+    # Of the experts in the buffer to those that a rank streams of a layer.
+    factor = streamer.geometry.num_experts / (slots.count * streamer.num_ranks)
+    measured = []
+    for rows in _up_to(_GPU_ROWS, max_rows):
+        made = _random_rows(streamer, rows, dtype)
+        seconds = _time(lambda: device.wait(device.record_read()), on_device, made)
+        measured.append((rows, factor * seconds))
+    return CostCurve.of(measured)
+
+
 def measure_costs(
     streamer: ExpertStreamer,
     experts: ExpertClient,
     stream: DeviceStream,
-    kind: LayerFormat,
+    gpu: CostCurve,
     dtype: torch.dtype,
     max_rows: int,
 ) -> MeasuredCosts | None:
     """All ranks at once, before anything streams; None: a server was lost meanwhile.
 
-    `max_rows`: of the largest step. `kind`: how most of a layer's experts are packed.
+    `max_rows`: of the largest step in which servers have a part. `gpu`: of `measure_products`.
     """
     # One after another, as in a step: the servers' caches hold most of one.
     layers = itertools.cycle(streamer.layers)
@@ -72,26 +97,15 @@ def measure_costs(
         ticket = experts.submit(next(layers), rows.hidden_states, rows.topk_ids, rows.topk_weights)
         experts.collect(ticket)
 
-    slots = streamer.sample_slots(kind)
-
-    def on_device(rows: _Rows) -> None:
-        streamer.kernels.forward(slots, rows.hidden_states, rows.topk_ids, rows.topk_weights, None)
-
     try:
         with stream.active(), torch.inference_mode():
             cpu = [
-                (rows, _time(stream, on_servers, _random_rows(streamer, rows, dtype)))
+                (rows, _time(stream.synchronize, on_servers, _random_rows(streamer, rows, dtype)))
                 for rows in _up_to(_SERVER_ROWS, max_rows)
             ]
             failure = experts.failure()
             if failure is not None:
                 raise failure
-            # Of the experts in the buffer to those that a rank streams of a layer.
-            factor = streamer.geometry.num_experts / (slots.count * streamer.num_ranks)
-            gpu = [
-                (rows, factor * _time(stream, on_device, _random_rows(streamer, rows, dtype)))
-                for rows in _up_to(_GPU_ROWS, max_rows)
-            ]
     except (ExpertUnavailable, ExpertComputeFailed) as error:
         _log.warning(
             "how fast expert servers are could not be measured; they compute all", because=str(error)
@@ -99,21 +113,21 @@ def measure_costs(
         with stream.active():
             experts.recover(60.0)
         return None
-    return MeasuredCosts(CostCurve.of(cpu), CostCurve.of(gpu))
+    return MeasuredCosts(CostCurve.of(cpu), gpu)
 
 
 def _up_to(sizes: tuple[int, ...], most: int) -> list[int]:
     return sorted({min(size, most) for size in sizes})
 
 
-def _time(stream: DeviceStream, work: Callable[[_Rows], None], rows: _Rows) -> float:
-    """The best of some, seconds."""
+def _time(wait: Callable[[], None], work: Callable[[_Rows], None], rows: _Rows) -> float:
+    """The best of some, seconds; `wait`: for the device."""
     best = float("inf")
     for _ in range(_REPEATS):
-        stream.synchronize()
+        wait()
         begin = time.perf_counter()
         work(rows)
-        stream.synchronize()
+        wait()
         best = min(best, time.perf_counter() - begin)
     return best
 

@@ -101,7 +101,10 @@ class LayerStream:
     experts: tuple[int, ...]
     # Of this rank, in the order in which they are copied and used.
     pieces: tuple[Piece, ...]
-    # Nothing is left for expert servers: the other experts are resident.
+    # Those that would be streamed, too, but will probably have no rows: servers have them, or where none is
+    # asked they are copied once they are known to have some. Of all ranks together, ascending.
+    deferred: tuple[int, ...]
+    # All other experts are resident.
     is_whole: bool
 
 
@@ -121,6 +124,12 @@ class StreamPlan:
     def pieces_of(self, layers: Collection[int]) -> int:
         """How many pieces these layers have."""
         return sum(len(layer.pieces) for layer in self.layers if layer.layer in layers)
+
+    @cached_property
+    def copied_part(self) -> float:
+        """Of the experts of its share, how many are copied in any case."""
+        copied = sum(len(layer.experts) for layer in self.layers)
+        return copied / max(1, copied + sum(len(layer.deferred) for layer in self.layers))
 
     @cached_property
     def by_layer(self) -> Mapping[int, LayerStream]:
@@ -153,8 +162,11 @@ def plan_layer(
     rank: int = 0,
     ranks: int = 1,
     counts: Sequence[int] = (),
+    unrouted: Collection[int] = (),
 ) -> LayerStream:
     """Of one layer, `stored` being its part in each segment; `rank` of `ranks` tensor-parallel ones.
+
+    `unrouted`: experts that will probably have no rows.
 
     An expert is streamed only when every part of it is there: with the tensor split each segment has all
     experts of the layer, with the expert split each has its own.
@@ -165,11 +177,13 @@ def plan_layer(
             parts[expert] = parts.get(expert, 0) + found.kind.intermediate_size
     whole = max(parts.values(), default=0)
     available = [expert for expert, size in parts.items() if size == whole and expert not in resident]
-    experts = chosen_experts(available, share, counts)
+    wanted = chosen_experts(available, share, counts)
+    experts = tuple(expert for expert in wanted if expert not in unrouted)
+    deferred = tuple(expert for expert in wanted if expert in unrouted)
     own = set(experts[even_shard(len(experts), rank, ranks).slice])
     pieces = tuple(piece for found in stored for piece in cut(found, own, buffer_bytes))
-    held = len(set(experts) | set(resident))
-    return LayerStream(stored[0].layer, experts, pieces, held == num_experts)
+    held = len(set(wanted) | set(resident))
+    return LayerStream(stored[0].layer, experts, pieces, deferred, held == num_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +207,8 @@ def ring_layout(
     `layer_bytes`: of `num_parts` segments together; `expert_bytes`: of the largest part of an expert in one.
     Raises ValueError when not even two buffers of one expert each fit.
     """
-    count = max(num_parts, -(-layer_bytes // PIECE_BYTES))
+    # Four buffers at least: one may have to be kept free (`BufferRing.start`).
+    count = max(2, num_parts, -(-layer_bytes // PIECE_BYTES))
     # An expert more than the even part: pieces hold whole ones.
     buffer_bytes = _aligned(-(-layer_bytes // count) + expert_bytes)
     layout = RingLayout(2 * count, buffer_bytes)

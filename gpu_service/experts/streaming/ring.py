@@ -77,7 +77,7 @@ class TransferDevice(ABC):
 
     @abstractmethod
     def wait(self, event: Any) -> None:
-        """Blocks the host until the event has passed. Not for the thread that launches steps."""
+        """Blocks the host until the event has passed."""
 
     @abstractmethod
     def seconds_between(self, begin: Any, end: Any) -> float:
@@ -217,6 +217,8 @@ class BufferRing:
         self._copy: Copy | None = None
         # Of the present pieces: copied, and given back by their reader. The first one's buffer.
         self._launched = self._done = self._first = 0
+        # How many buffers they may fill.
+        self._usable = num_buffers
         # Of all pieces so far, roughly: what a profiler would have noted.
         self.operations = 0
         # Of the present pieces' copies that were launched: events before and after each. Pieces that follow
@@ -228,13 +230,15 @@ class BufferRing:
         """Of all buffers."""
         return len(self.buffers) * self.buffer_bytes
 
-    def start(self, pieces: Sequence[Piece], copy: Copy) -> None:
+    def start(self, pieces: Sequence[Piece], copy: Copy, keeps_one_free: bool = False) -> None:
         """Begins with other pieces; what is left of the earlier ones is forgotten. Launches the first copies.
 
-        They may run while an earlier step still computes. Raises what `copy` raises.
+        They may run while an earlier step still computes. `keeps_one_free`: a buffer, for `fetch`. Raises
+        what `copy` raises.
         """
         self._first = (self._first + self._launched) % len(self.buffers)
         self._pieces, self._copy = pieces, copy
+        self._usable = len(self.buffers) - int(keeps_one_free)
         self._launched = self._done = 0
         self.copies = []
         self._fill()
@@ -258,25 +262,43 @@ class BufferRing:
         self._done += 1
         self._fill()
 
+    def fetch(self, piece: Piece) -> int:
+        """Copies one that is none of the present pieces, after all copies that were launched, to the buffer
+        that is kept free, which the current stream may read from now on. Give it back with `release`.
+        """
+        # The next of the present pieces' copies goes there, after its reader.
+        index = self._buffer(self._launched)
+        self._launch(piece, index)
+        self._device.compute_waits(self._copied[index])
+        return index
+
+    def release(self, buffer: int) -> None:
+        """The current stream's launches so far are all that reads what was fetched."""
+        self._read[buffer] = self._device.record_read()
+
     def _buffer(self, piece: int) -> int:
         return (self._first + piece) % len(self.buffers)
 
     def _fill(self) -> None:
-        while self._launched < min(len(self._pieces), self._done + len(self.buffers)):
-            assert self._copy is not None
+        while self._launched < min(len(self._pieces), self._done + self._usable):
             piece, index = self._pieces[self._launched], self._buffer(self._launched)
-            if self._read[index] is not None:
-                self._device.copy_waits(self._read[index])
-                self._read[index] = None
             # Counted first: a copy that raises half-way leaves the buffer to a later one.
             self._launched += 1
-            begin = self._device.record_copied()
-            for run in piece.runs:
-                self._copy(self.buffers[index][run.target : run.target + run.nbytes], piece, run)
-                self.operations += _COPY_OPERATIONS * -(-run.nbytes // _COPY_BYTES)
-            self.operations += _PIECE_OPERATIONS
-            self._copied[index] = end = self._device.record_copied()
-            self.copies.append((begin, end))
+            self.copies.append(self._launch(piece, index))
+
+    def _launch(self, piece: Piece, index: int) -> tuple[Any, Any]:
+        """The copies of a piece; events before and after."""
+        assert self._copy is not None
+        if self._read[index] is not None:
+            self._device.copy_waits(self._read[index])
+            self._read[index] = None
+        begin = self._device.record_copied()
+        for run in piece.runs:
+            self._copy(self.buffers[index][run.target : run.target + run.nbytes], piece, run)
+            self.operations += _COPY_OPERATIONS * -(-run.nbytes // _COPY_BYTES)
+        self.operations += _PIECE_OPERATIONS
+        self._copied[index] = end = self._device.record_copied()
+        return begin, end
 
 
 def _no_copy(target: torch.Tensor, piece: Piece, run: CopyRun) -> None:

@@ -3,11 +3,16 @@
 Routing is uneven and changes slowly from step to step. Servers take few rows of many experts quickly and many
 rows slowly, a link copies an expert in the same time whatever its rows. So those with the most rows are
 streamed, by the counts of earlier steps; those that get none are not copied, and cost servers nothing. A
-guess that was wrong costs time only: expert servers compute what is not copied.
+guess that was wrong costs time only: expert servers compute what is not copied, and the prefill lane, which
+asks none, copies what its router has chosen against expectation.
+
+Ranks that share layers route alike, and take the largest of all ranks' counts, so that their plans are the
+same whatever rounding does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -23,6 +28,10 @@ _KEPT = 0.8
 _WORTH = 0.04
 # Weight of a step's pairs in what is expected of the next one.
 _NEWEST = 0.3
+# An expert is taken to have been chosen so often more than it was: that it has not been yet says no more.
+_UNSEEN = 0.5
+# Rows that an expert is expected to have at least, or it will rather have none (by Poisson's distribution).
+_LEAST_EXPECTED = math.log(2)
 
 Counts = npt.NDArray[np.int64]
 """int64 `[layers, num_experts]`: rows of each expert."""
@@ -49,6 +58,8 @@ class RecentRouting:
         """`known`: recorded counts by layer, for the first steps; layers without any have all alike."""
         self.layers = tuple(layers)
         self._sums = np.zeros((len(self.layers), num_experts))
+        # Of all experts, those that may not be streamed included.
+        self._pairs = np.zeros((len(self.layers), 1))
         # What plans are made from; all alike: the first experts, which lie together.
         self._used = np.array([known.get(layer, (0,) * num_experts) for layer in self.layers], np.int64)
         self._left: npt.NDArray[np.float64] | None = None
@@ -64,6 +75,7 @@ class RecentRouting:
         `available` `[layers, num_experts]`: may be streamed. An order is judged by a step that it was not
         made from: of even routing each step's own order would always look better than another.
         """
+        self._pairs = _KEPT * self._pairs + counts.sum(axis=1, keepdims=True)
         step = np.where(available, counts, 0)
         if not step.any():
             return False
@@ -80,6 +92,15 @@ class RecentRouting:
         self._left = left if self._left is None else self._left + _NEWEST * (left - self._left)
         self._sums = _KEPT * self._sums + step
         return changed
+
+    def unrouted(self, pairs: int) -> npt.NDArray[np.bool_]:
+        """`[layers, num_experts]`: experts that probably have no row in a step of `pairs` (row, expert) pairs
+        a layer. None where no step has shown anything yet.
+        """
+        weight = self._sums + _UNSEEN
+        expected = pairs * weight / (self._pairs + _UNSEEN * weight.shape[1])
+        found: npt.NDArray[np.bool_] = (self._pairs > 0) & (expected < _LEAST_EXPECTED)
+        return found
 
     def left(self) -> tuple[float, ...]:
         """By streamed share, 0 to SHARES: the part of the pairs that servers should have; empty: unknown."""

@@ -4,9 +4,12 @@ Two ways to begin:
 
 - `begin(rows, is_decode)`, for steps of the engine's main lane: None where expert servers compute faster, or
   where nothing can be streamed now.
-- `begin_whole()`, for a prefill lane: every expert that is not resident is streamed, of every layer, so that
-  no layer touches the expert client. Until its `end` the main lane's steps do not stream, because its copies
-  would wait for this step's products.
+- `begin_whole(rows)`, for a prefill lane: every expert that has rows and is not resident is streamed, of
+  every layer, so that no layer touches the expert client. Until its `end` the main lane's steps do not
+  stream, because its copies would wait for this step's products.
+
+An expert that has probably no rows, by what earlier steps chose, is not copied ahead: expert servers have it,
+or in the lane the host waits for what the layer's router says, while the others' products are computed.
 
 Whoever begins puts the result into `ForwardContext.streamed`, calls `launched` when all layers are, and
 `check` when the step has ended. A step that is run again begins anew.
@@ -18,22 +21,34 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, ResidentKernels, Share
 from gpu_service.experts.resident.panels import LayerFormat
-from gpu_service.experts.streaming.costs import LayerCosts
-from gpu_service.experts.streaming.plan import SHARES, CopyRun, LayerStream, Piece, StreamPlan, plan_layer
+from gpu_service.experts.streaming.costs import CostCurve, LayerCosts
+from gpu_service.experts.streaming.plan import (
+    SHARES,
+    CopyRun,
+    LayerStream,
+    Piece,
+    StreamPlan,
+    cut,
+    plan_layer,
+)
 from gpu_service.experts.streaming.ring import BufferRing, TransferDevice
 from gpu_service.experts.streaming.routing import Counts, RecentRouting, count_chosen
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import even_shard
 from moebius.models.geometry import MoeGeometry
 
 _log = structlog.get_logger(__name__)
+# More tokens than any step has.
+MAX_STREAMED_TOKENS = 2**16
 # Plans and slots that are kept: few differ, unless residents or shares change all the time.
 _MOST_PLANS, _MOST_SLOTS = 64, 8192
 
@@ -69,8 +84,15 @@ class ShareChooser(Protocol):
     def measured(self, costs: LayerCosts) -> None:
         """What is known before the first step."""
 
-    def observe(self, rows: int, share: int, seconds: float, copying: float) -> None:
-        """What a step took, and how much of it the link was busy."""
+    def observe(self, rows: int, share: int, seconds: float, copying: float, copied: float) -> None:
+        """What a step took, and how much of it the link was busy, with `copied` of its share."""
+
+    def step_tokens(self, most: int, wait_s: float | None) -> int:
+        """Of a step that streams all, at most `most`, where others may wait so long; None: not known."""
+
+    @property
+    def asks_servers(self) -> bool:
+        """Whether steps of the main lane leave to expert servers what is not worth a copy."""
 
     def routed(self, left: Sequence[float]) -> None:
         """By share, 0 to SHARES, which part of earlier steps' pairs servers would have had."""
@@ -78,6 +100,14 @@ class ShareChooser(Protocol):
     @property
     def break_even_rows(self) -> int:
         """From which streaming all takes less than streaming nothing."""
+
+
+def _alone(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+WaitUntil = Callable[[Callable[[], bool]], None]
+"""Returns when its argument says so, or soon after; meanwhile the host has something else to do."""
 
 
 class ExpertStreamer:
@@ -95,17 +125,20 @@ class ExpertStreamer:
         resident: ResidentExperts | None = None,
         parallel: ParallelContext = SOLO,
         counts: Mapping[int, Sequence[int]] | None = None,
-        largest: Callable[[int], int] = int,
+        largest: Callable[[torch.Tensor], torch.Tensor] = _alone,
     ) -> None:
         """`layers`: this rank's, in the order of computing, multi-token prediction's last.
 
         `counts`: how often each expert was chosen, by layer.
 
-        `largest` gives all ranks the largest of their numbers; they call it at the same places.
+        `largest` gives all ranks the largest of their numbers, by element of int64 tensors of one shape on
+        the host; they call it at the same places.
         """
         self.ring = ring
         # Of the link to the device; filled by `measure.measure_link`. None: it was not measured.
         self.link_bytes_per_second: float | None = None
+        # Seconds of a layer on the device; filled by `measure.measure_products`. None: it was not measured.
+        self.products: CostCurve | None = None
         # Of all steps that were begun; counted by `begin` and `begin_whole`.
         self.streamed_steps = self.streamed_bytes = 0
         self.geometry = geometry
@@ -122,8 +155,8 @@ class ExpertStreamer:
         self._largest = largest
         self._source: ExpertSource | None = None
         # By share, for the residents of `_plans_of`; of single layers also for those of earlier steps.
-        self._plans: dict[int, StreamPlan] = {}
-        self._layer_plans: dict[tuple[int, int, tuple[int, ...]], LayerStream] = {}
+        self._plans: dict[tuple[int, bytes], StreamPlan] = {}
+        self._layer_plans: dict[tuple[int, int, tuple[int, ...], frozenset[int]], LayerStream] = {}
         self._slots: dict[tuple[int, Piece], LayerSlots] = {}
         self._maps: dict[tuple[int, ...], torch.Tensor] = {}
         self._plans_of: tuple[ExpertSegments, int] | None = None
@@ -147,21 +180,27 @@ class ExpertStreamer:
         segments = self._usable()
         # One rank that cannot stream keeps all from it: nobody else would compute its part.
         refused = SHARES + 1
-        chosen = self._largest(refused if segments is None else self.chooser.share(rows))
+        chosen = self.agree(refused if segments is None else self.chooser.share(rows))
         if chosen in (0, refused) or segments is None:
             return None
-        return self._begin(segments, chosen, rows)
+        unrouted = self._unrouted(rows) if self.chooser.asks_servers else None
+        return self._begin(segments, self._plan(segments, chosen, unrouted), rows)
 
-    def begin_whole(self) -> StreamedStep | None:
+    def begin_whole(self, rows: int, wait_until: WaitUntil) -> StreamedStep | None:
         """For a lane of its own; None: not everything can be streamed now, or another has not ended yet.
 
-        Of a single tensor-parallel rank only.
+        All ranks call it for the same steps, and get alike. `wait_until`: while layers are launched.
         """
         segments = self._usable() if self._whole is None else None
-        if segments is None or not self._plan(segments, SHARES).is_whole:
+        can_stream = segments is not None and self._plan(segments, SHARES).is_whole
+        if self.agree(int(not can_stream)) or segments is None:
             return None
-        self._whole = self._begin(segments, SHARES, 0)
+        self._whole = self._begin(segments, self._plan(segments, SHARES, self._unrouted(rows)), 0, wait_until)
         return self._whole
+
+    def _unrouted(self, rows: int) -> npt.NDArray[np.bool_]:
+        """`[passed layers, num_experts]`: experts that are not copied before they are known to have rows."""
+        return self._routing.unrouted(rows * self.geometry.top_k)
 
     def _usable(self) -> ExpertSegments | None:
         """What a step that begins now may copy."""
@@ -172,11 +211,13 @@ class ExpertStreamer:
             self._current = None
             self.ring.stop()
 
-    def _begin(self, segments: ExpertSegments, share: int, rows: int) -> StreamedStep:
-        plan = self._plan(segments, share)
-        self._current = step = StreamedStep(self, plan, segments, rows)
+    def _begin(
+        self, segments: ExpertSegments, plan: StreamPlan, rows: int, wait_until: WaitUntil | None = None
+    ) -> StreamedStep:
+        self._current = step = StreamedStep(self, plan, segments, rows, wait_until)
+        fetches = wait_until is not None and any(layer.deferred for layer in plan.layers)
         try:
-            self.ring.start(plan.pieces, step.copy)
+            self.ring.start(plan.pieces, step.copy, keeps_one_free=fetches)
         except BaseException:
             self.end(step)
             raise
@@ -196,6 +237,11 @@ class ExpertStreamer:
         return self.chooser.break_even_rows
 
     @property
+    def useful_tokens(self) -> int:
+        """Of a step that streams everything: with more it takes as long for each, by what was measured."""
+        return self.chooser.step_tokens(MAX_STREAMED_TOKENS, 0.0)
+
+    @property
     def is_open(self) -> bool:
         """Whether there is something to copy now. Any thread may ask."""
         return self._usable() is not None
@@ -209,20 +255,39 @@ class ExpertStreamer:
         segments = self._usable()
         return segments is not None and self._plan(segments, SHARES).is_whole
 
-    def _plan(self, segments: ExpertSegments, share: int) -> StreamPlan:
-        """Kept by what it depends on: where residents change while serving, few layers do at a time."""
+    def _plan(
+        self, segments: ExpertSegments, share: int, unrouted: npt.NDArray[np.bool_] | None = None
+    ) -> StreamPlan:
+        """Kept by what it depends on: where residents change while serving, few layers do at a time.
+
+        `unrouted`: as `_unrouted`; None: no expert.
+        """
         depends_on = segments, 0 if self._resident is None else self._resident.version
         if self._plans_of is None or self._plans_of[0] is not segments:
             self._layer_plans, self._slots = {}, {}
         if self._plans_of != depends_on:
             self._plans, self._plans_of = {}, depends_on
-        if share not in self._plans:
-            layers = [self._plan_of_layer(segments, share, layer) for layer in self.layers]
-            self._plans[share] = StreamPlan(share, tuple(layers))
-        return self._plans[share]
+        key = share, b"" if unrouted is None or not unrouted.any() else unrouted.tobytes()
+        if key not in self._plans:
+            if len(self._plans) > _MOST_PLANS:
+                self._plans = {}
+            ids = [frozenset[int]()] * len(self.passed_layers)
+            if key[1] and unrouted is not None:
+                ids = [frozenset(np.flatnonzero(one).tolist()) for one in unrouted]
+            by_layer = dict(zip(self.passed_layers, ids, strict=True))
+            self._plans[key] = StreamPlan(
+                share,
+                tuple(
+                    self._plan_of_layer(segments, share, layer, by_layer.get(layer, frozenset()))
+                    for layer in self.layers
+                ),
+            )
+        return self._plans[key]
 
-    def _plan_of_layer(self, segments: ExpertSegments, share: int, layer: int) -> LayerStream:
-        key = layer, share, self.resident_of(layer)
+    def _plan_of_layer(
+        self, segments: ExpertSegments, share: int, layer: int, unrouted: frozenset[int]
+    ) -> LayerStream:
+        key = layer, share, self.resident_of(layer), unrouted
         if key not in self._layer_plans:
             if len(self._layer_plans) > _MOST_PLANS * len(self.layers):
                 self._layer_plans, self._slots = {}, {}
@@ -235,6 +300,7 @@ class ExpertStreamer:
                 self.rank,
                 self.num_ranks,
                 self._routing.counts(layer) if layer in self.passed_layers else (),
+                unrouted,
             )
         return self._layer_plans[key]
 
@@ -290,12 +356,22 @@ class ExpertStreamer:
 
     def agree(self, number: int) -> int:
         """The largest of all ranks'."""
-        return self._largest(number)
+        return int(self._largest(torch.tensor([number])))
 
-    @property
-    def follows_routing(self) -> bool:
-        """Whether steps count what they choose. Ranks that share layers do not: they would have to agree."""
-        return self.num_ranks == 1
+    def agree_on_step(self, problem: bool, counts: Mapping[int, torch.Tensor]) -> tuple[bool, Counts]:
+        """Whether any rank has a problem, and what all have counted, int64 `[passed layers, num_experts]`.
+
+        `counts`: by layer, `[num_experts]` on the host. Ranks of all stages call it.
+        """
+        layers = self.geometry.passed_layers
+        values = torch.zeros(len(layers) + 1, self.geometry.num_experts, dtype=torch.int64)
+        values[-1] = int(problem)
+        for place, layer in enumerate(layers):
+            if layer in counts:
+                values[place] = counts[layer]
+        agreed = self._largest(values)
+        own = [place for place, layer in enumerate(layers) if layer in self.passed_layers]
+        return bool(agreed[-1].any()), agreed[own].numpy()
 
     def routed(self, counts: Counts) -> None:
         """What a step chose, of all layers: later ones stream those with the most rows."""
@@ -331,25 +407,35 @@ class StreamedStep(StreamedExperts):
     """Made by `ExpertStreamer`."""
 
     def __init__(
-        self, streamer: ExpertStreamer, plan: StreamPlan, segments: ExpertSegments, rows: int
+        self,
+        streamer: ExpertStreamer,
+        plan: StreamPlan,
+        segments: ExpertSegments,
+        rows: int,
+        wait_until: WaitUntil | None,
     ) -> None:
+        """`wait_until`: of a step that asks no expert server; `rows`: 0 for one whose time says nothing."""
         self.plan = plan
         self._streamer = streamer
         self._segments = segments
         self._rows = rows
+        self._wait_until = wait_until
         # Events around each copy; filled by the ring, which `ExpertStreamer` takes them from.
         self.copies: list[tuple[Any, Any]] = []
         # When the device comes to this step, and when it has launched all.
         self._begin, self._end = streamer.device.record_read(), None
-        # Of a step of the main lane: ids of every layer, then their counts, filled when the step has ended.
-        self._chosen: list[torch.Tensor] = []
+        # By layer how many rows each expert has, int32 `[num_experts]` on the device; then all of them on the
+        # host, filled when the step has ended.
+        self._chosen: dict[int, torch.Tensor] = {}
         self._counts: torch.Tensor | None = None
 
     def share(self, layer: int) -> Share:
         found = self.plan.by_layer.get(layer)
-        if found is None or not found.experts:
+        asks_servers = self._wait_until is None
+        if found is None or not (found.experts or (found.deferred and not asks_servers)):
             return Share.NONE
-        return Share.ALL if found.is_whole else Share.SOME
+        leaves_some = not found.is_whole or (asks_servers and found.deferred)
+        return Share.SOME if leaves_some else Share.ALL
 
     def cpu_ids(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
         slots = self._streamer.slot_map(self.plan.by_layer[layer].experts)
@@ -363,10 +449,15 @@ class StreamedStep(StreamedExperts):
         topk_weights: torch.Tensor,
         partial: torch.Tensor | None,
     ) -> torch.Tensor:
-        streamer, ring = self._streamer, self._streamer.ring
+        streamer, ring, plan = self._streamer, self._streamer.ring, self.plan.by_layer[layer]
         if not streamer.is_current(self):
             raise RuntimeError(f"layer {layer} streams in a step that another one has followed already")
-        for expected in self.plan.by_layer[layer].pieces:
+        if layer in streamer.passed_layers:
+            self._chosen[layer] = count_chosen([topk_ids], streamer.geometry.num_experts)[0]
+        counts = None
+        if plan.deferred and self._wait_until is not None:
+            counts = streamer.device.download(self._chosen[layer]), streamer.device.record_read()
+        for expected in plan.pieces:
             buffer, piece = ring.take()
             if piece is not expected:
                 raise RuntimeError(f"layer {layer} streams out of order: layer {piece.stored.layer} is next")
@@ -375,11 +466,33 @@ class StreamedStep(StreamedExperts):
                 partial = streamer.kernels.forward(slots, hidden_states, topk_ids, topk_weights, partial)
             finally:
                 ring.give_back()
-        if self._rows and streamer.follows_routing and layer in streamer.passed_layers:
-            self._chosen.append(topk_ids)
+        for piece in () if counts is None else self._routed_pieces(plan, *counts):
+            buffer = ring.fetch(piece)
+            slots = streamer.slots(buffer, piece)
+            try:
+                partial = streamer.kernels.forward(slots, hidden_states, topk_ids, topk_weights, partial)
+            finally:
+                ring.release(buffer)
         if partial is None:
             partial = torch.zeros_like(hidden_states, dtype=torch.float32)
         return partial
+
+    def _routed_pieces(self, plan: LayerStream, counts: torch.Tensor, counted: Any) -> Sequence[Piece]:
+        """Of this rank's experts that were not copied ahead those that have rows after all.
+
+        Waits for `counts` of the layer, which products that were launched since cover.
+        """
+        streamer = self._streamer
+        assert self._wait_until is not None
+        self._wait_until(lambda: streamer.device.has_ended(counted))
+        streamer.device.wait(counted)
+        own = plan.deferred[even_shard(len(plan.deferred), streamer.rank, streamer.num_ranks).slice]
+        rows = counts.tolist()
+        routed = [expert for expert in own if rows[expert]]
+        stored = self._segments.stored[plan.layer]
+        pieces = [piece for one in stored for piece in cut(one, routed, streamer.ring.buffer_bytes)]
+        streamer.streamed_bytes += sum(piece.nbytes for piece in pieces)
+        return pieces
 
     def copy(self, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
         """One run of the ring."""
@@ -388,27 +501,29 @@ class StreamedStep(StreamedExperts):
     def launched(self) -> None:
         streamer = self._streamer
         self._end = streamer.device.record_read()
-        if len(self._chosen) == len(streamer.passed_layers):
-            counts = count_chosen(self._chosen, streamer.geometry.num_experts)
-            self._counts = streamer.device.download(counts)
-        self._chosen = []
+        if self._chosen:
+            self._counts = streamer.device.download(torch.stack(list(self._chosen.values())))
         if self._streamer.is_synchronous:
             self.check()
 
     def check(self) -> None:
-        problem = self._segments.problem()
-        if self._streamer.agree(int(bool(problem))):
+        streamer, problem = self._streamer, self._segments.problem()
+        # Ranks' steps all count, or none: a step is checked once.
+        counted = () if self._counts is None else self._counts.long().unbind(0)
+        counts = dict(zip(self._chosen, counted, strict=True)) if counted else {}
+        self._chosen, self._counts = {}, None
+        is_problem, agreed = streamer.agree_on_step(bool(problem), counts)
+        if is_problem:
             text = problem or "another rank's expert server has replaced experts"
             raise ExpertUnavailable(-1, f"{text} while a step streamed them")
-        if self._counts is not None:
-            self._streamer.routed(self._counts.numpy().astype(np.int64))
-            self._counts = None
+        if agreed.any():
+            streamer.routed(agreed)
         if self._rows and self._end is not None:
-            between = self._streamer.device.seconds_between
-            measured = self.plan.pieces_of(self._streamer.passed_layers)
+            between = streamer.device.seconds_between
+            measured = self.plan.pieces_of(streamer.passed_layers)
             copying = sum(between(begin, end) for begin, end in self.copies[:measured])
-            seconds = between(self._begin, self._end)
-            self._streamer.chooser.observe(self._rows, self.plan.share, seconds, copying)
+            seconds, copied = between(self._begin, self._end), self.plan.copied_part
+            streamer.chooser.observe(self._rows, self.plan.share, seconds, copying, copied)
 
     def end(self) -> None:
         self._streamer.end(self)

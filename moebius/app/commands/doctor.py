@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
-# Read at once by each thread; far above any cache's share of it.
-_MEASURED_BYTES = 64 * MIB
 IN_A_POD = "chart values model.path and model.source, mounted at /models"
 
 
@@ -49,7 +46,8 @@ def doctor(
         typer.Option(help="The node's KubeletConfiguration, where it can be read", metavar="FILE"),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure what each NUMA node's memory gives")
+        bool,
+        typer.Option("--measure", help="Measure anew what each NUMA node's memory gives, and remember it"),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings end with status 1, too")] = False,
     json_file: JsonFile = None,
@@ -65,14 +63,12 @@ def doctor(
         facts = read_facts()
     except (RuntimeError, ValueError) as error:
         raise UserError(str(error)) from None
-    findings = [*check_host(facts), _limits(role)]
+    findings = [*check_host(facts), _limits(role), *(_measured(config) if measure else ())]
     if kubernetes:
         expected, checkpoint = _expectation(config, role, expect_gpus, expect_weights_mib)
         findings += [*checkpoint, *_pod_findings(config, facts, expected, kubelet_config)]
-    elif config.model.model:
-        findings += _model_findings(config)
-    if measure:
-        findings += _measured(facts)
+    else:
+        findings += [*_thread_findings(config), *(_model_findings(config) if config.model.model else ())]
     for finding in findings:
         print(line_of(finding))
     statuses = [finding.status for finding in findings]
@@ -109,6 +105,19 @@ def _expectation(
     except (UserError, ValueError, OSError) as found:
         error = str(found)
     return Expectation(**values), [check_model(config.model.model, error, IN_A_POD)]
+
+
+def _thread_findings(config: MoebiusConfig) -> list[Finding]:
+    """On which cores an instance that starts now computes, and why there are as many threads."""
+    from moebius.app.doctor.checks import Finding, check_threads
+    from moebius.app.supervisor.core_division import divided_cores
+    from moebius.app.supervisor.plan import place_servers
+
+    try:
+        with divided_cores(config.experts, measures=False) as division:
+            return list(check_threads(place_servers(config, division.cores)))
+    except UserError as error:
+        return [Finding("expert threads", "failure", str(error), "`moebius serve` would refuse it, too")]
 
 
 def _limits(role: str) -> Finding:
@@ -152,13 +161,14 @@ def _model_findings(config: MoebiusConfig) -> list[Finding]:
 def _shortages(config: MoebiusConfig) -> list[Shortage]:
     """As `moebius serve` finds them. Raises UserError or ValueError for settings that cannot be."""
     from moebius.app.cli_options import check_device
+    from moebius.app.supervisor.core_division import known_cores
     from moebius.app.supervisor.plan import expert_placements
     from moebius.app.supervisor.shortages import find_shortages, needs_of
     from moebius.served_model import read_served_geometry
 
     check_device(config)
     model = read_served_geometry(config)
-    count = len(expert_placements(config, model))
+    count = len(expert_placements(config, model, known_cores(config.experts)))
     uses_mailbox = count > 0 and config.experts.expert_transport == "mailbox"
     changed = {
         "expert_servers": count,
@@ -224,20 +234,23 @@ def _pod_findings(
     return findings
 
 
-def _measured(facts: Facts) -> list[Finding]:
-    """Bytes a second that all CPUs of a node read of its own memory."""
-    from moebius.app.bench.limits import read_bandwidth
+def _measured(config: MoebiusConfig) -> list[Finding]:
+    """How fast each node's memory is read by how many of its cores. `serve` uses it from then on."""
     from moebius.app.doctor.checks import Finding
+    from moebius.app.supervisor.core_division import known_cores, measure_cores
 
-    before = os.sched_getaffinity(0)
-    findings = []
     try:
-        for node in facts.topology.nodes:
-            cpus = facts.topology.usable_cpus(node.id)
-            if cpus:
-                os.sched_setaffinity(0, cpus)
-                rate = read_bandwidth(_MEASURED_BYTES * len(cpus), len(cpus))
-                findings.append(Finding(f"memory of node {node.id}", "ok", f"{rate / 1e9:.1f} GB/s are read"))
-    finally:
-        os.sched_setaffinity(0, before)
-    return findings
+        cores = known_cores(config.experts)
+        curves = measure_cores(cores.nodes, cores.quota)
+    except (UserError, OSError, ValueError, MemoryError) as error:
+        return [
+            Finding("memory bandwidth", "warning", f"not measured: {error}", "all cores compute until it is")
+        ]
+    return [
+        Finding(
+            f"memory of node {max(0, node)}",
+            "ok",
+            f"{curve.best / 1e9:.1f} GB/s, read by {curve.knee} threads or more (GB/s by threads: {curve})",
+        )
+        for node, curve in curves.items()
+    ]

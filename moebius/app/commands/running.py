@@ -40,6 +40,8 @@ def running(serve_plan: ServePlan) -> Iterator[Supervisor]:
     configure_tls(serve_plan.config.security)  # the supervisor asks its processes for their health
     with _start_view(serve_plan) as view:
         view.on_processor(*_processor(serve_plan))
+        if serve_plan.servers:
+            view.on_threads(" + ".join(map(str, serve_plan.servers)))
         # JSON lines stay what the processes log.
         on_waiting = None if serve_plan.plan.json_logs else view.on_waiting
         supervisor = Supervisor(
@@ -81,6 +83,10 @@ class StartView(ABC):
         """Comes first: the instruction-set level of this host's kernels, and its cost, empty for none."""
 
     @abstractmethod
+    def on_threads(self, threads: str) -> None:
+        """Comes next: how many threads each expert server of this host computes with, and why."""
+
+    @abstractmethod
     def on_event(self, name: str, state: State) -> None:
         """A process is in another state."""
 
@@ -99,6 +105,9 @@ class LineView(StartView):
 
     def on_processor(self, isa: str, cost: str) -> None:
         self._write(processor_line(isa, cost))
+
+    def on_threads(self, threads: str) -> None:
+        self._write(f"expert threads: {threads}")
 
     def on_event(self, name: str, state: State) -> None:
         self._write(f"{name}: {state} after {self._clock() - self._begin:.1f} s")
@@ -136,6 +145,9 @@ class BarView(StartView):
 
     def on_processor(self, isa: str, cost: str) -> None:
         self._print(processor_line(isa, cost))
+
+    def on_threads(self, threads: str) -> None:
+        self._print(f"expert threads: {threads}")
 
     def on_event(self, name: str, state: State) -> None:
         if state == "starting":
@@ -178,6 +190,9 @@ class LogView(StartView):
 
     def on_processor(self, isa: str, cost: str) -> None:
         self._log.info("processor", isa=isa, cost=cost)
+
+    def on_threads(self, threads: str) -> None:
+        self._log.info("expert threads", threads=threads)
 
     def on_event(self, name: str, state: State) -> None:
         self._log.info("process state", name=name, state=state)

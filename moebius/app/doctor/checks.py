@@ -17,6 +17,7 @@ from moebius.instruction_sets import what_it_costs
 from moebius.topology import format_cpu_list, node_of_cpus
 
 if TYPE_CHECKING:
+    from moebius.app.supervisor.expert_placement import ServerBinding
     from moebius.app.supervisor.shortages import Shortage
 
 Status = Literal["ok", "warning", "failure"]
@@ -329,6 +330,19 @@ def check_kubelet(settings: Mapping[str, Any], expected: Expectation) -> Iterato
 def check_model(path: str, error: str, fix: str) -> Finding:
     """`error`: why the checkpoint cannot be used; empty: it can."""
     return _as(not error, "failure", "checkpoint", error or path, fix)
+
+
+def check_threads(servers: Sequence[ServerBinding]) -> Iterator[Finding]:
+    """Of the expert servers that `moebius serve` would start now."""
+    for server in servers:
+        node = f" of node {server.numa_node}" if server.numa_node >= 0 else ""
+        yield _as(
+            not server.is_shared,
+            "warning",
+            f"expert threads{node}",
+            str(server),
+            "set expert_threads of each instance, so that together they have no more threads than cores",
+        )
 
 
 def check_process_limits(error: str) -> Finding:

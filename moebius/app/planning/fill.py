@@ -114,6 +114,7 @@ def filled_placement(config: MoebiusConfig, memory: tuple[DeviceUse, ...]) -> Pl
         bandwidth=0.0,
         cpu_flops=0.0,
         isa="scalar",
+        origin={"cores": "detected"},
     )
     try:
         return Planner(config, on_gpu=True).fill(hardware)

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moebius.app.supervisor.core_division import known_cores
+from moebius.config import ExpertConfig
 from moebius.errors import UserError
 from moebius.kernel_times import PanelTimes, read_times, times_file
 from moebius.limits import available_memory
@@ -238,6 +240,12 @@ def _bandwidth(options: HardwareOptions, sockets: int, cores: int, origin: dict[
 
         origin["bandwidth"] = "measured"
         return read_bandwidth(_MEASURED_BYTES * max(1, cores))
+    if options.sockets is None and options.cores is None and options.isa == "auto":
+        # By the first start of `serve` here.
+        curves = [node.curve for node in known_cores(ExpertConfig()).nodes.values()]
+        if all(curves):
+            origin["bandwidth"] = "measured"
+            return sum(curve.best for curve in curves if curve)
     origin["bandwidth"] = "assumed"
     return min(cores * ASSUMED_CORE_BANDWIDTH, sockets * ASSUMED_SOCKET_BANDWIDTH)
 

@@ -39,7 +39,7 @@ from moebius.app.planning.memory import (
     stored_experts,
     total_bytes,
 )
-from moebius.app.planning.speed import make_work, predict_decode, predict_prefill
+from moebius.app.planning.speed import make_work, predict_decode, predict_prefill, server_threads
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig, PlacementConfig, Section
 from moebius.errors import ConfigError, UserError
@@ -180,7 +180,7 @@ class Planner:
         return CapacityPlan(
             model=_name(self.config),
             model_type=self.geometry.model_type,
-            settings=self._settings(hardware),
+            settings=self._settings() | self._streamed_steps(hardware, residency),
             hardware=hardware,
             components=tuple(components),
             budgets=budgets,
@@ -353,7 +353,10 @@ class Planner:
             engine.append(Component(RAM, of + "a tensor while loading", rank.largest_tensor_bytes))
         served = {} if residency.is_everything else self.stored
         servers = expert_servers(config, self.geometry, served, hardware.sockets) if served else ()
-        threads = config.experts.expert_threads * len(servers) or hardware.cores
+        if hardware.origin.get("cores") == "detected":
+            threads = sum(server_threads(config, hardware))
+        else:
+            threads = config.experts.expert_threads * len(servers) or hardware.cores
         return ram_components(config, self.geometry, served, servers, engine, threads, residency.resident)
 
     def _check_ram(
@@ -363,7 +366,7 @@ class Planner:
         if wanted > allowed:
             others = self._ram_by_dtype(hardware, kv_tokens, fill) if explain else {}
             experts = sum(part.nbytes for part in components if part.part.startswith("experts of"))
-            chosen = self._settings(hardware)["experts"]
+            chosen = self._settings()["experts"]
             raise DoesNotFit(ram_refusal(wanted, experts, allowed, chosen, others))
         for node in sorted({part.node for part in components if part.node >= 0}):
             there = sum(part.nbytes for part in components if part.node == node)
@@ -385,7 +388,16 @@ class Planner:
                 continue  # no format to keep, or residents that do not fit so
         return found
 
-    def _settings(self, hardware: Hardware) -> dict[str, str]:
+    def _streamed_steps(self, hardware: Hardware, residency: Residency) -> dict[str, str]:
+        """Tokens of a step whose experts are streamed, where there are such steps, for the plan's head."""
+        if not self.on_gpu:
+            return {}
+        assert hardware.gpu is not None
+        memory = hardware.gpu.memory_bytes
+        tokens = self.forecast.prefill_chunk(self.config, memory, self._all_held(residency, memory))
+        return {"prefill_chunk_max": str(tokens)} if tokens else {}
+
+    def _settings(self) -> dict[str, str]:
         """What decides the plan, for its head."""
         formats = {layer.gate_up or "no packed format" for layer in self.stored.values()}
         stored = ", ".join(sorted(formats)) or "none"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from moebius.app.bench.engine.bounds import expected_distinct
 from moebius.app.planning.hardware import Hardware
 from moebius.app.planning.memory import Residency, StoredExperts, expert_format, num_servers
-from moebius.app.supervisor.placement import place_experts, usable_cpus
+from moebius.app.supervisor.core_division import known_cores
+from moebius.app.supervisor.expert_placement import place_experts
 from moebius.config import MoebiusConfig
 from moebius.kernel_times import PanelTimes, find_times, this_host
 from moebius.kernels import float32_isa, isa_level
@@ -279,12 +280,7 @@ def measured_times(
     experts = config.experts
     if formats is None or not hardware.kernel_times or experts.expert_addresses:
         return None
-    threads = experts.expert_threads
-    if not threads:
-        engines = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-        nodes, quota = usable_cpus()
-        count = num_servers(config, hardware.sockets)
-        threads = place_experts(nodes, count, quota, engines if hardware.gpu else 0)[0].threads
+    threads = server_threads(config, hardware)[0]
     on = this_host(threads, float32_isa() if experts.batch_invariant_experts else isa_level())
     rows = "bfloat16" if dtype == "bfloat16" else "float32"
     hidden, inner = geometry.hidden_size, geometry.moe_intermediate_size
@@ -295,6 +291,15 @@ def measured_times(
     gate_up_panels = (1 + geometry.is_gated) * -(-inner // PANEL_COLUMNS)
     down_panels = -(-hidden // PANEL_COLUMNS)
     return ExpertTimes(gate_up, down, gate_up_panels, down_panels, hidden, inner)
+
+
+def server_threads(config: MoebiusConfig, hardware: Hardware) -> tuple[int, ...]:
+    """Compute threads of each expert server that `serve` starts on this host while it is alone there."""
+    engines = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    cores, threads = known_cores(config.experts), config.experts.expert_threads
+    count = num_servers(config, hardware.sockets)
+    placed = place_experts(cores.nodes, count, cores.quota, engines if hardware.gpu else 0, threads)
+    return tuple(server.threads for server in placed)
 
 
 def _busiest_of_stages(forecast: Forecast) -> list[RankForecast]:

@@ -1,4 +1,4 @@
-"""Which CPUs and GPUs each process gets."""
+"""Which CPUs and GPUs each engine process gets."""
 
 from __future__ import annotations
 
@@ -8,75 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moebius.app.supervisor.expert_placement import NodeCores
 from moebius.config import MoebiusConfig
-from moebius.errors import ConfigError, StartupError
-
-# Fewer CPUs of a node are too few to leave any of them to others.
-SPARED_FROM = 8
-
-
-@dataclass(frozen=True)
-class ServerBinding:
-    """Where one expert server runs; filled by `place_experts`."""
-
-    # -1: not bound, because the machine has one node (or none that we may use).
-    numa_node: int
-    cpus: tuple[int, ...]
-    threads: int
-
-
-def usable_cpus() -> tuple[dict[int, tuple[int, ...]], float | None]:
-    """NUMA node -> CPUs we may use there (-1: the machine tells no nodes), and the cgroup's limit in CPUs.
-
-    Raises StartupError where neither /sys nor /proc says what CPUs there are.
-    """
-    from moebius.topology import Topology
-
-    try:
-        topology = Topology.detect()
-    except RuntimeError as error:
-        raise StartupError(f"{error}: both have to be mounted, as they are in any container") from None
-    nodes = {node.id: tuple(topology.usable_cpus(node.id)) for node in topology.nodes}
-    nodes = {node: cpus for node, cpus in nodes.items() if cpus} or {-1: tuple(topology.usable_cpus())}
-    return nodes, topology.cpu_quota
-
-
-def place_experts(
-    node_cpus: Mapping[int, Sequence[int]], num_servers: int, quota: float | None, num_engines: int = 0
-) -> tuple[ServerBinding, ...]:
-    """Spreads servers over nodes, and each node's CPUs over its servers; every server gets one at least.
-
-    `node_cpus` maps NUMA node -> CPUs we may use there (nodes without any are left out). `quota` is the
-    cgroup's limit in CPUs: more runnable threads than that would only be throttled, so threads are cut
-    to each server's part of it. With more servers than CPUs, servers share CPUs.
-
-    `num_engines` processes drive GPUs: for each a CPU has no compute thread, on nodes of 8 CPUs or more. A
-    thread there would be pushed aside several times a step, and all others wait for it.
-    """
-    nodes = [node for node, cpus in node_cpus.items() if cpus]
-    if not nodes:
-        raise ValueError("no CPU is usable")
-    placements = []
-    for index in range(num_servers):
-        node = nodes[index % len(nodes)]
-        neighbours = len(range(index % len(nodes), num_servers, len(nodes)))
-        cpus = _share(sorted(node_cpus[node]), index // len(nodes), neighbours)
-        threads = len(cpus)
-        if neighbours == index // len(nodes) + 1 and len(node_cpus[node]) >= SPARED_FROM:
-            threads = max(1, threads - -(-num_engines // len(nodes)))
-        if quota is not None:
-            threads = max(1, min(threads, int(quota / num_servers)))
-        placements.append(ServerBinding(node if len(nodes) > 1 else -1, cpus, threads))
-    return tuple(placements)
-
-
-def _share(cpus: Sequence[int], index: int, count: int) -> tuple[int, ...]:
-    """The index-th of `count` contiguous, nearly equal parts; one CPU, in turn, when there are too few."""
-    if count > len(cpus):
-        return (cpus[index % len(cpus)],)
-    begin, end = index * len(cpus) // count, (index + 1) * len(cpus) // count
-    return tuple(cpus[begin:end])
-
+from moebius.errors import ConfigError
 
 _DEVICE = re.compile(r"nvidia\d+")
 
@@ -131,9 +65,9 @@ def runs_on_gpus(config: MoebiusConfig, gpus: Sequence[Gpu]) -> bool:
 
 
 def place_ranks(
-    config: MoebiusConfig, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int]]
+    config: MoebiusConfig, gpus: Sequence[Gpu], node_cores: Mapping[int, NodeCores]
 ) -> tuple[RankBinding, ...]:
-    """One placement per rank of this host; `node_cpus` maps NUMA node -> CPUs we may use there.
+    """One placement per rank of this host; `node_cores` maps NUMA node -> what we may use there.
 
     Raises ConfigError when there are more ranks than GPUs.
     """
@@ -153,21 +87,22 @@ def place_ranks(
             f"allowed: at most {len(gpus)} ranks"
         )
     if not on_gpus:
-        usable = sum(len(cpus) for cpus in node_cpus.values())
+        usable = sum(len(found.cores) for found in node_cores.values())
         # Ranks on CPUs share the machine; alone, the engine leaves a core to its other threads itself.
         threads = config.gpu.gpu_threads or (max(1, usable // count) if count > 1 else 0)
-        return tuple(RankBinding(rank, (), threads) for rank in ranks)
+        is_divided = any(found.others for found in node_cores.values())
+        left = tuple(cpu for found in node_cores.values() for cpu in found.cpus) if is_divided else ()
+        return tuple(RankBinding(rank, left, threads) for rank in ranks)
     threads = config.gpu.gpu_threads
     return tuple(
-        RankBinding(rank, _near(number, gpus, node_cpus), threads) for number, rank in enumerate(ranks)
+        RankBinding(rank, _near(number, gpus, node_cores), threads) for number, rank in enumerate(ranks)
     )
 
 
-def _near(number: int, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+def _near(number: int, gpus: Sequence[Gpu], node_cores: Mapping[int, NodeCores]) -> tuple[int, ...]:
     """All CPUs of the GPU's node, where that leaves any out."""
     node = gpus[number].numa_node if number < len(gpus) else -1
-    near = tuple(sorted(node_cpus.get(node, ())))
-    return near if len(node_cpus) > 1 else ()
+    return node_cores[node].cpus if len(node_cores) > 1 and node in node_cores else ()
 
 
 def rank_address(config: MoebiusConfig) -> str:

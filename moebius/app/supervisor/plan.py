@@ -19,6 +19,9 @@ from pathlib import Path
 import structlog
 
 from moebius.app.doctor.facts import read_volume
+from moebius.app.supervisor.core_claims import CoreClaims
+from moebius.app.supervisor.core_division import HostCores, divided_cores, known_cores
+from moebius.app.supervisor.expert_placement import ServerBinding, place_experts
 from moebius.app.supervisor.health import (
     GrpcProbe,
     HttpProbe,
@@ -32,14 +35,11 @@ from moebius.app.supervisor.health import (
 )
 from moebius.app.supervisor.placement import (
     RankBinding,
-    ServerBinding,
     find_gpus,
-    place_experts,
     place_ranks,
     rank_address,
     rank_settings,
     runs_on_gpus,
-    usable_cpus,
 )
 from moebius.app.supervisor.runfile import SHARED_MEMORY, clean_up_stale, own_state_directory
 from moebius.app.supervisor.shortages import refuse_shortages, shared_memory_shortage
@@ -75,6 +75,9 @@ class ServePlan:
     base_url: str
     # What all processes share; each adds its own share and CPUs.
     config: MoebiusConfig
+    # Expert servers of this host; and what keeps other instances from their cores while this plan lives.
+    servers: tuple[ServerBinding, ...] = ()
+    claims: CoreClaims | None = None
 
 
 def plan_processes(config: MoebiusConfig) -> ServePlan:
@@ -90,10 +93,14 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
     clean_up_stale(state_dir)
     config = _with_port(config)
     directory = state_dir / f"serve-{config.gateway.port}"
-    placements, given = expert_placements(config, model), config
-    config = _shared_settings(config, directory, len(placements))
-    refuse_shortages(given, config, model)
-    members = _members(config, placements, place_ranks(config, find_gpus(), usable_cpus()[0]))
+    measures = _num_engines_on_gpus(config) > 0 and _starts_servers(config, model)
+    with divided_cores(config.experts, measures) as division:
+        cores, given = division.cores, config
+        placements = expert_placements(config, model, cores)
+        config = _shared_settings(config, directory, len(placements))
+        refuse_shortages(given, config, model)
+        claims = division.hold(f"port {config.gateway.port} (pid {os.getpid()})", placements)
+    members = _members(config, placements, place_ranks(config, find_gpus(), cores.nodes))
     host = _reachable(config.gateway.host)
     scheme = "http" if http_files(config.security) is None else "https"
     return ServePlan(
@@ -110,6 +117,8 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
         timing=_timing(config),
         base_url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.gateway.port}",
         config=config,
+        servers=placements,
+        claims=claims,
     )
 
 
@@ -134,7 +143,7 @@ def plan_ranks(config: MoebiusConfig) -> ServePlan:
     config = _replace(
         config, "model", identity_file=config.model.identity_file or str(directory / IDENTITY_FILE)
     )
-    ranks = place_ranks(config, find_gpus(), usable_cpus()[0])
+    ranks = place_ranks(config, find_gpus(), known_cores(config.experts).nodes)
     members = [_rank_member(config, placed, GrpcProbe(leader, ENGINE_HEALTH), "ranks") for placed in ranks]
     return ServePlan(
         plan=Plan(
@@ -269,31 +278,48 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-def expert_placements(config: MoebiusConfig, model: MoeGeometry) -> tuple[ServerBinding, ...]:
-    """One placement per expert server that `serve` starts on this host.
+def expert_placements(
+    config: MoebiusConfig, model: MoeGeometry, cores: HostCores
+) -> tuple[ServerBinding, ...]:
+    """One placement per expert server that `serve` starts on this host, which has `cores` for it.
 
-    None when gpu_service computes the experts itself, or reaches servers that somebody else started.
-    Raises ConfigError for shares that do not fit.
+    None where `_starts_servers` says so. Raises ConfigError for shares that do not fit.
+    """
+    return place_servers(config, cores) if _starts_servers(config, model) else ()
+
+
+def _starts_servers(config: MoebiusConfig, model: MoeGeometry) -> bool:
+    """False where gpu_service computes the experts itself, or reaches servers that somebody else started.
+
+    Raises ConfigError for addresses that are not used.
     """
     if _is_all_resident(config, model):
-        return ()
+        return False
     experts = config.experts
     if experts.expert_addresses and experts.expert_transport != "grpc":
         raise ConfigError(
             "--expert-addresses names servers that run elsewhere; allowed with --expert-transport grpc only"
         )
-    if experts.expert_transport == "local" or experts.expert_addresses:
-        return ()
-    nodes, quota = usable_cpus()
-    count = experts.expert_servers or len(nodes)
+    return experts.expert_transport != "local" and not experts.expert_addresses
+
+
+def place_servers(config: MoebiusConfig, cores: HostCores) -> tuple[ServerBinding, ...]:
+    """As many servers as are set, else one per NUMA node. Raises ConfigError for shares that do not fit."""
+    experts = config.experts
+    count = experts.expert_servers or len(cores.nodes)
     if experts.split_shares and len(experts.split_shares) != count:
         raise ConfigError(
             f"--split-shares: {len(experts.split_shares)} shares for {count} expert servers; "
             "allowed: one share per server"
         )
-    settings, on_gpus = config.parallel, runs_on_gpus(config, find_gpus())
-    num_engines = settings.tensor_parallel_size * settings.pipeline_parallel_size if on_gpus else 0
-    return place_experts(nodes, count, quota, num_engines)
+    engines = _num_engines_on_gpus(config)
+    return place_experts(cores.nodes, count, cores.quota, engines, experts.expert_threads)
+
+
+def _num_engines_on_gpus(config: MoebiusConfig) -> int:
+    settings = config.parallel
+    on_gpus = runs_on_gpus(config, find_gpus())
+    return settings.tensor_parallel_size * settings.pipeline_parallel_size if on_gpus else 0
 
 
 def _is_all_resident(config: MoebiusConfig, model: MoeGeometry) -> bool:
@@ -348,7 +374,7 @@ def _expert_settings(config: MoebiusConfig, index: int, placement: ServerBinding
         split_index=index,
         expert_address=experts.expert_addresses[index],
         numa_node=_server_node(config, placement),
-        expert_threads=experts.expert_threads or placement.threads,
+        expert_threads=placement.threads,
         expert_metrics_port=port + index if port else 0,
     )
 

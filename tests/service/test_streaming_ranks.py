@@ -1,0 +1,236 @@
+"""Invariant: ranks that stream their experts say what one engine says that asks expert servers for all.
+
+Real rank processes, expert servers and segments; the host is the device here, so that what is launched has
+ended. tests/equality/test_prefill_lane.py has devices of unequal speed, tests/gpu real ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpu_service.build
+from gpu_service.device.stream import HostDeviceStream
+from gpu_service.engine.prefill_lane import PrefillLane
+from gpu_service.experts.streaming import routing
+from gpu_service.experts.streaming.costs import ShareChooser
+from gpu_service.experts.streaming.plan import SHARES, Piece
+from gpu_service.experts.streaming.ring import BufferRing
+from gpu_service.experts.streaming.streamer import ExpertStreamer, StreamedStep
+from gpu_service.request import Request
+from moebius.config import MoebiusConfig
+from tests.helpers.expert_cluster import Cluster, running_cluster
+from tests.helpers.ports import free_port
+from tests.helpers.rank_group import Outcome, Script, run_group
+from tests.helpers.tiny_models import make_tiny_model
+
+READY_S = 60.0
+LENGTHS = (5, 70, 12, 41)
+# Steps of the main lane stream nothing, where there is a lane.
+LANE = {"prefill_chunk_max": 48, "prefill_lane_min_tokens": 20, "stream_min_rows": 1000}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two servers of a tiny checkpoint, with segments."""
+    root = tmp_path_factory.mktemp("ranks")
+    model, memory = root / "model", root / "memory"
+    model.mkdir()
+    memory.mkdir()
+    make_tiny_model("qwen3_moe", model)
+    experts = {"split_count": 2, "expert_weights_dir": str(memory), "expert_transport": "grpc"}
+    with running_cluster(model, root / "servers", dtype="float32", **experts) as cluster:
+        yield cluster
+
+
+def settings(cluster: Cluster, tp: int, **gpu: Any) -> MoebiusConfig:
+    """Ranks of the cluster's model and servers, which meet at a free port."""
+    small = {"num_pages": 96, "page_size": 4, "max_num_seqs": 6, "device": "cpu", "gpu_threads": 1}
+    small |= {"prefix_caching": False, "max_num_batched_tokens": 32, "overlap_scheduling": False}
+    address = f"127.0.0.1:{free_port()}"
+    document = cluster.config.model_dump()
+    document["gpu"] |= small | gpu
+    document["parallel"] |= {"tensor_parallel_size": tp, "rank_address": address, "rank_timeout_s": 30}
+    return MoebiusConfig.model_validate(document)
+
+
+def lane_on_the_host() -> None:
+    """Of this process: the lane's stream is one of the host's."""
+    build: Any = gpu_service.build
+    build.make_lane_stream = lambda *_: HostDeviceStream()
+
+
+def submit(script: Script, name: str = "r") -> list[Request]:
+    """Prompts of several steps, which decode meanwhile."""
+    prompts = [[3 + (i * 37 + k * k * 5 + k) % 200 for k in range(n)] for i, n in enumerate(LENGTHS)]
+    return [
+        script.submit(f"{name}{i}", prompt, max_tokens=6 + i, ignore_eos=True)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def streamer_of(script: Script) -> ExpertStreamer:
+    """Once it can stream: segments are opened in the background."""
+    streamer = script.built.streamer
+    assert streamer is not None
+    deadline = time.monotonic() + READY_S
+    while not streamer.can_stream:
+        assert time.monotonic() < deadline, "segments were not opened"
+        time.sleep(0.01)
+    # So long the engine believes an earlier answer.
+    time.sleep(0.05)
+    return streamer
+
+
+def served(script: Script) -> dict[str, list[Outcome]]:
+    """Nothing is streamed."""
+    assert script.built.streamer is None
+    return {"answers": script.wait(submit(script))}
+
+
+def streamed(script: Script) -> dict[str, list[Outcome]]:
+    """All prompts, and in how many steps experts were streamed."""
+    streamer = streamer_of(script)
+    before = streamer.streamed_steps
+    answers = script.wait(submit(script))
+    return {"answers": answers, "steps": [Outcome([streamer.streamed_steps - before], "", 0)]}
+
+
+@pytest.fixture(scope="module")
+def wanted(cluster: Cluster) -> list[Outcome]:
+    """What one rank answers that asks servers for every expert."""
+    return run_group(settings(cluster, 1, prefill_experts="cpu"), cases=served)["answers"]
+
+
+@pytest.mark.parametrize("chunk", [40, 64])
+def test_a_lane_of_two_ranks(chunk: int, cluster: Cluster, wanted: list[Outcome]) -> None:
+    """Long prompts have steps of their own on both ranks, each of which copies half of the experts; others
+    decode and are computed meanwhile, by servers.
+    """
+    config = settings(cluster, 2, prefill_experts="stream", **LANE | {"prefill_chunk_max": chunk})
+    found = run_group(config, lane_on_the_host, streamed)
+    assert found["answers"] == wanted
+    # Of 70 and 41 tokens: at least two steps of at most 64.
+    assert found["steps"][0].token_ids[0] >= 2
+
+
+@pytest.mark.parametrize("chunk", [32, 48])
+def test_steps_that_stream_without_a_lane(chunk: int, cluster: Cluster, wanted: list[Outcome]) -> None:
+    """Usual steps, and long ones in turns with them, which the first rank tells all about."""
+    config = settings(cluster, 2, prefill_experts="stream", prefill_chunk_max=chunk)
+    found = run_group(config, cases=streamed)
+    assert found["answers"] == wanted
+    assert found["steps"][0].token_ids[0] >= 2
+
+
+def defer_most() -> None:
+    """Of this process: after a step few experts are copied before the layer's router has chosen them."""
+    lane_on_the_host()
+    routing._LEAST_EXPECTED = 1e9
+
+
+def fetched(script: Script) -> dict[str, list[Outcome]]:
+    """As `streamed`, and how many pieces were copied within a layer."""
+    fetch, pieces = BufferRing.fetch, []
+
+    def noting(ring: BufferRing, piece: Piece) -> int:
+        pieces.append(piece)
+        return fetch(ring, piece)
+
+    BufferRing.fetch = noting  # type: ignore[method-assign]
+    return streamed(script) | {"pieces": [Outcome([len(pieces)], "", 0)]}
+
+
+def test_a_lane_that_copies_what_its_router_chose(cluster: Cluster, wanted: list[Outcome]) -> None:
+    """Ranks wait for their routers within layers, with turns of the main lane meanwhile, as many on each."""
+    config = settings(cluster, 2, prefill_experts="stream", **LANE)
+    found = run_group(config, defer_most, fetched)
+    assert found["answers"] == wanted
+    assert found["pieces"][0].token_ids[0] > 0
+
+
+def aborted_in_the_lane(script: Script) -> dict[str, list[Outcome]]:
+    """The longest prompt is given up between two layers of the lane's step that it is in."""
+    streamer_of(script)
+    between_layers: Callable[[PrefillLane], None] = PrefillLane._between_layers
+    aborts = []
+
+    def abort(lane: PrefillLane) -> None:
+        scheduler = script.built.engine.scheduler
+        if not aborts and any(request.request_id == "r1" for request in scheduler.running if request.in_lane):
+            aborts.append(1)
+            script.built.engine.abort("r1")
+            lane._last_turn = 0.0
+        between_layers(lane)
+
+    lane = script.built.engine._lane
+    assert lane is not None
+    lane.runner.between_layers = partial(abort, lane)
+    requests = submit(script)
+    outcomes = script.wait(requests)
+    assert aborts == [1], "the prompt was in no step of the lane"
+    return {"answers": outcomes, "again": script.wait(submit(script, "again"))}
+
+
+def test_a_request_that_is_aborted_in_the_lane(cluster: Cluster, wanted: list[Outcome]) -> None:
+    """It ends on both ranks, keeps what it holds until the step has ended, and touches no other."""
+    config = settings(cluster, 2, prefill_experts="stream", **LANE)
+    found = run_group(config, lane_on_the_host, aborted_in_the_lane)
+    assert [answer.finish_reason for answer in found["answers"]] == ["length", "abort", "length", "length"]
+    assert [answer for i, answer in enumerate(found["answers"]) if i != 1] == [
+        answer for i, answer in enumerate(wanted) if i != 1
+    ]
+    assert found["again"] == wanted
+
+
+def stream_a_part() -> None:
+    """Of this process: a third of every layer is streamed, by steps of prompts, and servers have the rest."""
+    ShareChooser.share = lambda chooser, rows: SHARES // 3  # type: ignore[method-assign]
+
+
+def lost_while_streaming(pid: int, script: Script) -> dict[str, list[Outcome]]:
+    """A server dies between two layers of a step that streams, and comes back with another segment."""
+    streamer_of(script)
+    forward, calls = StreamedStep.forward, itertools.count()
+
+    def killing(step: StreamedStep, layer: int, *given: Any) -> Any:
+        if next(calls) == 4:
+            os.kill(pid, signal.SIGKILL)
+        return forward(step, layer, *given)
+
+    StreamedStep.forward = killing  # type: ignore[method-assign]
+    answers = script.wait(submit(script))
+    assert next(calls) > 4, "no step streamed"
+    streamer_of(script)
+    return {"answers": answers, "again": script.wait(submit(script, "again"))}
+
+
+def test_a_server_that_is_lost_in_a_step_that_streams(cluster: Cluster, wanted: list[Outcome]) -> None:
+    """Both ranks run the step again, whichever of them noticed, once the server is back."""
+    process = cluster.processes[1]
+    memory = Path(cluster.config.experts.expert_weights_dir)
+
+    def restart() -> None:
+        process.wait()
+        (memory / "expert-1.weights").unlink()
+        cluster.start(1)
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    config = settings(cluster, 2, prefill_experts="stream")
+    try:
+        found = run_group(config, stream_a_part, partial(lost_while_streaming, process.pid))
+    finally:
+        process.kill()
+        restarting.join()
+    assert found["answers"] == wanted
+    assert found["again"] == wanted
