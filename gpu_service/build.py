@@ -62,6 +62,7 @@ from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.make import StreamingPlan, open_streamer, profiled_stream
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.layers.deferral import deferral_rule
 from gpu_service.loader.load import load_weights, shape_weights
 from gpu_service.memory.plan import DENSE, GRAPHS, KV, LANE, RESIDENT, RING, STATES, VISION
 from gpu_service.models.common import CausalLM
@@ -128,8 +129,7 @@ def _assemble(
 ) -> Built:
     device, dtype = stream.device, TORCH_DTYPES[model_config.dtype]
     compiler = make_compiler(Path(config.model.model), model_config.vocab_size, model_config.eos_token_ids)
-    model = build_model(model_config, device=device, parallel=group.parallel)
-    shape_weights(model, config.model)
+    model = _shaped_model(config, model_config, device, group)
     moe = rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.rank_config, device)
@@ -178,6 +178,17 @@ def _assemble(
     )
 
 
+def _shaped_model(
+    config: MoebiusConfig, model_config: ModelConfig, device: torch.device, group: RankGroup
+) -> CausalLM:
+    """This rank's part, without weights."""
+    rule = deferral_rule(config, model_config)
+    model = build_model(model_config, device=device, parallel=group.parallel)
+    shape_weights(model, config.model)
+    model.model.deferral = rule
+    return model
+
+
 def _step_runners(
     config: MoebiusConfig,
     runner: ModelRunner,
@@ -190,6 +201,8 @@ def _step_runners(
 ) -> tuple[StepRunner, PrefillLane | None]:
     """Of the main lane, and of the prefill lane where there is one."""
     assert isinstance(runner.model, CausalLM)
+    if runner.experts is None and runner.model.model.deferral is not None:
+        _log.warning("defer_experts changes answers and saves no time: no layer asks an expert server")
     vocab_size = runner.model.config.vocab_size
     runner.drafter = make_drafter(runner.model, runner.token_pool, group.parallel)
     steps = make_step_runner(config, runner, stream, limits, vocab_size, group.parallel)

@@ -261,6 +261,12 @@ class ExpertConfig(Section):
         ge=0,
         description="KiB of rows from which a GPU's copy engine moves them; unset: measured at start",
     )
+    defer_experts: int = Field(
+        default=0,
+        ge=0,
+        description="Of each token's experts, so many of lowest router weight are added one MoE layer late: "
+        "CPUs compute them meanwhile, and answers change a little",
+    )
     mailbox_deadline_ms: int = Field(
         default=10000, ge=1, description="Longest wait for an expert server's answer, milliseconds"
     )

@@ -164,21 +164,21 @@ class ExpertStatistics:
         return content
 
     @staticmethod
-    def read(path: str) -> ExpertStatistics:
-        """Reads either form. Raises UserError naming the file and what is wrong with it."""
+    def read(path: str, setting: str = "expert_statistics") -> ExpertStatistics:
+        """Reads either form. Raises UserError naming the setting, the file and what is wrong with it."""
         try:
             content = Path(path).read_bytes()
         except OSError as error:
-            raise UserError(f"expert_statistics: {path} cannot be read: {error.strerror}") from error
+            raise UserError(f"{setting}: {path} cannot be read: {error.strerror}") from error
         try:
             return _decode(content)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise UserError(
-                f"expert_statistics: {path} is not a file of recorded expert statistics: {error}"
+                f"{setting}: {path} is not a file of recorded expert statistics: {error}"
             ) from error
         except Exception as error:  # the safetensors library's own error type has no stable import path
             if type(error).__module__.startswith("safetensors"):
-                raise UserError(f"expert_statistics: {path} is damaged: {error}") from error
+                raise UserError(f"{setting}: {path} is damaged: {error}") from error
             raise
 
     def _metadata(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from gpu_service.experts.client import ExpertClient
     from gpu_service.experts.resident.experts import ResidentExperts
     from gpu_service.experts.streaming.step import StreamedExperts
+    from gpu_service.layers.deferral import Deferral
 
 
 Tree = TypeVar("Tree")
@@ -495,5 +496,7 @@ class ForwardContext:
     states: StateSlots | None = None
     # Of each row the first layer after which it was not finite, int32 [T], by the model. None: nobody asks.
     first_overflow: Tensor | None = None
+    # What is under way between two layers; None: every layer adds all that its experts answer.
+    deferral: Deferral | None = None
     # Called between layers, and wherever a layer's launch takes long: who launches the step has other work.
     between_layers: Callable[[], None] | None = None

@@ -51,7 +51,7 @@ class Chunk:
 class MailboxTicket(Ticket):
     """A layer cut into slot-sized chunks, of which as many as there are free slots are under way."""
 
-    # Recoveries of the client when this was submitted.
+    # How often the client had forgotten its tickets when this was submitted.
     generation: int = 0
     next_row: int = 0
     chunks: deque[Chunk] = field(default_factory=deque)
@@ -82,6 +82,8 @@ class MailboxExpertClient(ExpertClient):
         self._generation = 0
         self._slots = range(mailbox.geometry.num_slots) if slots is None else slots
         self._free: deque[int] = deque(self._slots)
+        # Tickets with rows that found no free slot yet; the first one's are next.
+        self._waiting: deque[MailboxTicket] = deque()
         self._agree: Callable[[int], int] | None = None
         self._stats = ExpertClientStats()
         self._hand_off_s = 0.0
@@ -104,18 +106,21 @@ class MailboxExpertClient(ExpertClient):
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        """What finds no free slot is submitted by `collect`."""
+        """What finds no free slot is submitted by `collect`, of this ticket or of an earlier one."""
         plain = make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
         ticket = MailboxTicket(
             plain.layer, plain.hidden_states, plain.topk_ids, plain.topk_weights, self._generation
         )
-        self._fill_slots(ticket)
+        if ticket.rows:
+            self._waiting.append(ticket)
+        self._fill_slots()
         return ticket
 
-    def _fill_slots(self, ticket: MailboxTicket) -> None:
-        """Put the ticket's next rows into all free slots."""
+    def _fill_slots(self) -> None:
+        """Put the next rows of waiting tickets into all free slots."""
         span = sampled_span_context()
-        while self._free and ticket.next_row < ticket.rows:
+        while self._free and self._waiting:
+            ticket = self._waiting[0]
             slot, begin = self._free.popleft(), ticket.next_row
             end = min(begin + self._max_rows, ticket.rows)
             if span is not None:
@@ -135,11 +140,13 @@ class MailboxExpertClient(ExpertClient):
                 raise ExpertUnavailable(-1, str(error)) from error
             ticket.chunks.append(Chunk(slot, epoch, begin, end, submitted))
             ticket.next_row = end
+            if end == ticket.rows:
+                self._waiting.popleft()
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
         """A freed slot is refilled before the next chunk is awaited."""
         if not isinstance(ticket, MailboxTicket) or ticket.generation != self._generation:
-            raise ValueError("the ticket is not one of this client's since its last recovery")
+            raise ValueError("the ticket is not one of this client's since its last failure")
         begin = time.perf_counter()
         # Of several ranks each writes its own rows only.
         make = torch.empty if self._mailbox.geometry.num_clients == 1 else torch.zeros
@@ -147,19 +154,17 @@ class MailboxExpertClient(ExpertClient):
         collected = 0
         while collected < ticket.rows:
             if not ticket.chunks:
-                self._fill_slots(ticket)
-            if not ticket.chunks:
                 raise RuntimeError("no free mailbox slot: earlier tickets have to be collected first")
             chunk = ticket.chunks.popleft()
             try:
                 self._collect_chunk(chunk, output)
             except ExpertComputeFailed:
-                # The client stays usable: a new request overrides what is left of this one.
-                self._free.extend([chunk.slot, *(left.slot for left in ticket.chunks)])
+                # The client stays usable: new requests override what is left of this and of later tickets.
+                self._forget_tickets()
                 raise
             collected = chunk.end
             self._free.append(chunk.slot)
-            self._fill_slots(ticket)
+            self._fill_slots()
         self._stats.wait_seconds += time.perf_counter() - begin
         self._stats.calls += 1
         self._stats.rows += ticket.rows
@@ -216,12 +221,16 @@ class MailboxExpertClient(ExpertClient):
 
     def recover(self, timeout_s: float) -> None:
         """All slots are free afterwards: a new epoch overrides an old request."""
-        self._generation += 1
-        self._free = deque(self._slots)
+        self._forget_tickets()
         if self._agree is not None:
             self._start_over(self._agree)
         self.wait_ready(timeout_s)
         self._stats.recoveries += 1
+
+    def _forget_tickets(self) -> None:
+        self._generation += 1
+        self._free = deque(self._slots)
+        self._waiting.clear()
 
     def stats(self) -> ExpertClientStats:
         compute = tuple(nanoseconds * 1e-9 for nanoseconds in self._compute_ns)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.experts.client import ExpertCall, ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.layers.deferral import Collect, add_late
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
@@ -271,29 +272,51 @@ class MoE(nn.Module):
             # One expert a token: what it reads carries the weight, and its answer counts once.
             routed = hidden_states * topk_weights.to(hidden_states.dtype)
             topk_weights = torch.ones_like(topk_weights)
-        collect = self._ask_experts(self._expert_inputs(routed), topk_ids, topk_weights, context)
-        return lambda: self._finish(hidden_states, partial, collect, context)
+        asked = self._ask_experts(self._expert_inputs(routed), topk_ids, topk_weights, context)
+        return lambda: self._finish(hidden_states, partial, asked, context)
 
     def _finish(
         self,
         hidden_states: torch.Tensor,
         partial: torch.Tensor | None,
-        collect: Collect,
+        asked: AskedExperts,
         context: ForwardContext,
     ) -> torch.Tensor:
         """`partial`: what is known of the sum already."""
         if self.shared_experts is not None:
             shared = self._shared(self.shared_experts, hidden_states, context)
             partial = shared if partial is None else partial + shared
+        deferral, project = context.deferral, self.fc2_latent_proj
+        computed, *late = asked.compute(partial if project is None else None)
         # A client that the host drives may leave its answer there.
-        if self.fc2_latent_proj is None:
-            answer = collect(partial).to(hidden_states.device)
+        if project is None:
+            computed = computed if deferral is None else deferral.take(computed)
+            answer = asked.fetch[0](computed).to(hidden_states.device)
         else:
-            answer = self.fc2_latent_proj(collect(None).to(hidden_states))
+            partial = partial if deferral is None else deferral.take(partial)
+            answer = project(asked.fetch[0](computed).to(hidden_states))
             answer = answer if partial is None else answer + partial
+        if late:
+            assert deferral is not None, "it has divided the choices"
+            deferral.defer(self._late_part(late[0], asked.fetch[1], hidden_states))
         # Every rank's answer has its own rows only, and what it computes itself its own channels only.
         answer = self._group.all_reduce(answer)
         return answer if self._output_scale == 1.0 else answer.mul_(self._output_scale)
+
+    def _late_part(
+        self, computed: torch.Tensor | None, fetch: Collect, hidden_states: torch.Tensor
+    ) -> Collect:
+        """What adds this layer's late part to a later layer's sum; `computed` is the device's share of it."""
+
+        def add(partial: torch.Tensor | None) -> torch.Tensor:
+            if computed is None and self.fc2_latent_proj is None:
+                return fetch(partial)
+            answer = fetch(computed).to(hidden_states.device)
+            if self.fc2_latent_proj is not None:
+                answer = self.fc2_latent_proj(answer.to(hidden_states)).float()
+            return answer if partial is None else add_late(partial, answer)
+
+        return add
 
     def _ask_experts(
         self,
@@ -301,12 +324,15 @@ class MoE(nn.Module):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         context: ForwardContext,
-    ) -> Collect:
-        """The same as `start_experts`, after whoever watches has seen what experts are given."""
+    ) -> AskedExperts:
+        """The same as `ask_experts`, after whoever watches has seen what experts are given."""
         if self.on_routed is not None:
             self.on_routed(expert_inputs, topk_ids, topk_weights)
+        parts = None
+        if context.deferral is not None:
+            parts = context.deferral.split(self.layer_id, topk_ids, topk_weights)
         devices = context.experts, context.resident, context.streamed
-        return start_experts(self.layer_id, expert_inputs, topk_ids, topk_weights, *devices)
+        return ask_experts(self.layer_id, expert_inputs, topk_ids, topk_weights, *devices, parts)
 
     def _expert_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What routed experts are given of `[T, H]`: that, or its projection into their space."""
@@ -348,16 +374,45 @@ class MoEWithOwnNorms(MoE):
         weights, ids = self.gate(self.router_norm(residual), context.inputs)
         if context.recorder is not None:
             context.recorder.record(self.layer_id, ids)
-        collect = self._ask_experts(self.input_norm(residual), ids, weights, context)
+        asked = self._ask_experts(self.input_norm(residual), ids, weights, context)
         # Both sums are over all ranks before they are normed.
         dense = self._group.all_reduce(self.shared_experts(hidden_states, context))
         normed: torch.Tensor = self.dense_norm(dense)
-        answer = self._group.all_reduce(collect(None).to(hidden_states.device))
+        answer = self._group.all_reduce(asked.collect(None).to(hidden_states.device))
         experts: torch.Tensor = self.output_norm(answer.to(hidden_states.dtype))
         return normed + experts
 
 
-Collect = Callable[[torch.Tensor | None], torch.Tensor]
+@dataclass(frozen=True)
+class AskedExperts:
+    """A layer whose expert servers have their share; filled by `ask_experts`.
+
+    Its choices are in parts with sums of their own, each computed first and then fetched, in order.
+    """
+
+    layer_id: int
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor
+    parts: tuple[torch.Tensor, ...]  # int32 [T, K] each, -1 where another part has the choice
+    fetch: tuple[Collect, ...]  # by part: adds what servers answer
+    resident: ResidentExperts | None  # None: nothing of the layer is resident, or streamed
+    streamed: StreamedExperts | None
+
+    def compute(self, partial: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """The device's share by part, float32 `[T, H]`, or what it was given; `partial` is the first's."""
+        sums = [partial, *[None] * (len(self.parts) - 1)]
+        rows, weights = self.hidden_states, self.topk_weights
+        if self.resident is not None:
+            pairs = zip(self.parts, sums, strict=True)
+            sums = [self.resident.forward(self.layer_id, rows, ids, weights, own) for ids, own in pairs]
+        if self.streamed is not None:
+            sums = [*self.streamed.forward(self.layer_id, rows, self.parts, weights, sums)]
+        return sums
+
+    def collect(self, partial: torch.Tensor | None) -> torch.Tensor:
+        """`partial` `[T, H]` (None: zeros) with all choices, of a layer whose choices are one part."""
+        (computed,) = self.compute(partial)
+        return self.fetch[0](computed)
 
 
 def start_experts(
@@ -369,17 +424,33 @@ def start_experts(
     resident: ResidentExperts | None,
     streamed: StreamedExperts | None = None,
 ) -> Collect:
+    """As `ask_experts`, of which `collect` is returned: all choices have one sum."""
+    return ask_experts(layer_id, hidden_states, topk_ids, topk_weights, experts, resident, streamed).collect
+
+
+def ask_experts(
+    layer_id: int,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    experts: ExpertClient | None,
+    resident: ResidentExperts | None,
+    streamed: StreamedExperts | None = None,
+    parts: Sequence[torch.Tensor] | None = None,
+) -> AskedExperts:
     """Hands the expert servers their share of `[T, H]` rows, int32 `[T, K]` ids and float32 weights.
 
     What is returned computes the resident and the streamed share and collects: it adds all to a partial sum
     `[T, H]` (None: zeros), each chosen expert of each row once. Of several ranks each has only its part of
-    the sum. Raises what the expert client and `streamed` raise, and RuntimeError when servers are needed and
+    the sum. `parts`: the ids in several tensors, each with a sum of its own and servers asked in this order.
+    Raises what the expert client and `streamed` raise, and RuntimeError when servers are needed and
     there is no client.
     """
     share = Share.NONE if resident is None else resident.share(layer_id)
     streams = Share.NONE if streamed is None else streamed.share(layer_id)
+    divided = (topk_ids,) if parts is None else tuple(parts)
     if Share.ALL in (share, streams):
-        fetch: Collect = _only_partial
+        fetch: tuple[Collect, ...] = (_only_partial,) * len(divided)
         if resident is not None and share is Share.SOME:
             resident.note(layer_id, topk_ids)
     elif experts is None:
@@ -390,16 +461,11 @@ def start_experts(
             served = resident.cpu_ids(layer_id, served)
         if streamed is not None and streams is not Share.NONE:
             served = streamed.cpu_ids(layer_id, served)
-        fetch = _submit(layer_id, hidden_states, served, topk_weights, experts)
-
-    def collect(partial: torch.Tensor | None) -> torch.Tensor:
-        if resident is not None and share is not Share.NONE:
-            partial = resident.forward(layer_id, hidden_states, topk_ids, topk_weights, partial)
-        if streamed is not None and streams is not Share.NONE:
-            partial = streamed.forward(layer_id, hidden_states, topk_ids, topk_weights, partial)
-        return fetch(partial)
-
-    return collect
+        asked = [served] if parts is None else [served.masked_fill(ids < 0, -1) for ids in divided]
+        fetch = tuple(_submit(layer_id, hidden_states, ids, topk_weights, experts) for ids in asked)
+    here = resident if share is not Share.NONE else None
+    streaming = streamed if streams is not Share.NONE else None
+    return AskedExperts(layer_id, hidden_states, topk_weights, divided, fetch, here, streaming)
 
 
 def _submit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -23,6 +24,7 @@ from gpu_service.layers.decoder import (
     SingleLayer,
     gather_logits,
 )
+from gpu_service.layers.deferral import DeferralRule
 from gpu_service.layers.gated_streams import GatedStreamLayer, GatedStreams, NGramLayer, StreamMixer
 from gpu_service.layers.hyper_connections import HyperDecoderLayer, HyperHead, HyperStreams
 from gpu_service.layers.linear import Packed
@@ -84,10 +86,14 @@ class Backbone(nn.Module):
             self._embedding_scale = torch.tensor(config.embedding_scale, device="cpu").to(dtype).item()
         # Of this stage's layers, those that every token passes: layers of multi-token prediction are last.
         self._num_passed = len(layers) - (config.num_mtp_heads if last else 0)
+        # Which experts are added a layer late; None: none. Set before the first step.
+        self.deferral: DeferralRule | None = None
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` after the final norm; on a stage that is not the last, what was sent to the next one."""
         inputs, images = context.inputs, context.inputs.image_features
+        if self.deferral is not None and context.deferral is None:
+            context = replace(context, deferral=self.deferral.begin())
         by_axis = inputs.mrope_positions
         positions = inputs.positions if by_axis is None else by_axis
         ropes = [rotary.table(positions) for rotary in self._rotaries]

@@ -14,7 +14,8 @@ from gpu_service.experts.streaming.costs import CostCurve
 from gpu_service.experts.streaming.measure import MeasuredCosts, measure_link, measure_products
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import StreamedStep
-from gpu_service.layers.moe import start_experts
+from gpu_service.layers.deferral import late_choices
+from gpu_service.layers.moe import ask_experts, start_experts
 from gpu_service.parallel.context import ParallelContext
 from tests import tolerances
 from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed
@@ -81,6 +82,28 @@ def test_every_division(share: int, split: object, servers: int) -> None:
     assert streamed is not None
     assert_equal(forward(found.client, streamed), wanted)
     assert bool(found.client.submitted) == (share < 64)
+
+
+@pytest.mark.parametrize("share", [20, 64])
+def test_late_choices_have_a_sum_of_their_own(share: int) -> None:
+    """Both parts of a layer's choices are computed while its experts are in the ring."""
+    found = streaming(made(tensor_split(SHAPE, 2)), share=share)
+    servers = MadeExperts(found.client.servers)
+    streamed = found.streamer.begin(9)
+    for layer in range(LAYERS):
+        rows, ids, weights = routed(SHAPE, 9, seed=layer)
+        late = late_choices(ids, weights, 1)
+        parts = ids.masked_fill(late, -1), ids.masked_fill(~late, -1)
+        asked = ask_experts(layer, rows, ids, weights, found.client, None, streamed, parts)
+        partial = torch.full_like(rows, 0.5)
+        wanted = [
+            start_experts(layer, rows, part, weights, servers, None)(own)
+            for part, own in zip(parts, (partial.clone(), torch.zeros_like(rows)), strict=True)
+        ]
+        computed = asked.compute(partial)
+        assert_equal([fetch(own) for fetch, own in zip(asked.fetch, computed, strict=True)], wanted)
+    assert streamed is not None
+    streamed.launched()
 
 
 def test_a_bias_is_added_once() -> None:

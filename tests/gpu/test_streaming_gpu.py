@@ -139,7 +139,7 @@ def test_copies_run_under_other_work() -> None:
     copied.synchronize()
     assert not held.query(), "the copies waited for the compute stream"
     for layer in range(LAYERS):
-        streamed.forward(layer, *inputs, None)
+        streamed.forward(layer, inputs[0], [inputs[1]], inputs[2], [None])
     assert not held.query(), "launching waited for the device"
     launched = time.monotonic() - begin
     torch.cuda.synchronize()

@@ -14,15 +14,17 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
+from gpu_service.verify.errors import perplexity, relative_error, score
 from moebius.app import cli
 from moebius.app.verify import experts as verify_experts
 from moebius.app.verify import staged_model
-from moebius.app.verify.report import Thresholds, VerifyResult
+from moebius.app.verify.report import Thresholds, VerifyResult, print_result
 from moebius.app.verify.run import VerifyOptions, read_tokens, verify_model
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from tests.helpers.deferred_reference import defer_in
 from tests.helpers.gguf_models import make_gguf
-from tests.helpers.tiny_models import cached_tiny_models
+from tests.helpers.tiny_models import cached_tiny_models, make_tiny_model
 from tests.tolerances import EXPERTS_FLOAT32, VERIFY_PERPLEXITY
 
 TOKENS = 40
@@ -114,6 +116,39 @@ def test_exact_experts_pass(models: Callable[[str], tuple[Path, Any]], name: str
     expected = float(loss.double().exp())
     assert result.output.reference_perplexity == pytest.approx(expected, rel=VERIFY_PERPLEXITY)
     assert result.output.perplexity == pytest.approx(expected, rel=VERIFY_PERPLEXITY)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_late_experts_cost_what_they_cost(
+    models: Callable[[str], tuple[Path, Any]], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Figures of `defer_experts` are those of transformers with the rule, also where some are resident."""
+    from rich.console import Console
+
+    directory = models(name)[0]
+    reference = make_tiny_model(name, tmp_path)
+    options = {"experts": {"defer_experts": 1, "split_count": 2}, "placement": {"gpu_experts": 2}}
+    result = run(directory, **options)
+    ids = read_tokens(directory, None, TOKENS, reference.config.vocab_size).ids
+    with torch.inference_mode():
+        plain = reference(ids[None]).logits[0]
+        defer_in(reference, 1)
+        late = reference(ids[None]).logits[0]
+    found, scores = result.deferral, score(late, plain, torch.cat([ids[1:], torch.tensor([-1])]))
+    assert result.passed
+    assert result.output is not None
+    assert result.output.max_kl < 1e-9
+    assert found is not None
+    assert found.mean_kl > 1e-6
+    assert found.logits_error == pytest.approx(relative_error(late, plain), rel=1e-3)
+    assert found.mean_kl == pytest.approx(float(scores.kl.mean()), rel=1e-3)
+    assert found.max_kl == pytest.approx(float(scores.kl.max()), rel=1e-3)
+    assert found.top1_agreement == float(scores.same_top.double().mean())
+    assert found.perplexity == pytest.approx(perplexity(scores.loss), rel=VERIFY_PERPLEXITY)
+    print_result(result, Console())
+    assert f"defer_experts 1, against none late: KL divergence, nats per token: mean {found.mean_kl:.3e}" in (
+        capsys.readouterr().out
+    )
 
 
 def test_requantised_experts_cost_what_they_cost(models: Callable[[str], tuple[Path, Any]]) -> None:

@@ -58,8 +58,8 @@ def test_a_stream_that_the_context_cannot_hold_is_an_error_of_the_user() -> None
         engine.submit([[5] * 100], 29, 0.0)
 
 
-def setting(split: str, infos: list[ServerInfo]) -> Setting:
-    config = load_config(None, {"expert_split": split})
+def setting(split: str, infos: list[ServerInfo], defer_experts: int = 0) -> Setting:
+    config = load_config(None, {"expert_split": split, "defer_experts": defer_experts})
     weights = WeightBytes(0, 0, 10, 2)
     servers = ExpertServers(config)
     return Setting(GEOMETRY, weights, Bandwidths(1, None), servers, infos, 0, 100, 0.0, False)
@@ -124,6 +124,16 @@ def test_layers_without_calls_read_nothing() -> None:
     found, nbytes = touched(before, after, setting("tensor", infos))
     assert found == 2.0
     assert nbytes == pytest.approx(4 * 100)
+
+
+def test_late_experts_are_calls_of_the_same_step() -> None:
+    """A layer with late experts calls twice a step; the experts of both calls are the step's."""
+    infos = [ServerInfo(2000, 1, "scalar", 10)]
+    before = [ServerCounters({1: 0, 2: 0}, {1: 0, 2: 0}, 0.0, {})]
+    after = [ServerCounters({1: 20, 2: 10}, {1: 40, 2: 40}, 0.0, {})]
+    found, nbytes = touched(before, after, setting("tensor", infos, defer_experts=1))
+    assert found == 4.0
+    assert nbytes == pytest.approx(2 * 4 * 100)
 
 
 def test_bounds_add_what_follows_and_overlap_what_does_not() -> None:

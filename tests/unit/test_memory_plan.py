@@ -125,14 +125,18 @@ RING = ExpertMemory(ring_bytes=GIB)
 
 
 def test_the_prefill_lane_is_planned_with_where_experts_are_streamed(model: CausalLM) -> None:
-    """Its largest step comes on top of the main lane's, with tensor-parallel ranks, too; pipeline stages have
-    a longer step instead of it.
+    """Its largest step comes on top of the main lane's, with tensor-parallel ranks where one is asked for;
+    else they and pipeline stages have a longer step instead of it.
     """
     config = settings(prefill_chunk_max=16384)
     nothing, lane = plan(model, config), plan(model, config, experts=RING)
     assert nothing.of(LANE) == 0
     assert lane.of(LANE) > lane.of(ACTIVATIONS)
-    ranks = plan(model, config, experts=RING, parallel=ParallelContext(tp_rank=0, tp_size=2))
+    two = ParallelContext(tp_rank=0, tp_size=2)
+    in_turns = plan(model, config, experts=RING, parallel=two)
+    assert in_turns.of(LANE) == 0
+    wanted = settings(prefill_chunk_max=16384, prefill_lane_min_tokens=20)
+    ranks = plan(model, wanted, experts=RING, parallel=two)
     assert lane.of(LANE) > ranks.of(LANE) > ranks.of(ACTIVATIONS)
     stages = plan(model, config, experts=RING, parallel=ParallelContext(stage=0, num_stages=2))
     assert stages.of(LANE) == 0

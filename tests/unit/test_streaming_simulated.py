@@ -374,7 +374,7 @@ def test_copies_run_under_products(products: float, buffers: int) -> None:
         assert streamed is not None
         for layer in range(LAYERS):
             streamed.forward(
-                layer, torch.zeros(ROWS, 16), new_ids(random.Random(0))[0], torch.ones(ROWS, 2), None
+                layer, torch.zeros(ROWS, 16), [new_ids(random.Random(0))[0]], torch.ones(ROWS, 2), [None]
             )
     assert streamer.ring.operations == steps * pieces * (_PIECE_OPERATIONS + _COPY_OPERATIONS)
     device.drain()

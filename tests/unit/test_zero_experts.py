@@ -108,7 +108,8 @@ class OwnRows:
 
 def _context(experts: Any) -> Any:
     inputs = SimpleNamespace(valid_rows=None)
-    return SimpleNamespace(inputs=inputs, recorder=None, experts=experts, resident=None, streamed=None)
+    absent = dict.fromkeys(("recorder", "resident", "streamed", "deferral"))
+    return SimpleNamespace(inputs=inputs, experts=experts, **absent)
 
 
 @pytest.fixture

@@ -119,6 +119,8 @@ class DoorbellExpertClient(ExpertClient):
         self._recoveries = 0
         self._traced = False
         self._free = list(slots)
+        # Tickets with rows that found no free slot yet; the first one's are next.
+        self._waiting: deque[DoorbellTicket] = deque()
         mailbox.kernel.claim(device=True)
         if mailbox.geometry.num_clients == 1:
             self._start_over()
@@ -130,7 +132,7 @@ class DoorbellExpertClient(ExpertClient):
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        """What finds no free slot is submitted by `collect`."""
+        """What finds no free slot is submitted by `collect`, of this ticket or of an earlier one."""
         check_submission(self.geometry, layer, hidden_states, topk_ids, topk_weights)
         if hidden_states.dtype not in SOURCE_DTYPES:
             raise ValueError(f"hidden_states has dtype {hidden_states.dtype}; allowed: {SOURCE_DTYPES}")
@@ -141,7 +143,9 @@ class DoorbellExpertClient(ExpertClient):
             topk_weights.contiguous(),
             self._generation,
         )
-        self._fill_slots(ticket)
+        if ticket.rows:
+            self._waiting.append(ticket)
+        self._fill_slots()
         return ticket
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
@@ -162,12 +166,13 @@ class DoorbellExpertClient(ExpertClient):
             self._launcher.add(chunk.slot, ticket.layer, own.start - chunk.begin, partial[own])
             collected = chunk.end
             self._free.append(chunk.slot)
-            self._fill_slots(ticket)
+            self._fill_slots()
         return partial
 
-    def _fill_slots(self, ticket: DoorbellTicket) -> None:
-        """Put the ticket's next rows into free slots, the lowest first."""
-        while self._free and ticket.next_row < ticket.rows:
+    def _fill_slots(self) -> None:
+        """Put the next rows of waiting tickets into free slots, the lowest first."""
+        while self._free and self._waiting:
+            ticket = self._waiting[0]
             slot, begin = min(self._free), ticket.next_row
             self._free.remove(slot)
             end = min(begin + self._mailbox.geometry.max_rows, ticket.rows)
@@ -184,6 +189,8 @@ class DoorbellExpertClient(ExpertClient):
             )
             ticket.chunks.append(chunk)
             ticket.next_row = end
+            if end == ticket.rows:
+                self._waiting.popleft()
 
     def _own_rows(self, chunk: DoorbellChunk) -> slice:
         rows, clients = chunk.end - chunk.begin, self._mailbox.geometry.num_clients
@@ -244,6 +251,7 @@ class DoorbellExpertClient(ExpertClient):
         kernel = self._mailbox.kernel
         self._generation += 1
         self._free = list(self._slots)
+        self._waiting.clear()
         if self._mailbox.client == 0:
             kernel.abandon_requests(self._slots.start, len(self._slots))
         # A barrier, too: until here a peer's device may still have waited for this rank's report.

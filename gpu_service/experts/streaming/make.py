@@ -326,8 +326,11 @@ class ProfiledStream(StreamedExperts):
         self,
         layer: int,
         hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
+        parts: Sequence[torch.Tensor],
         topk_weights: torch.Tensor,
-        partial: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return self._kernels.forward(self._slots, hidden_states, topk_ids, topk_weights, partial)
+        partials: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        return [
+            self._kernels.forward(self._slots, hidden_states, ids, topk_weights, partial)
+            for ids, partial in zip(parts, partials, strict=True)
+        ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -29,14 +30,15 @@ class StreamedExperts(ABC):
         self,
         layer: int,
         hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
+        parts: Sequence[torch.Tensor],
         topk_weights: torch.Tensor,
-        partial: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """float32 `[T, H]`: `partial` (None: zeros) plus this rank's part of the streamed experts' sum.
+        partials: Sequence[torch.Tensor | None],
+    ) -> Sequence[torch.Tensor]:
+        """float32 `[T, H]` each: `partials` (None: zeros) and this rank's part of the streamed experts' sums.
 
-        As `ResidentKernels.forward`, on the current stream. Raises ExpertUnavailable when what was copied is
-        known to be worthless.
+        The layer's choices int32 `[T, K]` are in parts that have sums of their own, -1 where another part has
+        the choice. Each is computed as by `ResidentKernels.forward`, on the current stream. Raises
+        ExpertUnavailable when what was copied is known to be worthless.
         """
 
     def launched(self) -> None:

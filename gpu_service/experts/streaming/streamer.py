@@ -17,6 +17,7 @@ Whoever begins puts the result into `ForwardContext.streamed`, calls `launched` 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -445,15 +446,17 @@ class StreamedStep(StreamedExperts):
         self,
         layer: int,
         hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
+        parts: Sequence[torch.Tensor],
         topk_weights: torch.Tensor,
-        partial: torch.Tensor | None,
-    ) -> torch.Tensor:
+        partials: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        sums = list(partials)
         streamer, ring, plan = self._streamer, self._streamer.ring, self.plan.by_layer[layer]
         if not streamer.is_current(self):
             raise RuntimeError(f"layer {layer} streams in a step that another one has followed already")
         if layer in streamer.passed_layers:
-            self._chosen[layer] = count_chosen([topk_ids], streamer.geometry.num_experts)[0]
+            chosen = functools.reduce(torch.maximum, parts)
+            self._chosen[layer] = count_chosen([chosen], streamer.geometry.num_experts)[0]
         counts = None
         if plan.deferred and self._wait_until is not None:
             counts = streamer.device.download(self._chosen[layer]), streamer.device.record_read()
@@ -463,19 +466,31 @@ class StreamedStep(StreamedExperts):
                 raise RuntimeError(f"layer {layer} streams out of order: layer {piece.stored.layer} is next")
             slots = streamer.slots(buffer, piece)
             try:
-                partial = streamer.kernels.forward(slots, hidden_states, topk_ids, topk_weights, partial)
+                sums = self._added(slots, hidden_states, parts, topk_weights, sums)
             finally:
                 ring.give_back()
         for piece in () if counts is None else self._routed_pieces(plan, *counts):
             buffer = ring.fetch(piece)
             slots = streamer.slots(buffer, piece)
             try:
-                partial = streamer.kernels.forward(slots, hidden_states, topk_ids, topk_weights, partial)
+                sums = self._added(slots, hidden_states, parts, topk_weights, sums)
             finally:
                 ring.release(buffer)
-        if partial is None:
-            partial = torch.zeros_like(hidden_states, dtype=torch.float32)
-        return partial
+        zeros = (torch.zeros_like(hidden_states, dtype=torch.float32) if own is None else own for own in sums)
+        return list(zeros)
+
+    def _added(
+        self,
+        slots: LayerSlots,
+        hidden_states: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        topk_weights: torch.Tensor,
+        sums: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Each part's sum with the outputs of the experts in `slots`."""
+        given = zip(parts, sums, strict=True)
+        forward = self._streamer.kernels.forward
+        return [forward(slots, hidden_states, ids, topk_weights, own) for ids, own in given]
 
     def _routed_pieces(self, plan: LayerStream, counts: torch.Tensor, counted: Any) -> Sequence[Piece]:
         """Of this rank's experts that were not copied ahead those that have rows after all.

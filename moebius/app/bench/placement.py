@@ -153,7 +153,8 @@ def statistics_of(
         np.int64,
     )
     counts = per_server.sum(axis=0) if whole else per_server[0]
-    steps = max(after[0].calls.values()) - max(before[0].calls.values(), default=0)
+    # The last layer is asked once a step, also where the others have late experts.
+    steps = min(after[0].calls.values()) - min(before[0].calls.values(), default=0)
     statistics = ExpertStatistics(
         model_type=geometry.model_type,
         num_experts=geometry.num_experts,

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+
+if TYPE_CHECKING:
+    from moebius.app.random_model.build import Written
 
 DEMO = "demo"
 # Seconds between two lines about a download.
@@ -186,15 +189,25 @@ def models() -> None:
     """Checkpoints made or fetched here."""
 
 
+_Shape = Annotated[
+    str,
+    typer.Option(
+        help="qwen3-30b-a3b, qwen3-next-80b, qwen3-235b-a22b, glm-4.5-air, glm-5.3-flash, small or tiny"
+    ),
+]
+_RoutingFrom = Annotated[
+    str,
+    typer.Option(
+        metavar="TRACE",
+        help="File of `experts record --mode per_token`: tokens choose its rows, in the order of a chain",
+    ),
+]
+
+
 @app.command()
 def random(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the checkpoint is written")],
-    shape: Annotated[
-        str,
-        typer.Option(
-            help="qwen3-30b-a3b, qwen3-next-80b, qwen3-235b-a22b, glm-4.5-air, glm-5.3-flash, small or tiny"
-        ),
-    ] = "qwen3-30b-a3b",
+    shape: _Shape = "qwen3-30b-a3b",
     weight_format: Annotated[
         str,
         typer.Option(
@@ -218,14 +231,11 @@ def random(
     overlap: Annotated[
         int,
         typer.Option(
-            min=0,
-            max=100,
-            help="Percent of its experts that a token shares with the next; 0: by chance",
+            min=0, max=100, help="Percent of its experts that a token shares with the next; 0: by chance"
         ),
     ] = 0,
-    topic_tokens: Annotated[
-        int, typer.Option(min=1, help="How many tokens a topic lasts, with --overlap")
-    ] = 64,
+    topic_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a topic lasts, with --overlap")] = 64,
+    routing_from: _RoutingFrom = "",
     seed: Annotated[int, typer.Option(min=0, help="Of all random numbers")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="0: one per allowed CPU")] = 0,
 ) -> None:
@@ -234,15 +244,33 @@ def random(
     from moebius.app.random_model import RandomModelOptions, write_random_model
 
     options = RandomModelOptions(
-        shape, weight_format, layers, max_gb, skew, head, mtp_right, seed, threads, overlap, topic_tokens
+        shape,
+        weight_format,
+        layers,
+        max_gb,
+        skew,
+        head,
+        mtp_right,
+        seed,
+        threads,
+        overlap,
+        topic_tokens,
+        routing_from,
     )
     with rich_progress() as progress:
         written = write_random_model(
             directory, options, lambda done, total: progress("writing random weights", done, total)
         )
+    _print_written(written, routing_from)
+
+
+def _print_written(written: Written, trace: str) -> None:
     gigabytes = written.nbytes / 1e9
     speed = gigabytes / written.seconds
     print(f"{written.path}: {gigabytes:.2f} GB in {written.seconds:.1f} s ({speed:.2f} GB/s)")
+    if written.replay is not None:
+        rows, share = written.replay.num_rows, written.replay.share
+        print(f"routing: {rows} tokens of {trace}, {share:.3%} of their choices")
 
 
 @app.command()

@@ -21,6 +21,7 @@ from pathlib import Path
 from moebius.app.random_model.gguf import GGUF_FORMATS, gguf_tensors, lay_out_gguf
 from moebius.app.random_model.glm4 import glm4_layer
 from moebius.app.random_model.glm5 import glm5_layer
+from moebius.app.random_model.replay import Replay, fit_replay, read_trace
 from moebius.app.random_model.shapes import (
     Glm4Shape,
     Glm5Shape,
@@ -29,6 +30,7 @@ from moebius.app.random_model.shapes import (
     parse_shape,
 )
 from moebius.app.random_model.tensors import (
+    FIRST_WORD,
     ModelDraw,
     TensorGroup,
     outside_layers,
@@ -106,6 +108,8 @@ class RandomModelOptions:
     # chance gives. And how many tokens a topic lasts.
     overlap: int = 0
     topic_tokens: int = 64
+    # A file of `experts record --mode per_token` whose rows the tokens of a chain choose; empty: none.
+    routing_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ class Written:
     path: Path
     nbytes: int
     seconds: float
+    # None: no trace is replayed.
+    replay: Replay | None = None
 
 
 def write_random_model(
@@ -142,6 +148,10 @@ def write_random_model(
     chained = _parse_head(options.head)
     if not 0 <= options.mtp_right <= 100:
         raise UserError(f"--mtp-right: {options.mtp_right} is not allowed; allowed: 0 to 100")
+    if options.routing_from and (options.overlap or options.skew != "none"):
+        raise UserError(
+            "--routing-from has the trace's routing; --overlap and --skew are not allowed with it"
+        )
     topics = Topics(options.overlap, options.topic_tokens)
     if topics.is_on and (not chained or isinstance(shape, GlmShape)):
         raise UserError(
@@ -149,10 +159,21 @@ def write_random_model(
         )
     skew = parse_skew(options.skew)
     fitted_share(topics, shape.num_experts, shape.top_k, skew)  # refused before anything is written
-    draw = ModelDraw(shape, experts, skew, options.seed, chained, options.mtp_right, topics)
+    replay = _replay(shape, options)
+    chained = chained or replay is not None
+    draw = ModelDraw(shape, experts, skew, options.seed, chained, options.mtp_right, topics, replay)
     write = _write_gguf if is_gguf else _write_safetensors
     path, written = write(directory, draw, options, on_progress)
-    return Written(path, written, time.perf_counter() - begin)
+    return Written(path, written, time.perf_counter() - begin, replay)
+
+
+def _replay(shape: RandomShape, options: RandomModelOptions) -> Replay | None:
+    """None without a trace. Raises UserError for one that does not fit the shape."""
+    if not options.routing_from:
+        return None
+    words = shape.vocab_size - FIRST_WORD
+    trace = read_trace(Path(options.routing_from), shape, words)
+    return fit_replay(trace, shape, options.seed, options.threads)
 
 
 def shards(draw: ModelDraw) -> list[list[TensorGroup]]:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moebius.app.random_model.replay import FIRST_CODE, FREE_STD, Replay
 from moebius.app.random_model.shapes import RandomShape
 from moebius.app.random_model.topics import (
     FIRST_ELEMENT,
@@ -170,10 +171,11 @@ NUM_SPECIAL = 3
 FIRST_WORD = NUM_SPECIAL + 256
 # Element 0 of the residual stream, over sqrt(hidden): 1/36 of the energy, many deviations of the others.
 CONSTANT = 1 / 6
-# Element of an embedding that says whether layers of multi-token prediction guess wrong after that token.
+# Element of an embedding that says whether layers of multi-token prediction guess wrong after that token; in
+# a replay, that the token is one of text, after which the trace begins.
 FLAG = 1
-# Of random numbers: attention matrices, which tokens are flagged.
-ATTENTION, _FLAGS = 1, 6
+# Of random numbers: attention matrices, which tokens are flagged, what a replay leaves free.
+ATTENTION, _FLAGS, _FREE_ELEMENTS = 1, 6, 10
 
 
 @dataclass(frozen=True)
@@ -190,11 +192,17 @@ class ModelDraw:
     # After how many percent of all tokens layers of multi-token prediction guess the same as a chained head.
     mtp_right: int = 100
     topics: Topics = NO_TOPICS
+    # None: routers choose at random, as `skew` and `topics` say.
+    replay: Replay | None = None
 
     def zero_rows(self, matrix: MatrixDraw) -> int:
         """Rows of a matrix that write to elements of the residual stream which no layer may change."""
         if not matrix.zero_row:
             return 0
+        if self.replay is not None:
+            # What an attention writes is read by the router of its own layer.
+            layer = matrix.key[1]
+            return self.replay.begin(layer - 1 if matrix.key[0] == ATTENTION else layer)
         return FIRST_ELEMENT + NUM_ELEMENTS if self.topics.is_on else 1
 
     @property
@@ -209,14 +217,17 @@ class ModelDraw:
 
     def normed_constant(self, layer: int) -> float:
         """The same after a layer's RMSNorm: all layers together add about an embedding's energy."""
-        return self.constant / self._norm(layer)
+        return self.constant / self.norm(layer)
 
     def normed_topic(self, layer: int) -> float:
         """Of a topic's elements."""
-        return self.topic / self._norm(layer)
+        return self.topic / self.norm(layer)
 
-    def _norm(self, layer: int) -> float:
+    def norm(self, layer: int) -> float:
+        """Root mean square of the stream that a layer's RMSNorm divides by."""
         energy = CONSTANT**2 * (2 if self.topics.is_on else 1)
+        if self.replay is not None:
+            energy += (FREE_STD**2 - 1) * (1 - self.replay.end / self.shape.hidden_size)
         return math.sqrt(1.0 + energy + layer / self.shape.num_layers)
 
 
@@ -246,7 +257,20 @@ def _embedding_rows(draw: ModelDraw, std: float) -> NDArray[np.uint16]:
     if draw.topics.is_on:
         found = trajectory(shape.vocab_size, draw.topics, draw.seed)[chain_places(shape.vocab_size)]
         values[:, FIRST_ELEMENT : FIRST_ELEMENT + NUM_ELEMENTS] = bfloat16_bits(found * (draw.topic * std))
+    if draw.replay is not None:
+        values[:, FLAG] = np.where(np.arange(shape.vocab_size) < FIRST_WORD, constant, np.uint16(0))
+        free = (shape.vocab_size, shape.hidden_size - draw.replay.end)
+        rng = generator(draw.seed, _FREE_ELEMENTS)
+        values[:, draw.replay.end :] = bfloat16_normal(rng, free, FREE_STD * std)
+        codes = bfloat16_bits(draw.replay.elements() * np.float32(std))
+        values[:, FIRST_CODE : FIRST_CODE + codes.shape[1]] = codes[replayed_rows(shape, draw.replay)]
     return values
+
+
+def replayed_rows(shape: RandomShape, replay: Replay) -> NDArray[np.int64]:
+    """int64 `[vocab_size]`: the trace's row that each token stands for; words in the order of the chain."""
+    places = chain_places(shape.vocab_size)
+    return np.where(places < FIRST_WORD, places, places - FIRST_WORD) % replay.num_rows
 
 
 def successor(tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
@@ -290,6 +314,10 @@ def head(draw: ModelDraw) -> list[Array]:
     rows = np.empty((shape.vocab_size, shape.hidden_size), np.uint16)
     rows[successor(np.arange(shape.vocab_size), shape.vocab_size)] = _embedding_rows(draw, std)
     rows[:NUM_SPECIAL] = 0
+    if draw.replay is not None:
+        # After a text the trace begins, with the first word, whichever words stand for the same row.
+        rows[NUM_SPECIAL:FIRST_WORD] = 0
+        rows[FIRST_WORD, FLAG] = bfloat16_bits(np.array([3 * LOGIT_STD / CONSTANT], np.float32))[0]
     return [rows]
 
 
@@ -391,6 +419,12 @@ def router(draw: ModelDraw, layer: int) -> list[Array]:
     """bfloat16 bits `[num_experts, hidden]` of a layer's router."""
     shape = draw.shape
     rows = generator(draw.seed, 3, layer).standard_normal((shape.num_experts, shape.hidden_size), np.float32)
+    if draw.replay is not None:
+        begin = draw.replay.begin(layer)
+        rows[:] = 0
+        scale = np.float32(SCORE_STD * draw.norm(layer))
+        rows[:, begin : begin + draw.replay.code_elements] = draw.replay.routers[layer] * scale
+        return [bfloat16_bits(rows)]
     share = fitted_share(draw.topics, shape.num_experts, shape.top_k, draw.skew)
     rows *= SCORE_STD * math.sqrt((1.0 - share) / shape.hidden_size)
     if draw.topics.is_on:

@@ -100,6 +100,20 @@ class OutputResult:
 
 
 @dataclass(frozen=True)
+class DeferralResult:
+    """Next-token distributions with late experts, against the same experts without; no threshold applies."""
+
+    defer_experts: int
+    # Norm of the difference of all logits over the norm of those without late experts.
+    logits_error: float
+    mean_kl: float  # nats per token
+    p99_kl: float
+    max_kl: float
+    top1_agreement: float  # share of tokens with the same most probable next token
+    perplexity: float
+
+
+@dataclass(frozen=True)
 class Check:
     """One threshold; filled by `VerifyResult.checks`."""
 
@@ -129,6 +143,8 @@ class VerifyResult:
     # Most memory this process has taken, bytes.
     peak_memory: int
     seconds: float
+    # None: no expert is late, or layers after the compared ones were left out.
+    deferral: DeferralResult | None = None
 
     def checks(self) -> list[Check]:
         """Every threshold that applies, the worst layer for all."""
@@ -238,6 +254,13 @@ def _lines(result: VerifyResult) -> list[str]:
             f"same most probable token: {out.top1_agreement:.2%}",
             f"perplexity: {out.perplexity:.4f}, reference {out.reference_perplexity:.4f} "
             f"({out.perplexity / out.reference_perplexity - 1:+.3%})",
+        ]
+    if (late := result.deferral) is not None:
+        lines += [
+            f"defer_experts {late.defer_experts}, against none late: KL divergence, nats per token: "
+            f"mean {late.mean_kl:.3e}, 99th percentile {late.p99_kl:.3e}, largest {late.max_kl:.3e}",
+            f"  same most probable token: {late.top1_agreement:.2%}; logits differ by "
+            f"{late.logits_error:.2e}; perplexity: {late.perplexity:.4f}",
         ]
     experts = [expert for layer in result.layers for expert in layer.experts]
     chosen = sum(expert.tokens > 0 for expert in experts)

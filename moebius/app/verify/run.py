@@ -15,6 +15,7 @@ from gpu_service.assembly.process import prepare_process, resolve_device
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts
+from gpu_service.layers.deferral import DeferralRule, deferral_rule
 from gpu_service.ops import backends
 from gpu_service.ops.examples import sizes_of
 from gpu_service.verify.errors import (
@@ -35,7 +36,7 @@ from moebius.app.verify.experts import (
     compare_experts,
     routing_agreement,
 )
-from moebius.app.verify.report import LayerResult, OutputResult, Thresholds, VerifyResult
+from moebius.app.verify.report import DeferralResult, LayerResult, OutputResult, Thresholds, VerifyResult
 from moebius.app.verify.staged_model import LoadedStage, Routed, StagedModel, check_same_shape, watching
 from moebius.checkpoint.gguf.files import companion_directory, gguf_files, is_gguf
 from moebius.checkpoint.gguf.header import read_header
@@ -117,8 +118,11 @@ class Comparison:
         layers: Collection[int],
         thresholds: Thresholds,
         expert_checkpoint: str = "",
+        rule: DeferralRule | None = None,
     ) -> None:
         """`geometry`: of the model's experts; `expert_checkpoint`: where the reference's lie, if apart.
+
+        With a `rule` the model is also computed with late experts.
 
         Raises what an expert server refuses.
         """
@@ -142,6 +146,12 @@ class Comparison:
         self._routed: dict[int, Routed] = {}
         self._sums: dict[int, torch.Tensor] = {}
         self.results: dict[int, LayerResult] = {}
+        self._rule = rule
+        self._deferral = None if rule is None else rule.begin()
+        self._late_states: torch.Tensor | None = None
+        self._late_logits: torch.Tensor | None = None
+        # Filled by `run` where there is a rule and all layers were computed.
+        self.deferral: DeferralResult | None = None
 
     def run(
         self, token_ids: torch.Tensor, last_layer: int, on_stage: Callable[[int], None]
@@ -163,6 +173,8 @@ class Comparison:
             del loaded
             self.packed.close()
             on_stage(layers.stop)
+            if logits is not None and self._rule is not None and self._late_logits is not None:
+                self.deferral = _deferred(self._rule.count, self._late_logits, logits, token_ids)
             if logits is not None and reference_logits is not None:
                 return _scores(logits, reference_logits, token_ids)
             if last_layer < layers.stop:
@@ -189,7 +201,13 @@ class Comparison:
             )
         with torch.inference_mode(), watching(stage, self._on_routed, self._on_layer):
             answer = stage.forward(token_ids, hidden_states, self.packed, self._resident)
-            self._resident = None
+        resident, self._resident = self._resident, None
+        if self._deferral is not None:
+            given = self.packed, resident, self._deferral
+            with torch.inference_mode():
+                self._late_states = stage.forward(token_ids, self._late_states, *given)
+                self._late_logits = _head(stage, self._late_states)
+        with torch.inference_mode():
             return answer, _head(stage, answer)
 
     def _on_routed(self, layer: int, routed: Routed) -> None:
@@ -243,6 +261,19 @@ def _scores(logits: torch.Tensor, reference: torch.Tensor, token_ids: torch.Tens
     return TokenScores.join([score(*part) for part in parts])
 
 
+def _deferred(
+    count: int, late: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor
+) -> DeferralResult:
+    scores = _scores(late, logits, token_ids)
+    return DeferralResult(
+        count,
+        relative_error(late, logits),
+        *_spread(scores.kl),
+        float(scores.same_top.double().mean()),
+        perplexity(scores.loss),
+    )
+
+
 # The value of --against that means the checkpoint itself, its experts dequantised.
 BF16 = "bf16"
 
@@ -285,7 +316,8 @@ def verify_model(
     tokens = read_tokens(ours.directory, options.text_file, limit, ours.config.vocab_size)
     # Another checkpoint has experts of its own, also where it is the model that ours were taken out of.
     experts = config.model.expert_checkpoint if options.against == BF16 else ""
-    comparison = Comparison(config, ours, reference, geometry, layers, options.thresholds, experts)
+    rule = deferral_rule(config, ours.config)
+    comparison = Comparison(config, ours, reference, geometry, layers, options.thresholds, experts, rule)
     total = max(layers) + 1 if chosen else geometry.num_layers
     is_whole = max(layers) == max(geometry.moe_layers)
     scores = comparison.run(
@@ -304,6 +336,7 @@ def verify_model(
         thresholds=options.thresholds,
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         seconds=time.monotonic() - begin,
+        deferral=comparison.deferral,
     )
 
 
@@ -335,13 +368,19 @@ def _allowed_kl(options: VerifyOptions, comparison: Comparison, layers: Sequence
 
 
 def _summarise(scores: TokenScores, allowed_kl: float) -> OutputResult:
-    kl = scores.kl.nan_to_num(nan=torch.inf)
+    mean_kl, p99_kl, max_kl = _spread(scores.kl)
     return OutputResult(
-        mean_kl=float(kl.mean()),
-        p99_kl=float(kl.quantile(0.99, interpolation="higher")),
-        max_kl=float(kl.max()),
+        mean_kl=mean_kl,
+        p99_kl=p99_kl,
+        max_kl=max_kl,
         allowed_kl=allowed_kl,
         top1_agreement=float(scores.same_top.double().mean()),
         reference_perplexity=perplexity(scores.reference_loss),
         perplexity=perplexity(scores.loss),
     )
+
+
+def _spread(divergence: torch.Tensor) -> tuple[float, float, float]:
+    """Mean, 99th percentile and maximum of `[L]`; NaN counts as infinite."""
+    kl = divergence.nan_to_num(nan=torch.inf)
+    return float(kl.mean()), float(kl.quantile(0.99, interpolation="higher")), float(kl.max())

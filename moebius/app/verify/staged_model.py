@@ -17,6 +17,7 @@ from gpu_service.cache.state_cache import make_states
 from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.layers.deferral import Deferral
 from gpu_service.layers.moe import MoE
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.plan import StepSize
@@ -98,10 +99,12 @@ class LoadedStage:
         hidden_states: torch.Tensor | None,
         experts: ExpertClient | None,
         resident: ResidentExperts | None = None,
+        deferral: Deferral | None = None,
     ) -> torch.Tensor:
         """From the hidden states `[T, H]` of the stage before (None: the first) to those after this one.
 
-        `token_ids` int64 `[T]` are one request's. After the last stage: after the final norm.
+        `token_ids` int64 `[T]` are one request's. `deferral` is the same for all stages; None: no expert is
+        late. After the last stage: after the final norm.
         """
         shape = cache_shape(self.of.gpu, self.model.rank_config, self.of.device)
         tokens = token_ids.shape[0]
@@ -114,8 +117,13 @@ class LoadedStage:
             inputs = with_dummy_states(inputs, states)
         attention.plan(inputs)
         self.hand_over.hidden_states = hidden_states
-        context = ForwardContext(inputs, cache, attention, experts, resident=resident, states=states)
+        context = ForwardContext(
+            inputs, cache, attention, experts, resident=resident, states=states, deferral=deferral
+        )
         answer = self.model(context)
+        if deferral is not None:
+            # The next stage has other experts in memory.
+            deferral.settle()
         if self.model.parallel.is_last_stage:
             normed: torch.Tensor = answer
             return normed

@@ -170,7 +170,7 @@ def _result(
     bound = bound_of(traffic, setting.bandwidths)
     whole = streams / bound.step
     alone = streams / bound.cpu_experts if bound.cpu_experts else None
-    steps = _steps(before, after)
+    steps = _steps(before, after, setting)
     return DecodeResult(
         streams=streams,
         tokens_per_second=speed,
@@ -208,12 +208,20 @@ def recorded_experts(
     return sum(per_layer.values()) / max(1, len(per_layer))
 
 
-def _steps(before: Sequence[ServerCounters], after: Sequence[ServerCounters]) -> float:
-    """Steps between two looks, from one server's calls over its layers."""
+def _steps(before: Sequence[ServerCounters], after: Sequence[ServerCounters], setting: Setting) -> float:
+    """Steps between two looks, from one server's calls over those of a step."""
     if not after or not after[0].calls:
         return 0.0
     calls = sum(after[0].calls.values()) - sum(before[0].calls.values())
-    return calls / len(after[0].calls)
+    return calls / _calls_per_step(after[0], setting)
+
+
+def _calls_per_step(found: ServerCounters, setting: Setting) -> int:
+    """One of every layer that asks the server, and with late experts another of all but the last layer."""
+    late = 0
+    if setting.servers.config.experts.defer_experts:
+        late = len(found.calls.keys() - {max(setting.geometry.moe_layers)})
+    return len(found.calls) + late
 
 
 def touched(
@@ -229,7 +237,8 @@ def touched(
         calls = sum(late.calls.values()) - sum(early.calls.values())
         read = sum(late.experts.values()) - sum(early.experts.values())
         # Steps whose layer had no expert here are calls without experts, or no calls at all.
-        per_layer = read / calls if calls else 0.0
+        steps = calls / _calls_per_step(late, setting) if calls else 0.0
+        per_layer = read / (steps * len(late.calls)) if steps else 0.0
         active = len(late.calls) / layers
         experts.append(per_layer * active)
         slice_bytes = info.packed_bytes / (layers * max(1, info.num_experts))
