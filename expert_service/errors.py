@@ -1,4 +1,4 @@
-"""Why an expert server does not load or compute; for `servicer` and `main`, which say it to others."""
+"""Reasons why an expert server does not load or compute; `servicer` and `main` report them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Streams one slice of the experts from safetensors into the packed form: map, pack, give the pages back.
+"""Loads one slice of the experts from safetensors into the packed form: map, pack, release the pages.
 
-Several threads each take an expert; Python's lock is free while pages are brought in and while kernels pack.
+Several threads load one expert each; the GIL is released while pages are read and while kernels pack.
 Besides the packed weights there is at most one expert per thread, as mapped pages of its file.
 """
 
@@ -24,16 +24,16 @@ from moebius.models.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.models.geometry import MoeGeometry
 from moebius.progress import Progress, phase
 
-# Of available memory: an engine's weights and KV cache, and the files of programs that run.
+# Part of available memory: for an engine's weights and KV cache, and the running programs' files.
 MEMORY_FOR_OTHERS = 0.2
-# What the system shall keep of files that do not fit, bytes: servers that pack parts of the same experts are
-# so far apart at most.
+# Bytes of the files that do not fit that stay cached: servers that pack parts of the same experts are at most
+# this far apart.
 CACHED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Filled by `plan_load`."""
+    """The experts of a checkpoint and their packed formats; filled by `plan_load`."""
 
     checkpoint: ExpertCheckpoint
     # Packed formats of every decoder layer, dense ones included (which take no memory).
@@ -42,20 +42,20 @@ class LoadPlan:
     has_bias: bool
     # By (layer, expert); located once, because threads that load share Python's lock.
     experts: Mapping[tuple[int, int], ExpertMatrices]
-    # The intermediate dimension can be divided at multiples of this: groups and blocks stay whole.
+    # Multiples at which the intermediate dimension can be divided: groups and blocks stay whole.
     group: int
     keeps: bool  # Formats are those of the checkpoint.
-    # What packing rounds, for people, although formats are kept; ascending.
+    # What packing rounds even though formats are kept, for people; ascending.
     roundings: tuple[str, ...] = ()
 
     @property
     def model(self) -> MoeGeometry:
-        """Of the checkpoint."""
+        """The geometry of the checkpoint."""
         return self.checkpoint.model
 
     @property
     def weight_format(self) -> str:
-        """For people: the formats of all layers, most layers have one."""
+        """The formats of all layers, for people; most models have one."""
         names = {self._name(layer) for layer in self.model.moe_layers}
         return ", ".join(sorted(names))
 
@@ -67,11 +67,11 @@ class LoadPlan:
 def plan_load(
     model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "keep", expert_checkpoint: str = ""
 ) -> LoadPlan:
-    """Find the experts, in `expert_checkpoint` where they lie apart, and check all, this server's or not.
+    """Finds the experts, in `expert_checkpoint` if they are separate, and checks all, this server's or not.
 
     Raises CheckpointError naming the first tensor that is missing, mis-shaped or of a type that cannot be
-    packed, a scheme that is not known, experts of one layer in different formats, or a tensor that belongs to
-    an expert the configuration does not know.
+    packed, an unknown scheme, experts of one layer in different formats, or a tensor that belongs to an
+    expert that the configuration does not have.
     """
     checkpoint = ExpertCheckpoint.open(model_path, model, expert_checkpoint)
     experts: dict[tuple[int, int], ExpertMatrices] = {}
@@ -113,17 +113,17 @@ def plan_load(
 
 
 def _check_unused(checkpoint: ExpertCheckpoint, used: set[str]) -> None:
-    """An expert tensor nobody asked for, in a layer that the model has: configuration and file differ."""
+    """Raises for an unused expert tensor in a layer that the model has: configuration and file differ."""
     model, prefix = checkpoint.model, checkpoint.layout.prefix
     for name in checkpoint.layout.index.tensors:
         if name in used or not is_routed_expert(name) or not name.startswith(prefix) or is_ignored(name):
             continue
-        # Transformers writes gates, which nothing reads, of choices that have no weights.
+        # Transformers writes unused gates for choices without weights.
         number = re.search(r"\.experts\.(\d+)\.", name)
         without_weights = model.num_experts + model.num_zero_experts
         if number is not None and model.num_experts <= int(number[1]) < without_weights:
             continue
-        # Layers after the last are of multi-token prediction that is not served.
+        # Layers after the last are multi-token prediction layers that are not served.
         if int(name.removeprefix(prefix).split(".")[0]) < model.num_layers:
             raise CheckpointError(
                 f"tensor {name!r} is an expert's, but the configuration has {model.num_experts} experts "
@@ -136,15 +136,15 @@ class LoadedLayer:
     """A layer whose experts are all packed; filled by `load_experts`."""
 
     layer: int
-    # Bytes read for it.
+    # The bytes of its source.
     source_bytes: int
-    # Root of the squared error over the squared weights, of the matrices that were rounded; 0 when none was.
+    # Root of the squared error over the squared weights, of the matrices that were rounded; 0 if none was.
     relative_error: float
 
 
 @dataclass
 class _LayerSum:
-    """What the threads have done of one layer."""
+    """The threads' progress in one layer."""
 
     missing: int
     source_bytes: int = 0
@@ -152,7 +152,7 @@ class _LayerSum:
     squared_reference: float = 0.0
 
     def add(self, packed: LoadError | None) -> None:
-        """One expert more: packed, at this cost, or still missing."""
+        """Counts one expert: packed, with this error, or still missing."""
         if packed is None:
             self.missing += 1
             return
@@ -162,7 +162,7 @@ class _LayerSum:
 
 @dataclass
 class _Progress:
-    """Shared by the threads that load; everything but `cancelled` under `changed`."""
+    """The state shared by loading threads; everything but `cancelled` under `changed`."""
 
     cancelled: Callable[[], bool]
     work: Iterator[tuple[int, int]]
@@ -177,14 +177,14 @@ class _Progress:
     stopped: bool = False
 
     def take(self) -> tuple[int, int] | None:
-        """The next (layer, expert); None at the end, after an error, or when cancelled."""
+        """Returns the next (layer, expert); None at the end, after an error, or when cancelled."""
         with self.changed:
             if self.cancelled():
                 self.error = self.error or LoadCancelled()
             return None if self.error is not None or self.stopped else next(self.work, None)
 
     def add(self, layer: int, source_bytes: int, error: LoadError) -> None:
-        """One expert is packed."""
+        """Counts one packed expert."""
         with self.changed:
             total = self.layers[layer]
             total.missing -= 1
@@ -195,24 +195,24 @@ class _Progress:
         self.on_packed()
 
     def finish(self, error: BaseException | None) -> None:
-        """A thread ends."""
+        """Notes that a thread has ended."""
         with self.changed:
             self.running -= 1
             self.error = self.error or error
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Let the threads end at their next expert."""
+        """Lets the threads end at their next expert."""
         with self.changed:
             self.stopped = True
 
     def wait(self, layer: int) -> LoadedLayer:
-        """Until the layer is complete. Raises what a thread raised, or LoadCancelled."""
+        """Waits until the layer is complete. Raises a thread's exception, or LoadCancelled."""
         total = self.layers[layer]
         with self.changed:
             self.changed.wait_for(lambda: total.missing == 0 or self.running == 0)
             if total.missing:
-                # Its traceback leads here and to the engine, which else kept its segment's lock.
+                # Its traceback refers to this frame and to the engine, which would keep its segment's lock.
                 error, self.error = self.error or LoadCancelled(), None
                 try:
                     raise error
@@ -232,12 +232,12 @@ def load_experts(
     on_packed: Callable[[], None] = lambda: None,
     num_servers: int = 1,
 ) -> Iterator[LoadedLayer]:
-    """Pack the experts of the slice, yielding each layer, in order, once it is done.
+    """Packs the experts of the slice, yielding each layer, in order, when it is complete.
 
-    `held`: by layer, ids of the experts that are wanted here, ascending (`ExpertSlice.held`), None: all; no
-    other one is read or given memory. Those that the engine found packed in its segment are not read again.
+    `held`: by layer, the ids of the experts to load, ascending (`ExpertSlice.held`), None: all; no other
+    one is read or given memory. Experts already packed in the engine's segment are not read again.
     `on_packed` is called by the threads that load, after each expert: a layer may take minutes.
-    `num_servers` load at the same time, about as much each.
+    `num_servers` load at the same time, about the same amount each.
     Raises CheckpointError naming a tensor, ValueError, or LoadCancelled. Closing it ends the threads.
     """
     layers = plan.model.moe_layers
@@ -252,7 +252,7 @@ def load_experts(
             if packed is None:
                 missing.append((layer, expert))
             totals[layer].add(packed)
-    # More threads than a layer has experts would hold sources of several layers.
+    # More threads than experts in a layer would hold sources of several layers.
     count = max(1, min(num_threads, part.num_experts))
     source_bytes = sum(_source_bytes(plan.experts[item], part, plan) for item in missing)
     cached_bytes = None if _fits_beside(source_bytes * num_servers) else CACHED_BYTES // count
@@ -276,14 +276,14 @@ def load_experts(
 
 
 def _fits_beside(source_bytes: int) -> bool:
-    """Whether the files of experts may stay in memory beside what is packed from them, which is as large."""
+    """Returns whether the experts' files may stay cached beside the packed experts, which are as large."""
     return 2 * source_bytes < available_memory() * (1 - MEMORY_FOR_OTHERS)
 
 
 def _load(
     engine: ExpertEngine, plan: LoadPlan, part: ExpertSlice, progress: _Progress, cached_bytes: int | None
 ) -> None:
-    """One thread's share: whatever is next."""
+    """Runs one thread: loads the next expert until none is left."""
     try:
         with MappedReader(cached_bytes) as reader:
             while (item := progress.take()) is not None:

@@ -1,4 +1,4 @@
-"""Serves the mailbox, as well as gRPC, with the same engine, when the configuration names one."""
+"""Serves the mailbox besides gRPC, with the same engine, when the configuration names one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 
 class Standstill:
-    """Whether a counter that should always move has stood still for too long."""
+    """Detects a counter that has not moved for too long although it should always move."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` is in seconds."""
@@ -30,27 +30,27 @@ class Standstill:
         self._moved_at = clock()
 
     def lasts(self, progress: int | None) -> bool:
-        """One look; None: nothing is counted yet."""
+        """Returns whether that is so, at this check; None: nothing is counted yet."""
         if progress is None or progress != self._progress:
             self._progress, self._moved_at = progress, self._clock()
         return self._clock() - self._moved_at > self.limit_s
 
 
 class FirstCall:
-    """Says every ten seconds that nobody has called yet, to whoever wonders why nothing happens."""
+    """Logs every ten seconds that no call has arrived yet, to explain why nothing happens."""
 
     EVERY_S = 10.0
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`name`: of the mailbox; `clock` is in seconds."""
         self._name, self._clock = name, clock
-        self._begin = self._said_at = clock()
+        self._begin = self._logged_at = clock()
 
     def look(self, is_awaited: bool) -> None:
-        """One look, more often than every ten seconds."""
+        """Checks once; called more often than every ten seconds."""
         now = self._clock()
-        if is_awaited and now - self._said_at >= self.EVERY_S:
-            self._said_at = now
+        if is_awaited and now - self._logged_at >= self.EVERY_S:
+            self._logged_at = now
             waited_s = round(now - self._begin)
             log.info("waiting for an engine's first call", mailbox=self._name, waited_s=waited_s)
 
@@ -67,9 +67,9 @@ class MailboxService:
         self._lock = threading.Lock()
 
     def attach(self, engine: ExpertEngine, model: MoeGeometry, request: SliceRequest, identity: str) -> None:
-        """Check geometry and identity and claim the index; nothing when no mailbox is configured.
+        """Checks geometry and identity and claims the index; does nothing without a configured mailbox.
 
-        Where nobody has made the mailbox yet it is made: an engine may take minutes until it asks for it.
+        A mailbox that does not exist yet is created: an engine may take minutes until it needs it.
         Raises MailboxError naming what differs.
         """
         name = self._config.experts.mailbox
@@ -79,31 +79,31 @@ class MailboxService:
         server = MailboxServer(
             name, request.split_index, engine.backend, num_threads=engine.num_threads, identity=identity
         )
-        del opened  # held until here, so that it was not a leftover that others replace
+        del opened  # held until here, so that others did not replace it as a leftover
         with self._lock:
             self._server = server
             self._engine = engine
         log.info("mailbox attached", mailbox=name, server_index=request.split_index)
 
     def beat(self) -> None:
-        """A sign of life while weights are read; from any thread."""
+        """Signals life while weights are read; from any thread."""
         if self._server is not None:
             self._server.beat()
 
     def note_damage(self) -> None:
-        """Tell the engine that an expert was found damaged; from any thread."""
+        """Notifies the engine of an expert that is damaged; from any thread."""
         if self._server is not None:
             self._server.note_damage()
 
     def note_problem(self, problem: str) -> None:
-        """Tell the engine why not all is computed that it may ask for; empty: it is. From any thread."""
+        """Notifies the engine why not all requested experts are computed; empty: all are. From any thread."""
         if self._server is not None:
             self._server.note_problem(problem)
 
     def start(self) -> None:
-        """Begin to answer, outstanding requests of a dead predecessor first.
+        """Starts answering, outstanding requests of a dead predecessor first.
 
-        Raises IdentityMismatch when that had packed other weights.
+        Raises IdentityMismatch if the predecessor had packed other weights.
         """
         with self._lock:
             if self._server is not None and self._engine is not None:
@@ -111,22 +111,22 @@ class MailboxService:
                 self._started = True
 
     def drain(self, timeout_s: float) -> bool:
-        """Finish what was asked, then leave; False: still busy after `timeout_s`."""
+        """Finishes outstanding requests, then leaves; returns False if still busy after `timeout_s`."""
         return self._server is None or not self._started or self._server.drain(timeout_s)
 
     def stop(self) -> None:
-        """Leave after the request being computed; unanswered ones stay for a successor."""
+        """Leaves after the request being computed; unanswered ones stay for a successor."""
         if self._server is not None:
             self._server.stop()
 
     @property
     def has_ended(self) -> bool:
-        """True when the serve loop left by itself: the mailbox was shut down, or a client sent it away."""
+        """Whether the serve loop ended by itself: the mailbox was shut down, or a client rejected it."""
         return self._started and self._server is not None and not self._server.is_running
 
     @property
     def progress(self) -> int | None:
-        """A counter that stands still only where the serve loop does; None: no mailbox is served."""
+        """A counter that stops only if the serve loop does; None: no mailbox is served."""
         if self._server is None or not self._started:
             return None
         return server_health(self._server.mailbox_name)[self._server.server_index].progress
@@ -135,7 +135,7 @@ class MailboxService:
     def awaits_first_call(self) -> bool:
         """Whether it serves a mailbox whose engine has not called yet, or is not there yet.
 
-        Of a process that took another one's place this is not known: its engine may have nothing to ask.
+        It is unknown for a process that replaced another: its engine may have nothing to compute.
         """
         server = self._server
         if server is None or not self._started or server.generation > 1:
@@ -144,11 +144,11 @@ class MailboxService:
 
     @property
     def rejection(self) -> str:
-        """Why a client sent this server away; empty: none did."""
+        """Why a client rejected this server; empty: none did."""
         return "" if self._server is None else self._server.rejection
 
     def record_spans(self) -> None:
-        """Hand sampled requests to the recorder."""
+        """Passes sampled requests to the recorder."""
         if self._server is None:
             return
         for call in self._server.take_traced_calls():

@@ -48,19 +48,19 @@ log = structlog.get_logger(__name__)
 
 
 class RejectedByEngine(UserError):
-    """The weights are the right ones, but what it computes with them is not: a new process may do better."""
+    """The weights are right, but results computed with them are not: a new process may work."""
 
     exit_status = 1
 
 
 class ExpertProcess:
-    """The parts of the process and their life: listen, load, serve, drain."""
+    """The process's parts and lifetime: listen, load, serve, drain."""
 
     def __init__(self, config: MoebiusConfig) -> None:
         self._config = config
         self._stop = Wakeup()
-        # A second signal: what was asked is not finished any more.
-        self._hurry = False
+        # A second signal: outstanding requests are no longer finished.
+        self._skips_drain = False
         experts = config.experts
         placement = place_process(experts)
         self._spans = SpanRecorder(
@@ -76,7 +76,7 @@ class ExpertProcess:
             experts.verify_interval_s,
         )
         self._serving = False
-        self._stands_still = False
+        self._is_stuck = False
         self._host = ExpertHost(
             placement,
             self._mailbox.attach,
@@ -90,7 +90,7 @@ class ExpertProcess:
         self._server = self._make_server()
 
     def _make_server(self) -> grpc.Server:
-        """Health says that the process lives, and that it does not serve yet."""
+        """Returns the server; health reports that the process lives, and does not serve yet."""
         limit = grpc_message_bytes(self._geometry())
         bounds = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
         threads = futures.ThreadPoolExecutor(GRPC_THREADS)
@@ -106,7 +106,7 @@ class ExpertProcess:
         return server
 
     def _geometry(self) -> MoeGeometry | None:
-        """As a predecessor noted it, or the model's configuration says; None: the model comes with `Load`."""
+        """Returns the geometry of a predecessor or the configuration; None: the model comes with `Load`."""
         settings, experts = self._config.model, self._config.experts
         if not settings.model:
             return None
@@ -116,13 +116,13 @@ class ExpertProcess:
             record = find_load_record(path, request, experts.batch_invariant_experts)
             if record is not None:
                 return record.model
-        # Here, because it takes a while to import, and a process that is started again is waited for.
+        # Imported here, since it is slow, and the restart of a process has to be fast.
         from moebius.served_model import read_served_geometry
 
         return read_served_geometry(self._config)
 
     def run(self) -> int:
-        """Until SIGTERM, SIGINT or the mailbox's shutdown; the process's exit status."""
+        """Runs until SIGTERM, SIGINT or the mailbox's shutdown; returns the process's exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         experts = self._config.experts
@@ -157,7 +157,7 @@ class ExpertProcess:
         return 0
 
     def _export_metrics(self) -> Callable[[], None]:
-        """Over OTLP, if that is configured; returns what ends it."""
+        """Exports metrics over OTLP, if configured; returns the function that ends it."""
         settings = self._config.telemetry
         if not settings.otlp_endpoint:
             return lambda: None
@@ -167,11 +167,11 @@ class ExpertProcess:
         return export_metrics(settings, "moebius-expert", collect, self._spans.attributes)
 
     def _process_state(self) -> ProcessState:
-        """For probes over HTTP: what the health service says."""
+        """Returns the health service's state, for probes over HTTP."""
         from moebius.operations import ProcessState
 
         not_ready = self._host.problem if self._serving else "still loading, or draining"
-        return ProcessState(not_ready, "the serve loop stands still" if self._stands_still else "")
+        return ProcessState(not_ready, "the serve loop stands still" if self._is_stuck else "")
 
     def _listen(self, address: str) -> None:
         try:
@@ -202,7 +202,7 @@ class ExpertProcess:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # A handler runs between two bytecodes of the main thread, so it must not take locks.
         self._host.cancel_load()
-        self._hurry = self._stop.is_set()
+        self._skips_drain = self._stop.is_set()
         self._stop.set()
 
     def _serve(self) -> None:
@@ -213,15 +213,15 @@ class ExpertProcess:
             self._spans.flush()
             first_call.look(self._mailbox.awaits_first_call)
             if standstill.lasts(self._mailbox.progress):
-                # Whoever asks whether the process works (a kubelet's liveness probe) starts another one.
+                # Reports failure, so that a kubelet's liveness probe restarts the process.
                 log.error("the serve loop stands still", hang_timeout_s=standstill.limit_s)
                 self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-                self._stands_still = True
+                self._is_stuck = True
         if self._mailbox.rejection:
             raise RejectedByEngine(f"the engine has sent this server away: {self._mailbox.rejection}")
 
     def _drain(self, timeout_s: float | None) -> bool:
-        """Both transports; None waits for as long as it takes."""
+        """Drains both transports; None waits without a limit."""
         self._serving = False
         self._health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         begin = time.monotonic()
@@ -234,10 +234,10 @@ class ExpertProcess:
     def _shut_down(self) -> None:
         deadline = time.monotonic() + self._config.supervisor.stop_timeout_s
         while not (idle := self._drain(POLL_S / 4)):
-            if self._hurry or time.monotonic() > deadline:
+            if self._skips_drain or time.monotonic() > deadline:
                 break
         self._mailbox.stop()
-        # A call that broke off at a message that is none stays in gRPC's books: its end would never come.
+        # A call that ended at an invalid message stays registered in gRPC: its end would never come.
         self._server.stop(GRPC_GRACE_S).wait(2 * GRPC_GRACE_S)
         self._mailbox.record_spans()
         self._spans.flush(0)
@@ -245,7 +245,7 @@ class ExpertProcess:
 
 
 def run(config: MoebiusConfig) -> int:
-    """Serve one slice of the experts until a signal or the mailbox ends it. Call from the main thread.
+    """Serves one slice of the experts until a signal or the mailbox ends it. Call from the main thread.
 
     Without a model the process waits for `Expert.Load`. Returns the exit status 0; raises StartupError
     when the address is taken, the checkpoint is unusable or the mailbox does not fit, WrongIdentity when it

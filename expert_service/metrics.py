@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from the engine's own counters when they are scraped."""
+"""Prometheus metrics, read from the engine's counters at each scrape."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moebius.kernels import EngineStats
 
 
 class ExpertCollector(Collector):
-    """Everything under `moebius:expert_`; per-expert counts are in gRPC `Stats`, too many for a scrape."""
+    """Collects metrics under `moebius:expert_`; per-expert counts are in gRPC `Stats`, too many to scrape."""
 
     def __init__(self, host: ExpertHost) -> None:
         self._host = host
 
     def collect(self) -> Iterator[Metric]:
-        """One scrape."""
+        """Yields the metrics of one scrape."""
         yield GaugeMetricFamily(
             "moebius:expert_serving",
             "1 when weights are loaded and work is accepted",
@@ -44,7 +44,7 @@ class ExpertCollector(Collector):
         yield errors
         yield GaugeMetricFamily(
             "moebius:expert_refused",
-            "1 while a damaged expert cannot be packed anew, and what needs it is refused",
+            "1 while a damaged expert cannot be repacked, and requests that need it are refused",
             int(bool(self._host.problem)),
         )
         yield GaugeMetricFamily(
@@ -67,7 +67,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         "moebius:expert_damaged", "Packed experts found to differ from their checksum", stats.damaged_experts
     )
     yield CounterMetricFamily(
-        "moebius:expert_repaired", "Damaged experts that were packed anew", stats.repaired_experts
+        "moebius:expert_repaired", "Damaged experts that were repacked", stats.repaired_experts
     )
     yield CounterMetricFamily(
         "moebius:expert_verified_bytes", "Packed weights compared with their checksums", stats.verified_bytes
@@ -86,7 +86,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
 
 
 def make_registry(host: ExpertHost) -> CollectorRegistry:
-    """A registry with this process's metrics only."""
+    """Returns a registry with only this process's metrics."""
     registry = CollectorRegistry()
     registry.register(ExpertCollector(host))
     return registry

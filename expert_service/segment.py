@@ -1,7 +1,7 @@
-"""What a server leaves next to its packed experts for its successor.
+"""The record that a server leaves next to its packed experts for its successor.
 
 A successor of the same settings reads one record instead of the checkpoint, so that the time until it serves
-does not grow with the model. Any other one reads the checkpoint, and packs what is not packed already.
+does not grow with the model. Any other reads the checkpoint, and packs what is not packed already.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".json")
-# Where packed experts lie in 4 KiB pages, reading them is about so much slower (docs/install-gpu.md).
+# The factor by which reading packed experts in 4 KiB pages is slower (docs/install-gpu.md).
 SMALL_PAGES_COST = "reads about 7 % less a second"
 HUGE_PAGES_COMMAND = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-# Below this, layers are too small for pages of 2 MiB.
+# Below this size, layers are too small for pages of 2 MiB.
 PAGES_MATTER_FROM = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """What a server found while it loaded; filled by `ExpertHost`, kept in its segment."""
+    """The results of a load; filled by `ExpertHost`, kept in its segment."""
 
-    # As in the segment; of its parts the checkpoint's fingerprint is taken from here.
+    # As in the segment; its parts include the checkpoint's fingerprint.
     identity: str
-    # `checkpoint_signature` of then, and the settings that the geometry below depends on.
+    # `checkpoint_signature` at that time, and the settings that the geometry below depends on.
     signature: str
     requested_top_k: int | None
     requested_mtp_heads: int
@@ -69,7 +69,7 @@ class LoadRecord:
         errors: Mapping[int, float],
         engine: ExpertEngine,
     ) -> LoadRecord:
-        """Of an engine with everything loaded, its kernels chosen; `errors`: relative ones by layer."""
+        """Returns the record of a loaded engine with chosen kernels; `errors`: relative errors by layer."""
         return LoadRecord(
             identity=identity,
             signature=signature,
@@ -88,17 +88,17 @@ class LoadRecord:
         )
 
     def fits(self, engine: ExpertEngine) -> bool:
-        """Whether its kernels were chosen for such an engine, and by measuring."""
+        """Returns whether its kernels were chosen for such an engine, and by measuring."""
         measured = any(nanoseconds > 0 for _, nanoseconds in self.kernels)
         return measured and (self.isa, self.num_threads) == (engine.isa, engine.num_threads)
 
     def to_json(self) -> str:
-        """For `ExpertEngine.finish_load`."""
+        """Returns the text for `ExpertEngine.finish_load`."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> LoadRecord:
-        """Raises ValueError, KeyError or TypeError for what `to_json` of this version has not written."""
+        """Parses `to_json`'s text. Raises ValueError, KeyError or TypeError for any other text."""
         found: dict[str, Any] = json.loads(text)
         model = {name: _frozen(value) for name, value in found.pop("model").items()}
         errors = {int(layer): float(error) for layer, error in found.pop("relative_errors").items()}
@@ -111,10 +111,10 @@ def _frozen(value: Any) -> Any:
 
 
 def checkpoint_signature(request: SliceRequest) -> str:
-    """Of the checkpoint's files, and of that which has the experts, as the file system knows them.
+    """Returns the file system's signature of the files of the checkpoint, and of the one with the experts.
 
-    That is names, sizes, inodes and times of change.
-    As long as it stays the same nobody has written to them, whose contents `checkpoint_fingerprint` looks at.
+    It consists of names, sizes, inodes and times of change.
+    While it stays the same the files' contents, which `checkpoint_fingerprint` reads, have not changed.
     """
     seen = []
     for path in dict.fromkeys(filter(None, (request.model_path, request.expert_checkpoint))):
@@ -130,10 +130,10 @@ def checkpoint_signature(request: SliceRequest) -> str:
 
 
 def find_load_record(path: Path, request: SliceRequest, exact: bool) -> LoadRecord | None:
-    """What a predecessor of the same settings and model left; None: nothing, or it has to be checked.
+    """Returns the record of a predecessor with the same settings and model; None: none, or it is unchecked.
 
-    Reads nothing of the checkpoint but names and times of its files. Whether the segment itself fits, the
-    engine says.
+    Reads only names and times of the checkpoint's files. The engine checks whether the segment itself
+    fits.
     """
     try:
         segment = WeightSegment.open(path)
@@ -153,31 +153,31 @@ def find_load_record(path: Path, request: SliceRequest, exact: bool) -> LoadReco
         return None
     try:
         signature = checkpoint_signature(request)
-    except OSError:  # whoever reads the checkpoint says what is wrong
+    except OSError:  # the later read of the checkpoint reports the error
         return None
     if record.signature != signature:
-        log.debug("files of the checkpoint were written since; they are looked at anew", path=str(path))
+        log.debug("files of the checkpoint were written since; they are read again", path=str(path))
         return None
     wanted = expert_identity(request, record.model, identity_part(identity, CHECKPOINT), exact)
     return record if wanted == identity == record.identity else None
 
 
 def report_pages(engine: ExpertEngine) -> None:
-    """One line: in what pages packed experts lie, and what that costs."""
+    """Logs in which pages packed experts are, and what that costs."""
     packed, huge = engine.packed_bytes, engine.huge_page_bytes()
     if huge >= 0.9 * packed or packed < PAGES_MATTER_FROM:
         log.info("pages of packed experts", packed_bytes=packed, in_2_mib_pages=huge)
         return
     log.warning(
-        f"packed experts lie in pages of 4 KiB, of which a CPU {SMALL_PAGES_COST}",
+        f"packed experts are in pages of 4 KiB, of which a CPU {SMALL_PAGES_COST}",
         packed_bytes=packed,
         in_2_mib_pages=huge,
-        remedy=f"{HUGE_PAGES_COMMAND} (as root), then start anew",
+        remedy=f"{HUGE_PAGES_COMMAND} (as root), then restart",
     )
 
 
 def packed_already(engine: ExpertEngine, held: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
-    """(layer, expert) of what a predecessor has packed."""
+    """Returns the (layer, expert) pairs that a predecessor has packed."""
     return [
         (layer, expert)
         for layer, experts in held.items()

@@ -1,4 +1,4 @@
-"""Between the records of `Compute` and numpy arrays."""
+"""Translates between gRPC messages and the host, and `Compute` records and numpy arrays."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from protos import expert_pb2, expert_pb2_grpc
 from protos import expert_pb2 as pb
 
 _log = structlog.get_logger(__name__)
-_MOST_PROFILE_S = 60.0
-# Of each thread: unless asked for otherwise, and at most.
-_SPANS, _MOST_SPANS = 20_000, 50_000
+_MAX_PROFILE_S = 60.0
+# Spans of each thread: the default, and the limit.
+_SPANS, _MAX_SPANS = 20_000, 50_000
 _SPANS_PER_MESSAGE = 16_384
 HIDDEN_DTYPES: dict[int, type[np.generic]] = {
     expert_pb2.DTYPE_FLOAT32: np.float32,
@@ -44,7 +44,7 @@ HIDDEN_DTYPES: dict[int, type[np.generic]] = {
 def decode_request(
     request: expert_pb2.ComputeRequest, hidden_size: int, top_k: int
 ) -> tuple[FloatArray, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """hidden_states `[rows, hidden_size]`, topk_ids and topk_weights `[rows, top_k]`, without a copy.
+    """Returns hidden_states `[rows, hidden_size]`, topk_ids and topk_weights `[rows, top_k]`, uncopied.
 
     Raises ValueError naming the field whose length does not fit.
     """
@@ -81,8 +81,8 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         self._instance_id = secrets.randbits(63)
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
-        """INVALID_ARGUMENT names the tensor, key or setting; FAILED_PRECONDITION if something is loaded,
-        or packed experts cannot lie where they are to."""
+        """Loads a slice. INVALID_ARGUMENT names the tensor, key or setting; FAILED_PRECONDITION: something is
+        loaded, or packed experts cannot be in the requested place."""
         try:
             loaded = self._host.load(_slice_request(request))
         except (AlreadyLoaded, StartupError) as error:
@@ -94,7 +94,7 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         return pb.LoadResponse(packed_bytes=loaded.engine.packed_bytes, seconds=loaded.seconds)
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
-        """Static facts; the slice's fields are zero before a load."""
+        """Returns static facts; the slice's fields are zero before a load."""
         placement = self._host.placement
         response = pb.InfoResponse(
             version=__version__,
@@ -111,39 +111,39 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         return response
 
     def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsResponse:
-        """Counters of mailbox and `Compute` together; all zero before a load."""
+        """Returns counters of mailbox and `Compute` together; all zero before a load."""
         loaded = self._host.loaded
         return pb.StatsResponse() if loaded is None else _stats(loaded)
 
     def GetMetrics(
         self, request: pb.GetMetricsRequest, context: grpc.ServicerContext
     ) -> pb.GetMetricsResponse:
-        """What the metrics port shows."""
-        # Here, because it takes a while to import, and a process that is started again is waited for.
+        """Returns the metrics port's text."""
+        # Imported here, since it is slow, and the restart of a process has to be fast.
         from expert_service.metrics import make_registry
         from moebius.operations import registry_text
 
         return pb.GetMetricsResponse(text=registry_text(make_registry(self._host)))
 
     def GetClock(self, request: pb.GetClockRequest, context: grpc.ServicerContext) -> pb.GetClockResponse:
-        """Of this host."""
+        """Returns this host's clocks."""
         return pb.GetClockResponse(monotonic_nanoseconds=time.monotonic_ns(), boot_id=_boot_id())
 
     def Profile(
         self, request: pb.ProfileRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.ProfileResponse]:
-        """Ends early when the caller goes away."""
+        """Profiles for a time; ends early when the caller disconnects."""
         loaded = self._host.loaded
         if loaded is None:
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, NotServing("no experts are loaded"))
-        if not 0 < request.seconds <= _MOST_PROFILE_S:
+        if not 0 < request.seconds <= _MAX_PROFILE_S:
             error = ValueError(
-                f"seconds is {request.seconds:g}; allowed: above 0, at most {_MOST_PROFILE_S:g}"
+                f"seconds is {request.seconds:g}; allowed: above 0, at most {_MAX_PROFILE_S:g}"
             )
             _abort(context, grpc.StatusCode.INVALID_ARGUMENT, error)
         gone = threading.Event()
         try:
-            loaded.engine.start_trace(min(request.most_spans or _SPANS, _MOST_SPANS))
+            loaded.engine.start_trace(min(request.most_spans or _SPANS, _MAX_SPANS))
         except ValueError:
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, RuntimeError("another profile is running"))
         try:
@@ -152,13 +152,13 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         finally:
             spans, dropped = loaded.engine.stop_trace()
         threads = loaded.engine.num_threads
-        # As many messages as their size asks for; one where there is nothing.
+        # As many messages as the size requires; one if there are no spans.
         for begin in range(0, max(len(spans), 1), _SPANS_PER_MESSAGE):
             piece = spans[begin : begin + _SPANS_PER_MESSAGE].astype("<i8").tobytes()
             yield pb.ProfileResponse(spans=piece, dropped=dropped, num_threads=threads)
 
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
-        """DEADLINE_EXCEEDED when not idle in time."""
+        """Drains both transports; DEADLINE_EXCEEDED if not idle in time."""
         timeout_s = request.timeout_ms / 1000 if request.timeout_ms else None
         if not self._drain(timeout_s):
             message = f"not idle within {request.timeout_ms} ms"
@@ -168,12 +168,12 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
     def Compute(
         self, request_iterator: Iterator[pb.ComputeRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.ComputeResponse]:
-        """UNAVAILABLE before a load, while draining, and where the caller means another process;
+        """Computes records. UNAVAILABLE before a load, while draining, and if meant for another process;
         INVALID_ARGUMENT names the field of a bad record, INTERNAL an expert that is damaged in memory and
-        cannot be packed anew."""
+        cannot be packed again."""
         wanted = dict(context.invocation_metadata()).get(INSTANCE_METADATA)
         if wanted is not None and wanted != str(self._instance_id):
-            _abort(context, grpc.StatusCode.UNAVAILABLE, NotServing("the server was started anew"))
+            _abort(context, grpc.StatusCode.UNAVAILABLE, NotServing("the server was restarted"))
         last_epoch = 0
         for request in request_iterator:
             try:
@@ -229,7 +229,7 @@ def _boot_id() -> str:
 
 
 def _expert_dtype(request: pb.LoadRequest) -> ExpertDtype:
-    """The newer field wins; the older one knows two types."""
+    """Returns the newer field's value if set; the older one knows two types."""
     if not request.expert_dtype:
         known: dict[int, ExpertDtype] = {pb.DTYPE_FLOAT32: "float32", pb.DTYPE_BFLOAT16: "bfloat16"}
         return known.get(request.weight_dtype, "keep")
@@ -251,7 +251,7 @@ def _slice_request(request: pb.LoadRequest) -> SliceRequest:
 
 
 def _describe(loaded: LoadedSlice, response: pb.InfoResponse) -> None:
-    """Fill the slice's fields."""
+    """Fills the slice's fields."""
     request, model, part, engine = loaded.request, loaded.model, loaded.part, loaded.engine
     response.model_path = request.model_path
     response.hidden_size = model.hidden_size

@@ -1,8 +1,8 @@
-"""Expert work of sampled steps as OpenTelemetry spans.
+"""Exports the expert work of sampled steps as OpenTelemetry spans.
 
-A span per layer and token would drown every collector, so all calls of one step become one span with an
-event per layer. Calls carry the span of their request, so a step is over when the request's layers begin
-anew: a span of a whole answer would lose most of its events, as a span has a limit of them.
+A span per layer and token would overload any collector, so all calls of one step become one span with an
+event per layer. Calls carry the span of their request, so a step ends when the request's layers start
+over: a span of a whole answer would lose most of its events to the limit per span.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 _log = structlog.get_logger(__name__)
-# A step is over, too, when its request was not heard of for this long.
+# A step also ends when its request has had no calls for this long.
 QUIET_NS = 500_000_000
 
 
@@ -39,18 +39,18 @@ class SpanRecorder:
 
     attributes: dict[str, str | int]
     _calls: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
-    _layers: set[int] = field(default_factory=set)  # that were ever asked for
+    _layers: set[int] = field(default_factory=set)  # all layers seen so far
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, call: Call) -> None:
-        """Remember one call."""
+        """Adds one call."""
         with self._lock:
             self._layers.add(call.layer)
             self._calls.setdefault((call.trace_id, call.span_id), []).append(call)
 
     def flush(self, now_unix_ns: int | None = None) -> int:
-        """Export steps that are followed by another one of their request, or have been quiet for 0.5 s (all
-        of them when `now_unix_ns` is 0); how many."""
+        """Exports steps that are followed by another one of their request, or have been quiet for 0.5 s (all
+        of them when `now_unix_ns` is 0). Returns their number."""
         now = time.time_ns() if now_unix_ns is None else now_unix_ns
         finished: list[list[Call]] = []
         with self._lock:
@@ -81,7 +81,7 @@ class SpanRecorder:
             },
         )
         layers: dict[int, list[Call]] = {}
-        for call in calls:  # long steps ask for a layer in several pieces
+        for call in calls:  # long steps call a layer in several pieces
             layers.setdefault(call.layer, []).append(call)
         for layer, pieces in layers.items():
             attributes = {
@@ -102,8 +102,8 @@ class SpanRecorder:
 
 
 def steps_of(calls: list[Call], has_one_layer: bool) -> list[list[Call]]:
-    """Calls of one request, in the order in which they began, by step: layers ascend within one. Of a model
-    that has one such layer each call is a step."""
+    """Splits one request's calls, in order of their beginning, into steps, within which layers ascend. In a
+    model with one such layer each call is a step."""
     ordered = sorted(calls, key=lambda call: call.start_unix_ns)
     steps: list[list[Call]] = []
     for call in ordered:
@@ -118,7 +118,7 @@ def _end(calls: list[Call]) -> int:
 
 
 def sampled_parent(traceparent: str) -> tuple[int, int] | None:
-    """Trace and span id of a W3C `traceparent` whose sampled flag is set; None for any other text."""
+    """Returns trace and span id of a W3C `traceparent` whose sampled flag is set; None for any other text."""
     parts = traceparent.split("-")
     if len(parts) != 4 or [len(part) for part in parts] != [2, 32, 16, 2]:
         return None

@@ -1,6 +1,6 @@
-"""A limit on requests in flight: beyond it clients get 429 and retry later, so that latency stays bounded.
+"""Limits the requests in flight: beyond the limit clients get 429 and retry later, which bounds latency.
 
-One that has less than an equal share of the places is let in all the same: no client is kept out by others.
+A client that has less than an equal share of the places is admitted all the same.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Admission:
     """Counts requests between `enter` and `leave`. Used on the event loop only, so it needs no lock."""
 
     def __init__(self, limit: int, metrics: GatewayMetrics, places: Places | None = None) -> None:
-        """`limit` is of all processes that share `places`; None: this one alone."""
+        """`limit` applies to all processes that share `places`; to this one alone when that is None."""
         self._limit = limit
         self._metrics = metrics
         self._places = places or Places()
-        self._taken: Counter[str] = Counter()  # by client, of this process: each has its part of a share
+        self._taken: Counter[str] = Counter()  # by client, in this process
 
     @property
     def in_flight(self) -> int:
-        """Requests that have a place, those of other processes included."""
+        """The number of requests that have a place, those of other processes included."""
         return self._places.total
 
     def enter(self, client: str = "") -> None:
-        """Takes a place; ApiError 429 with Retry-After when all are taken and the client has its share."""
+        """Takes a place. Raises ApiError 429 when all are taken and the client has its share."""
         own_limit = self._limit // self._places.count
         if self.in_flight >= self._limit and not is_below_share(self._taken, client, own_limit):
             self._metrics.rejected("gateway_queue_full")
@@ -60,15 +60,15 @@ class Admission:
 
 
 logger = structlog.get_logger(__name__)
-# Probes and metrics are answered to the end.
+# Probes and metrics are answered until the process ends.
 _PROBES = frozenset({"/health", "/ready", "/metrics", "/version"})
 _RETRY_AFTER_S = 2
-# A client that reads nothing does not hold up the end.
-_LAST_WORDS_S = 1.0
+# Bounds how long a client that does not read its answer delays the shutdown.
+_SEND_TIMEOUT_S = 1.0
 
 
 def shutting_down() -> ApiError:
-    """The error of a request that came too late or could not be finished."""
+    """Returns the error of a request that came too late or could not be finished."""
     return ApiError(
         503,
         "the server is shutting down: send the request again",
@@ -78,7 +78,7 @@ def shutting_down() -> ApiError:
 
 
 class Drain:
-    """Running requests and the state of the shutdown. Used in the event loop only."""
+    """Tracks running requests and the state of the shutdown. Used in the event loop only."""
 
     def __init__(self) -> None:
         self.has_begun = False
@@ -87,22 +87,22 @@ class Drain:
 
     @property
     def in_flight(self) -> int:
-        """Requests that have not got their last byte, probes left out."""
+        """The number of requests whose last byte has not been sent, probes left out."""
         return len(self._tasks)
 
     def begin(self) -> None:
-        """From now on new requests are refused."""
+        """Refuses new requests from now on."""
         self.has_begun = True
 
     def cut(self) -> None:
-        """Ends what still runs, each with an error of its own shape."""
+        """Ends the requests that still run, each with an error in the shape of its API."""
         self.is_cut = True
         for task in self._tasks:
             task.cancel()
 
     @contextlib.contextmanager
     def running(self, task: asyncio.Task[Any]) -> Iterator[None]:
-        """Counts the request that `task` serves."""
+        """Counts the request that `task` serves while the context is open."""
         self._tasks.add(task)
         try:
             yield
@@ -139,16 +139,16 @@ class DrainMiddleware:
                 logger.warning("request ended by the shutdown", path=scope["path"], streamed=is_stream(scope))
                 self._failed(503)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(answer.end(scope, receive), _LAST_WORDS_S)
+                    await asyncio.wait_for(answer.end(scope, receive), _SEND_TIMEOUT_S)
 
 
 def is_stream(scope: Scope) -> bool:
-    """Whether the request is answered by a stream, which `RequestRun` notes with how such a stream fails."""
+    """Returns whether a stream answers the request; `RequestRun` notes how such a stream fails."""
     return "stream_failure" in scope.get("state", {})
 
 
 class _Answer:
-    """What has been sent of one answer."""
+    """Tracks what has been sent of one answer."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -164,7 +164,7 @@ class _Answer:
             self._has_ended = True
 
     async def end(self, scope: Scope, receive: Receive) -> None:
-        """The error, in the way that fits what the client has seen."""
+        """Sends the error in the form that fits what the client has received."""
         if not self._has_begun:
             await _refuse(scope, receive, self._send)
         elif is_stream(scope) and not self._has_ended:
@@ -174,6 +174,6 @@ class _Answer:
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     response = shutting_down().response(scope)
-    # The next request of this client shall reach another server, or the one that follows.
+    # The client's next request is to reach another server, or this server's successor.
     response.headers["Connection"] = "close"
     await response(scope, receive, send)

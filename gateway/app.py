@@ -1,4 +1,4 @@
-"""Puts the HTTP application together: routes, and pure ASGI middleware around them.
+"""Assembles the HTTP application: routes, and pure ASGI middleware around them.
 
 Pure ASGI because wrapping request and response objects would hide the client's disconnect from streams.
 """
@@ -49,8 +49,8 @@ logger = structlog.get_logger(__name__)
 
 # Probes, metrics and documentation stay open, as load balancers and scrapers bring no key.
 _OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", "/docs"})
-_OPEN_PREFIX = "/web/"  # the page's own files: what they show has to be asked for with the key
-_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/v1/live"})  # asked all the time
+_OPEN_PREFIX = "/web/"  # the page's own files: the data that they show needs the key
+_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/v1/live"})  # polled
 _MAX_REQUEST_ID = 128
 _OFTEN = {"/v1/chat/completions": create_chat_completion, "/v1/completions": create_completion}
 
@@ -99,7 +99,7 @@ def _is_open(path: str) -> bool:
     return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
 
 
-_CLIENT_CLOSED = 499  # nginx's number; nobody reads the answer, but the log line does
+_CLIENT_CLOSED = 499  # nginx's number, for the log line: the client is gone
 
 
 def _log_broken(error: UserError) -> None:
@@ -115,10 +115,10 @@ def create_app(
     on_broken: Callable[[UserError], None] = _log_broken,
     shared: Shared | None = None,
 ) -> FastAPI:
-    """The application; it connects to the engine when started and answers 503 until the engine does.
+    """Creates the application; it connects to the engine when started and answers 503 until the engine does.
 
-    `on_broken` is called with the reason when the model's files cannot be used; `shared` is what it has in
-    common with other processes of its port.
+    `on_broken` is called with the reason when the model's files cannot be used; `shared` is the state shared
+    with other processes of its port.
     Raises ConfigError for a key file that cannot be used.
     """
     gateway = Gateway(config, on_broken, shared)
@@ -139,7 +139,7 @@ def create_app(
         # The framework's pages load scripts from other hosts; ours is in gateway/web.
         docs_url=None,
         redoc_url=None,
-        # Its own telemetry can be switched by the environment; ours comes from the configuration alone.
+        # Its own telemetry depends on the environment; ours is configured by the settings alone.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.gateway = gateway
@@ -159,15 +159,15 @@ def create_app(
     ]
     described = [*schemas, *(schema for schema, _ in TRANSLATIONS.values())]
     install_openapi(app, described, config.gateway.strict_parameters)
-    # What is asked all the time is found first, and without what the framework does for parameters and
-    # dependencies, of which these have none. Everything else about them, also the document, is as declared.
+    # Polled paths are matched first, without the framework's handling of parameters and dependencies, which
+    # they do not have. Everything else about them, also the document, is as declared.
     app.router.routes[:0] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in _OFTEN.items()]
     _add_middleware(app, config, gateway)
     return app
 
 
 def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> None:
-    """The last one added is the outermost. Raises ConfigError for a key file that cannot be used."""
+    """Adds the middleware, outermost last. Raises ConfigError for a key file that cannot be used."""
     app.add_middleware(DrainMiddleware, drain=gateway.drain, failed=gateway.metrics.failed)
     keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
     if keys.required:

@@ -1,4 +1,4 @@
-"""Whose request it is, for equal shares (`moebius/fair_shares.py`): its key's, else its address's."""
+"""Identifies the client of a request, for fair shares (`moebius/fair_shares.py`): by key, else by address."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ _BYTES = 16
 
 
 def client_of(scope: Scope) -> str:
-    """A hash by which one client's requests differ from another's; gateways with the same keys agree on it.
+    """Returns a hash that identifies the client; gateways with the same keys agree on it.
 
-    It is of the key's name, or without keys of the address that the connection comes from (of IPv6 the
-    network of 64 bits that a site has). `X-Forwarded-For` counts only if a proxy on this machine sends it:
-    anybody else could write anything there. What comes through another proxy is one client, unless it brings
-    keys.
+    It is that of the key's name, or without keys of the connection's address (of IPv6 the /64 network that a
+    site has). `X-Forwarded-For` counts only if a proxy on this machine sends it: anyone else could write
+    anything there. All clients behind another proxy count as one, unless they send keys.
     """
     use: KeyUse | None = scope.get("state", {}).get("key_use")
     if use is not None:

@@ -2,7 +2,7 @@
 
 A connection with a complete request stays open for as long as the answer takes. One that is still sending,
 or idle, has a deadline; when the limit is reached, the one that has waited longest is closed for a new one,
-so that clients who send half a request and wait cannot shut out those who send a whole one.
+so that clients that send half a request and wait cannot keep others out.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from moebius.errors import ConfigError
 
 logger = structlog.get_logger(__name__)
 
-# A slow line may send a large body: each second beyond the limit has to bring so many bytes.
-SLOWEST_BODY = 16 * 1024
-# Of a request's first line and headers, bytes: the parser itself has no limit.
-LONGEST_HEAD = 64 * 1024
-# Bytes of a chunked body that are no content, for each that is: sent byte by byte it has five. As many bytes
+# A slow line may send a large body: each second beyond the limit has to bring this many bytes.
+MIN_BODY_BYTES_PER_S = 16 * 1024
+# Most bytes of a request's first line and headers: the parser itself has no limit.
+MAX_HEAD_BYTES = 64 * 1024
+# Framing bytes of a chunked body allowed for each byte of content: sent byte by byte it has five. As many
 # as a head may have are allowed in addition, for extensions of chunks and headers after the last one.
 _FRAMING = 16
-# Of the process itself: its sockets to the engine, event loops, logs, images being fetched.
+# Descriptors of the process itself: its sockets to the engine, event loops, logs, images being fetched.
 _OWN_DESCRIPTORS = 64
 _FEWEST, _MOST = 8, 16384
 _LONGEST_BACKLOG = 1024
@@ -44,7 +44,7 @@ Closed = Literal["head_timeout", "body_timeout", "unread_answer", "displaced", "
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Filled by `connection_limits`."""
+    """The limits of one process; filled by `connection_limits`."""
 
     max_connections: int
     # Connections that the kernel accepts before the process does. All of them are accepted at once, before
@@ -56,7 +56,7 @@ class ConnectionLimits:
 
 
 def connection_limits(config: GatewayConfig) -> ConnectionLimits:
-    """The limits of the settings, within this process's limit of open files.
+    """Returns the limits of the settings, within this process's limit of open files.
 
     Raises ConfigError when `max_connections` is more than that allows.
     """
@@ -83,65 +83,65 @@ def connection_limits(config: GatewayConfig) -> ConnectionLimits:
 
 @dataclass
 class ConnectionTable:
-    """The connections of one server that wait for their client, longest waiting first; on its event loop."""
+    """Tracks a server's connections that wait for their client, longest waiting first; on its event loop."""
 
     limits: ConnectionLimits
-    on_close: Callable[[Closed], None]  # called for each connection that is closed against its client's will
+    on_close: Callable[[Closed], None]  # called for each connection that the server closes early
     # Filled by `HttpConnection`. Dictionaries, as they keep the order in which connections began to wait.
     asking: dict[HttpConnection, None] = field(default_factory=dict)
     sending_body: dict[HttpConnection, None] = field(default_factory=dict)
 
-    # Requests that arrived together with others, and how many were begun in this turn of the event loop.
-    _later: deque[Callable[[], None]] = field(default_factory=deque)
-    _begun: int = 0
+    # Requests that arrived together with others, and how many were started in this turn of the event loop.
+    _deferred: deque[Callable[[], None]] = field(default_factory=deque)
+    _started: int = 0
 
     def begin(self, loop: asyncio.AbstractEventLoop, start: Callable[[], None]) -> None:
         """Calls `start` for a request that has arrived: now, or a few turns of the event loop later.
 
-        All steps of a request have their place in a turn. If hundreds that arrive together were begun in one,
-        the first would get its first byte when the last had been read; and whoever streams would wait, too.
+        If hundreds of requests that arrive together were started in one turn, the first would get its first
+        byte only after the last had been read, and running streams would stall.
         """
-        if self._begun == 0:
+        if self._started == 0:
             loop.call_soon(self._next_turn, loop)
-        if self._begun < _BEGUN_PER_TURN:
-            self._begun += 1
+        if self._started < _BEGUN_PER_TURN:
+            self._started += 1
             start()
         else:
-            self._later.append(start)
+            self._deferred.append(start)
 
     def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._begun = min(_BEGUN_PER_TURN, len(self._later))
-        if self._begun:
-            # First, so that those who wait have their turn whatever becomes of these.
+        self._started = min(_BEGUN_PER_TURN, len(self._deferred))
+        if self._started:
+            # Scheduled first, so that requests that wait have their turn even if one of these raises.
             loop.call_soon(self._next_turn, loop)
-        for _ in range(self._begun):
-            self._later.popleft()()
+        for _ in range(self._started):
+            self._deferred.popleft()()
 
     def longest_waiting(self) -> HttpConnection | None:
-        """The connection that is closed for a new one: an upload only when there is no other."""
+        """Returns the connection that is closed for a new one: an upload only when there is no other."""
         return next(iter(self.asking), None) or next(iter(self.sending_body), None)
 
 
-# Each costs a third of a millisecond in one turn.
+# Each costs a third of a millisecond of its turn.
 _BEGUN_PER_TURN = 8
-# How long a client that was answered in the middle of its body may go on and may pause (seconds), and how
-# many bytes it may send: enough for an upload that is too large by mistake, not for an endless one.
+# For how long (seconds) and for how many bytes a client that was answered in the middle of its body may
+# continue and pause: enough for an upload that is too large by mistake, not for an endless one.
 _LINGER_S, _LINGER_PAUSE_S = 30.0, 5.0
 _LINGER_BYTES = 64 * 2**20
-_TOO_MUCH_FRAMING = "the request's body comes in chunks with too much that is not its content"
-_TOO_LONG = f"the request's head is longer than {LONGEST_HEAD // 1024} KiB"
+_TOO_MUCH_FRAMING = "the request's chunked body has too much framing around its content"
+_TOO_LONG = f"the request's head is longer than {MAX_HEAD_BYTES // 1024} KiB"
 
 
 class LingeringTransport:
-    """A transport whose `close` leaves it to the connection when that is."""
+    """Wraps a transport; `close` leaves closing to the connection while that lingers."""
 
     def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
         self._transport = transport
         self._connection = connection
-        self._head = b""  # of an answer whose body comes in a moment
+        self._head = b""  # of an answer whose body follows
 
     def write(self, data: bytes) -> None:
-        """At once, but for an answer's head, which goes with the beginning of its body."""
+        """Writes at once, except for an answer's head, which is sent with the beginning of its body."""
         if self._head:
             data, self._head = self._head + data, b""
         elif data.startswith(b"HTTP/1.1 "):
@@ -151,7 +151,7 @@ class LingeringTransport:
         self._transport.write(data)
 
     def flush(self) -> None:
-        """Sends what is kept."""
+        """Sends a head that is held back."""
         if self._head and not self._transport.is_closing():
             self._transport.write(self._head)
         self._head = b""
@@ -160,11 +160,11 @@ class LingeringTransport:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """Nothing more is to be written."""
+        """Returns whether the connection is closing or lingers."""
         return self._connection.lingers or self._transport.is_closing()
 
     def close(self) -> None:
-        """At once, unless the client is still sending what it was answered about."""
+        """Closes at once, unless the client is still sending a body that was answered."""
         self.flush()
         if not self._connection.linger(self._transport):
             self._transport.close()
@@ -173,8 +173,8 @@ class LingeringTransport:
 class HttpConnection(HttpToolsProtocol):
     """One connection, with a deadline while the server waits for the client. `protocol_for` binds the table.
 
-    Closing a socket whose input is not read resets the connection, and takes away from the client the answer
-    that it has not read yet: 413 in the middle of a body is such an answer. So the rest is read and dropped
+    Closing a socket whose input is not read resets the connection, and discards the answer that the client
+    has not read yet: 413 in the middle of a body is such an answer. So the rest is read and dropped
     for a while (RFC 9112, 9.6).
     """
 
@@ -187,16 +187,16 @@ class HttpConnection(HttpToolsProtocol):
     _unread: asyncio.TimerHandle | None = None
     lingers = False  # answered and closed for writing; what still arrives is dropped
     _is_lost = False
-    # Which part of a request was parsed last; "between" also before the first one.
+    # The part of a request that was parsed last; "between" also before the first one.
     _parsing: Literal["between", "head", "body"] = "between"
     _head_bytes = 0
-    _body_bytes, _framing_bytes = 0, 0  # since the head was complete: what the body is, and what it comes in
+    _body_bytes, _framing_bytes = 0, 0  # since the head was complete: content, and framing around it
     # The request that is being answered, or was last: `self.cycle` is the one parsed last, which may have
     # to wait for the answers to those before it.
     _active: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accepts it: within the limit, in place of the one that has waited longest, or not at all (503)."""
+        """Accepts the connection: within the limit, in place of the longest waiting one, or with 503."""
         super().connection_made(LingeringTransport(transport, self))  # type: ignore[arg-type]
         if len(self.connections) > self.table.limits.max_connections:
             displaced = self.table.longest_waiting()
@@ -205,11 +205,11 @@ class HttpConnection(HttpToolsProtocol):
                     ApiError(503, "all connections are in use: try again later", retry_after_s=1), "no_place"
                 )
                 return
-            displaced._give_way()
+            displaced._displace()
         self._note_phase()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Removes it from the table."""
+        """Removes the connection from the table."""
         self._is_lost = True
         self._leave()
         if self._active is not None and not self._active.response_complete:
@@ -218,13 +218,13 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts the bytes that arrive, and keeps track of which part of a request they are."""
+        """Counts the bytes that arrive, and tracks which part of a request they belong to."""
         self._received += len(data)
         if self.lingers:
             if self._received > _LINGER_BYTES:
-                self._give_up_lingering()
+                self._end_lingering()
             return
-        if self.transport.is_closing():  # answered because it was no HTTP: the parser has ended
+        if self.transport.is_closing():  # what came was no HTTP and was answered: the parser has ended
             return
         was_body, body_bytes = self._parsing == "body", self._body_bytes
         if not was_body:
@@ -233,36 +233,36 @@ class HttpConnection(HttpToolsProtocol):
         if was_body and self._parsing == "body":
             self._framing_bytes += len(data) - (self._body_bytes - body_bytes)
         if not self.transport.is_closing():
-            if self._parsing == "head" and self._head_bytes > LONGEST_HEAD:
+            if self._parsing == "head" and self._head_bytes > MAX_HEAD_BYTES:
                 self.send_400_response(_TOO_LONG)
-            elif self._framing_bytes > LONGEST_HEAD + _FRAMING * self._body_bytes:
+            elif self._framing_bytes > MAX_HEAD_BYTES + _FRAMING * self._body_bytes:
                 self.send_400_response(_TOO_MUCH_FRAMING)
         self._note_phase()
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Notes the first byte of a request."""
         self._parsing, self._head_bytes = "head", 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head is complete, and its request may run."""
+        """Notes that the head is complete and its request may run."""
         self._parsing = "body"
         self._body_bytes = self._framing_bytes = 0
         super().on_headers_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One of the head. Those that follow a chunked body are dropped: the request runs, and nobody reads
+        """Takes one header. Those that follow a chunked body are dropped: the request runs, and does not read
         them."""
         if self._parsing != "body":
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Takes a piece of the body."""
         self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The whole request is there."""
+        """Notes that the whole request has arrived."""
         self._parsing = "between"
         super().on_message_complete()
 
@@ -272,7 +272,7 @@ class HttpConnection(HttpToolsProtocol):
         self.table.begin(self.loop, begin)
 
     def linger(self, transport: asyncio.Transport) -> bool:
-        """Instead of closing: whether the client still sends a body, and is given time to read its answer."""
+        """Returns whether the client still sends a body and is given time to read its answer."""
         if self.lingers or self._is_lost or transport.is_closing():
             return self.lingers and not self._is_lost
         was_answered = self._active is not None and self._active.response_complete
@@ -280,7 +280,7 @@ class HttpConnection(HttpToolsProtocol):
             return False
         self._leave()
         self.lingers = True
-        self.table.asking[self] = None  # it gives way as one that waits
+        self.table.asking[self] = None  # it may be closed for a new one
         transport.write_eof()
         if self.flow.read_paused:
             self.flow.resume_reading()
@@ -289,37 +289,37 @@ class HttpConnection(HttpToolsProtocol):
         return True
 
     def _linger_on(self, received: int) -> None:
-        """While more arrives."""
+        """Keeps lingering while more arrives."""
         if self._received == received or self.loop.time() - self._since > _LINGER_S:
-            self._give_up_lingering()
+            self._end_lingering()
             return
         self._deadline = self.loop.call_later(_LINGER_PAUSE_S, self._linger_on, self._received)
 
-    def _give_up_lingering(self) -> None:
+    def _end_lingering(self) -> None:
         self._leave()
         self.transport.abort()
 
     def shutdown(self) -> None:
-        """The process ends."""
+        """Closes the connection when the process ends."""
         if self.lingers:
             self.transport.abort()
         else:
             super().shutdown()
 
     def on_response_complete(self) -> None:
-        """The next request may begin; uvicorn closes the connection when it does not in `idle_timeout_s`."""
+        """Waits for the next request; uvicorn closes the connection after `idle_timeout_s`."""
         super().on_response_complete()
         self._note_phase()
 
     def pause_writing(self) -> None:
-        """The client does not read: it has until `idle_timeout_s` to go on."""
+        """Notes that the client does not read; it has `idle_timeout_s` to continue."""
         super().pause_writing()
         if self._unread is None:
             timeout_s = self.table.limits.idle_timeout_s
-            self._unread = self.loop.call_later(timeout_s, self._give_up, "unread_answer")
+            self._unread = self.loop.call_later(timeout_s, self._drop, "unread_answer")
 
     def resume_writing(self) -> None:
-        """The client reads again."""
+        """Notes that the client reads again."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
@@ -330,17 +330,17 @@ class HttpConnection(HttpToolsProtocol):
         self._answer_and_close(ApiError(400, msg, code="invalid_http"))
 
     def _where(self) -> Phase | None:
-        """What the server waits for; None: nothing, the request is complete or the connection is closing."""
+        """Returns the phase that waits for the client; None: the request is complete, or it is closing."""
         if self.transport.is_closing():
             return None
         if self._active is not None and not self._active.response_complete:
             return "body" if self._active.more_body else None
         if self._parsing == "body":
-            return "body"  # answered before all of it had come
+            return "body"  # answered before all of it had arrived
         return "idle" if self._active is not None and self._parsing == "between" else "head"
 
     def _note_phase(self) -> None:
-        """Starts the clock of a new phase. Of pipelined requests each has its own."""
+        """Starts the clock of a new phase. Each pipelined request has its own."""
         if self.lingers:
             return
         phase = self._where()
@@ -354,7 +354,7 @@ class HttpConnection(HttpToolsProtocol):
         limits = self.table.limits
         if phase != "idle":
             seconds = limits.body_timeout_s if phase == "body" else limits.header_timeout_s
-            self._deadline = self.loop.call_later(seconds, self._late)
+            self._deadline = self.loop.call_later(seconds, self._on_deadline)
 
     def _leave(self) -> None:
         """Ends the wait for the rest of a request."""
@@ -365,24 +365,24 @@ class HttpConnection(HttpToolsProtocol):
             self._deadline.cancel()
             self._deadline = None
 
-    def _late(self) -> None:
-        """The time is over; a body that still arrives fast enough gets more."""
+    def _on_deadline(self) -> None:
+        """Ends a phase whose time is over; a body that still arrives fast enough gets more time."""
         self._deadline = None
         limits = self.table.limits
         if self._phase[0] == "head":
             message = f"the request's head did not arrive within {limits.header_timeout_s:g} s"
             self._refuse(ApiError(408, message, code="request_timeout"), "head_timeout")
             return
-        allowed_s = limits.body_timeout_s + self._received / SLOWEST_BODY
+        allowed_s = limits.body_timeout_s + self._received / MIN_BODY_BYTES_PER_S
         left_s = self._since + allowed_s - self.loop.time()
-        if self.flow.read_paused:  # it is we who do not read
+        if self.flow.read_paused:  # the server itself has paused reading
             left_s = max(left_s, 1.0)
         if left_s > 0:
-            self._deadline = self.loop.call_later(left_s, self._late)
+            self._deadline = self.loop.call_later(left_s, self._on_deadline)
             return
         message = (
             f"the request's body did not arrive within {limits.body_timeout_s:g} s, and a second more for "
-            f"each {SLOWEST_BODY // 1024} KiB"
+            f"each {MIN_BODY_BYTES_PER_S // 1024} KiB"
         )
         self._refuse(ApiError(408, message, code="request_timeout"), "body_timeout")
 
@@ -399,11 +399,11 @@ class HttpConnection(HttpToolsProtocol):
             self._answer_and_close(error)
 
     def _answer_and_close(self, error: ApiError) -> None:
-        """Unless another answer is being sent."""
+        """Sends the error, unless another answer is being sent, and closes."""
         active = self._active
         if active is None or not active.response_started or active.response_complete:
             if active is not None:
-                # What the application would answer to half a request is not sent any more.
+                # The application's answer to half a request is no longer sent.
                 active.disconnected = True
                 active.message_event.set()
             self.transport.write(_raw_answer(error))
@@ -412,11 +412,11 @@ class HttpConnection(HttpToolsProtocol):
     def _has_begun_to_answer(self) -> bool:
         return self._active is not None and self._active.response_started
 
-    def _give_way(self) -> None:
-        self._give_up("displaced")
+    def _displace(self) -> None:
+        self._drop("displaced")
 
-    def _give_up(self, reason: Closed) -> None:
-        """Closes it at once, without an answer."""
+    def _drop(self, reason: Closed) -> None:
+        """Closes the connection at once, without an answer."""
         self.table.on_close(reason)
         self._leave()
         self.connections.discard(self)
@@ -424,7 +424,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _raw_answer(error: ApiError) -> bytes:
-    """A whole HTTP answer, for where no application can give one."""
+    """Returns a complete HTTP answer, for errors outside the application."""
     body = json.dumps(error.body()).encode()
     head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", "Content-Type: application/json"]
     head += [f"{name}: {value}" for name, value in error.headers().items()]
@@ -433,7 +433,7 @@ def _raw_answer(error: ApiError) -> bytes:
 
 
 def protocol_for(bound: ConnectionTable) -> type[asyncio.Protocol]:
-    """The protocol class for uvicorn, which makes one object of it per connection."""
+    """Returns the protocol class for uvicorn, which makes one object of it per connection."""
 
     class Connection(HttpConnection):
         table = bound

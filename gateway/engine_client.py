@@ -23,7 +23,7 @@ from moebius.tls import active_tls
 from protos import engine_pb2, engine_pb2_grpc
 
 SERVICE = "moebius.engine.v1.Engine"
-# Prompts of any length and log-probabilities of long ones must pass: the default limit is 4 MiB.
+# Long prompts and their log-probabilities must fit: the default limit is 4 MiB.
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -38,7 +38,7 @@ _CHANNEL_OPTIONS = [
 KEEPALIVE_MS = 30_000
 
 
-# Larger requests have a call of their own: on the common stream they would hold up the others.
+# Larger requests have a call of their own: on the common stream they would delay the others.
 _SHARED_BYTES = 2**18
 _PIECE_BYTES = 2**18  # of an image, in one message
 _UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -46,7 +46,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def call_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
-    """The failure of one call among many, as gRPC reports that of a call of its own."""
+    """Returns the failure of one call of the shared stream, as gRPC would report it for a single call."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
@@ -54,14 +54,14 @@ class _Unsupported(Exception):
     """The engine has no GenerateMany; nothing was sent to it."""
 
 
-class _Call:
+class _StreamedCall:
     """One call on the shared stream, with the updates not read yet. Filled by `_ManyCalls`."""
 
     __slots__ = ("_arrived", "ended", "updates")
 
     def __init__(self) -> None:
         self.updates: deque[engine_pb2.GenerateResponse] = deque()
-        self.ended: Exception | bool = False  # True: well
+        self.ended: Exception | bool = False  # True: without an error
         self._arrived: asyncio.Future[None] | None = None
 
     def put(self, update: engine_pb2.CallUpdate) -> None:
@@ -73,7 +73,7 @@ class _Call:
         self._wake()
 
     def end(self, reason: Exception | bool) -> None:
-        """Nothing more will come."""
+        """Marks the call as ended: no more updates follow."""
         self.ended = reason
         self._wake()
 
@@ -82,18 +82,18 @@ class _Call:
             self._arrived.set_result(None)
 
     async def arrival(self) -> None:
-        """Until there is something to read, or the end."""
+        """Waits until there is an update to read, or the end."""
         self._arrived = asyncio.get_running_loop().create_future()
         await self._arrived
 
 
 class _ManyCalls:
-    """The common stream of all small calls to one engine; opened by the first, and again after its end."""
+    """Runs all small calls to one engine over a common stream, which is opened again after its end."""
 
     def __init__(self, engine: Any) -> None:
         """`engine` is the stub."""
         self._engine = engine
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _StreamedCall] = {}
         self._numbers = count(1)
         self._outbox: Outbox[engine_pb2.CallRequest] = Outbox()
         self._running: asyncio.Task[None] | None = None
@@ -102,11 +102,11 @@ class _ManyCalls:
     async def generate(
         self, request: engine_pb2.GenerateRequest
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
-        """As `Engine.Generate`. Raises AioRpcError, or _Unsupported before anything was sent."""
+        """Calls `Engine.Generate`. Raises AioRpcError, or _Unsupported before anything was sent."""
         if self._running is None:
             self._outbox = Outbox()
             self._running = asyncio.create_task(self._run(self._outbox))
-        outbox, number, call = self._outbox, next(self._numbers), _Call()
+        outbox, number, call = self._outbox, next(self._numbers), _StreamedCall()
         self._calls[number] = call
         outbox.put(engine_pb2.CallRequest(call=number, start=request))
         updates = call.updates
@@ -124,7 +124,7 @@ class _ManyCalls:
                 outbox.put(engine_pb2.CallRequest(call=number, cancel=True))
 
     async def _run(self, outbox: Outbox[engine_pb2.CallRequest]) -> None:
-        """One stream, until it ends; then all its calls have."""
+        """Runs one stream until it ends, and its calls with it."""
         end: Exception = call_error(grpc.StatusCode.UNAVAILABLE, "the engine closed the stream")
         stream = self._engine.GenerateMany()
         writing = asyncio.create_task(_write(stream, outbox))
@@ -157,14 +157,14 @@ class _ManyCalls:
 
 
 async def _write(stream: Any, outbox: Outbox[engine_pb2.CallRequest]) -> None:
-    """Sends what there is, all of it in one message, until the stream ends; who reads it learns why."""
+    """Sends all that waits in one message, until the stream ends; the reader reports why it did."""
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while requests := await outbox.take():
             await stream.write(engine_pb2.GenerateManyRequest(requests=requests))
 
 
 async def _write_with_images(call: Any, request: engine_pb2.GenerateRequest, images: Sequence[bytes]) -> None:
-    """Sends request and files in pieces, so that others go on in between; who reads the call learns of a
+    """Sends request and files in pieces, so that others are served in between; the call's reader reports a
     failure."""
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(engine_pb2.GenerateWithImagesRequest(request=request))
@@ -176,15 +176,15 @@ async def _write_with_images(call: Any, request: engine_pb2.GenerateRequest, ima
 
 
 class EngineClient:
-    """One channel to one engine. Raises `grpc.aio.AioRpcError`; `errors.from_grpc` gives its HTTP meaning."""
+    """One channel to one engine. Methods raise `grpc.aio.AioRpcError`; `errors.from_grpc` maps it to HTTP."""
 
     def __init__(self, address: str, keepalive_ms: int = KEEPALIVE_MS, server_name: str = "") -> None:
         """`address` is host:port or unix:path; the channel connects on first use, on the running loop.
 
-        `server_name`: what its certificate has to say, if not the address's host.
+        `server_name`: the name that its certificate must have, if not the address's host.
         """
         self.address = address
-        # What the engine says of why it does not serve, as of the last `is_serving`; empty: nothing.
+        # The engine's reason for not serving, as of the last `is_serving`; empty: none.
         self.not_ready = ""
         options = [*_CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", keepalive_ms)]
         self._channel = open_aio_channel(address, options, server_name)
@@ -194,27 +194,27 @@ class EngineClient:
         self._tracer = trace.get_tracer("moebius")
 
     async def model_info(self, timeout_s: float = 5.0) -> engine_pb2.GetModelInfoResponse:
-        """Static facts of the served model."""
+        """Returns the static facts of the served model."""
         answer = await self._engine.GetModelInfo(engine_pb2.GetModelInfoRequest(), timeout=timeout_s)
         return cast(engine_pb2.GetModelInfoResponse, answer)
 
     async def live(self, timeout_s: float = 5.0) -> engine_pb2.GetLiveResponse:
-        """Load, and who computes the experts of each layer."""
+        """Returns the load, and where the experts of each layer are computed."""
         answer = await self._engine.GetLive(engine_pb2.GetLiveRequest(), timeout=timeout_s)
         return cast(engine_pb2.GetLiveResponse, answer)
 
     async def metrics(self, timeout_s: float = 2.0) -> engine_pb2.GetMetricsResponse:
-        """What the engine and its expert servers count."""
+        """Returns the counters of the engine and its expert servers."""
         answer = await self._engine.GetMetrics(engine_pb2.GetMetricsRequest(), timeout=timeout_s)
         return cast(engine_pb2.GetMetricsResponse, answer)
 
     async def load(self, timeout_s: float = 2.0) -> engine_pb2.GetLoadResponse:
-        """Queues and cache occupancy now."""
+        """Returns current queues and cache occupancy."""
         answer = await self._engine.GetLoad(engine_pb2.GetLoadRequest(), timeout=timeout_s)
         return cast(engine_pb2.GetLoadResponse, answer)
 
     async def is_serving(self, timeout_s: float = 2.0) -> bool:
-        """Whether the engine's health service reports SERVING; False when it cannot be reached."""
+        """Returns whether the engine's health service reports SERVING; False when it cannot be reached."""
         request = health_pb2.HealthCheckRequest(service=SERVICE)
         try:
             call = self._health.Check(request, timeout=timeout_s)
@@ -222,7 +222,7 @@ class EngineClient:
             reason = dict(await call.trailing_metadata() or ()).get(NOT_READY_METADATA, b"")
         except grpc.aio.AioRpcError:
             self.not_ready = ""
-            if active_tls() is None:  # else the channel reports what it meets
+            if active_tls() is None:  # with TLS the channel reports handshake errors
                 report_failed_handshake(self.address, None)
             return False
         self.not_ready = bytes(reason).decode(errors="replace")
@@ -231,14 +231,14 @@ class EngineClient:
     async def generate(
         self, request: engine_pb2.GenerateRequest, context: Any = None, images: Sequence[bytes] = ()
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
-        """The engine's messages. Closing the iterator, or cancelling its task, cancels the call at once.
+        """Yields the engine's messages. Closing the iterator, or cancelling its task, cancels the call.
 
-        No deadline: a long answer is not an error, and a client that gives up closes the iterator.
+        There is no deadline: a long answer is not an error, and a client that gives up closes the iterator.
 
         Args:
             request: the prompt and sampling parameters.
             context: OpenTelemetry context that is the parent of the call's span; None: the current one.
-            images: the files of `request.images`, which have no data then.
+            images: the files of `request.images`, which then have no data.
         """
         span = self._span(context)
         carrier: dict[str, str] = {}
@@ -259,7 +259,7 @@ class EngineClient:
             span.set_attribute("rpc.grpc.status_code", error.code().value[0])
             span.set_status(Status(StatusCode.ERROR, error.details()))
             if is_lost(error) and error.code() not in (_UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                # Lost in the middle of a stream it has other names, by which no other engine would be tried.
+                # A call lost in the middle of a stream has other codes, on which no other engine is tried.
                 raise call_error(_UNAVAILABLE, error.details() or "") from error
             raise
         finally:
@@ -268,9 +268,9 @@ class EngineClient:
             span.end()
 
     def _span(self, context: Any) -> Span:
-        """The call's span, not made current: an async generator may be closed from another context.
+        """Returns the call's span, not made current: an async generator may be closed from another context.
 
-        Under a parent that is not sampled it would not be, either: then it is the parent.
+        A parent that is not sampled is returned itself, since its child would not be sampled either.
         """
         parent = trace.get_current_span(context)
         if parent.get_span_context().is_valid and not parent.get_span_context().trace_flags.sampled:
@@ -282,7 +282,7 @@ class EngineClient:
     def _ways(
         self, request: engine_pb2.GenerateRequest, metadata: dict[str, str], images: Sequence[bytes]
     ) -> Iterator[AsyncGenerator[engine_pb2.GenerateResponse, None]]:
-        """On the common stream when it is small and the engine has that, else by a call of its own."""
+        """Yields the ways to make the call: the common stream for a small request, then an own call."""
         if not images and self._many.is_supported and request.ByteSize() <= _SHARED_BYTES:
             yield self._many.generate(request)
         yield self._own_call(request, metadata, images)

@@ -1,4 +1,4 @@
-"""Every failure leaves the gateway in the shape of the API it was sent to.
+"""Renders every failure in the shape of the API that the request used.
 
 That is OpenAI's, {"error": {message, type, param, code}}, but for paths of Anthropic's API and of Ollama's.
 """
@@ -14,7 +14,7 @@ import grpc
 import structlog
 from pydantic_core import PydanticCustomError
 
-# Prompt processes raise these errors too, and start a quarter sooner without the web framework.
+# Prompt processes raise these errors too, and start a quarter faster without the web framework.
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse
@@ -40,12 +40,12 @@ _INTERNAL = re.compile(
 
 
 def without_addresses(text: str) -> str:
-    """`text` without paths and network addresses: where things are inside is nothing for clients."""
+    """Returns `text` without paths and network addresses, which are internal and not for clients."""
     return _INTERNAL.sub("(internal)", text)
 
 
 class ApiError(Exception):
-    """An answerable failure; raised anywhere below a route, rendered once by the handler."""
+    """A failure with an HTTP answer; raised anywhere below a route, rendered once by the handler."""
 
     def __init__(
         self,
@@ -64,24 +64,24 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The JSON object clients see, in answers and in SSE error events."""
+        """Returns the JSON object that clients get, in answers and in SSE error events."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _TYPES.get(self.status, default)
-        # A 4xx speaks of what the client itself sent; what failed here may name what is inside.
+        # A 4xx describes the client's own input; messages about failures here may name internals.
         message = self.message if self.status < 500 else without_addresses(self.message)
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` (seconds) when waiting helps; `WWW-Authenticate` with 401; `Connection`."""
+        """Returns `Retry-After` (seconds) when waiting helps, `WWW-Authenticate` with 401, `Connection`."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in (413, 415):
-            headers["Connection"] = "close"  # or the rest of the body would still be read
+            headers["Connection"] = "close"  # else the rest of the body would still be read
         return headers
 
     def response(self, scope: Scope) -> JSONResponse:
-        """The HTTP answer to the request of `scope`, in the shape of its path's API."""
+        """Returns the HTTP answer to the request of `scope`, in the shape of its path's API."""
         from fastapi.responses import JSONResponse
 
         path, status, body = scope["path"], self.status, self.body()
@@ -110,12 +110,12 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_error(error: ApiError, request_id: str | None) -> tuple[int, dict[str, Any]]:
-    """Status and body as Anthropic's API has them: what is not available now is overloaded, 529."""
+    """Returns status and body in Anthropic's shape; 503 becomes overloaded, 529."""
     status = 529 if error.status == 503 else error.status
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     message = error.body()["error"]["message"]
     if error.code == CONTEXT_LENGTH_EXCEEDED:
-        message = f"prompt is too long: {message}"  # agents shorten their conversation by these words
+        message = f"prompt is too long: {message}"  # agents compact their conversation on these words
     body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     if error.code == THREAD_UNSUPPORTED:
         body["error"]["details"] = {"error_code": error.code, "unsupported": []}
@@ -125,16 +125,16 @@ def anthropic_error(error: ApiError, request_id: str | None) -> tuple[int, dict[
 
 
 def ollama_error(error: ApiError) -> dict[str, Any]:
-    """The body as Ollama has it."""
+    """Returns the body in Ollama's shape."""
     return {"error": error.body()["error"]["message"]}
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """A 400 that names the parameter at fault."""
+    """Returns a 400 that names the parameter at fault."""
     return ApiError(400, message, param=param, code=code)
 
 
-# Statuses that gRPC itself also gives to calls whose connection ends, and its words for that.
+# Statuses that gRPC itself gives to calls whose connection ends, and its messages for that.
 _OF_TRANSPORT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.UNKNOWN,
@@ -150,14 +150,14 @@ _TRANSPORT = re.compile(
 
 
 def is_lost(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a call ended with its connection, or because that was not made, whatever gRPC calls it."""
+    """Returns whether a call failed because its connection ended or was not made."""
     if error.code() == grpc.StatusCode.CANCELLED:
         return True
     return error.code() in _OF_TRANSPORT and _TRANSPORT.search(error.details() or "") is not None
 
 
 def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
-    """The HTTP meaning of an engine's gRPC status (protos/engine.proto says which it uses)."""
+    """Returns the HTTP meaning of an engine's gRPC status (protos/engine.proto says which it uses)."""
     details = error.details() or "no details"
     status = grpc.StatusCode.UNAVAILABLE if is_lost(error) else error.code()
     if status == grpc.StatusCode.INVALID_ARGUMENT:
@@ -167,7 +167,7 @@ def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
             429, f"the engine's queue is full: {details}", code="engine_overloaded", retry_after_s=1
         )
     if status == grpc.StatusCode.UNAVAILABLE:
-        # The engine's own words are for clients; those of gRPC speak of its streams and sockets.
+        # The engine's own messages are meant for clients; gRPC's name its streams and sockets.
         is_own = not is_lost(error) and without_addresses(details) == details
         reason = details if is_own else "it is starting, or was lost"
         return ApiError(
@@ -175,13 +175,13 @@ def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
         )
     if status == grpc.StatusCode.DEADLINE_EXCEEDED:
         return ApiError(504, f"the engine did not answer in time: {details}", code="engine_timeout")
-    if status == grpc.StatusCode.UNKNOWN:  # an error that the engine did not expect: its name is for the log
+    if status == grpc.StatusCode.UNKNOWN:  # an unexpected error of the engine: its name is for the log
         return ApiError(500, "the engine failed unexpectedly: its log says why", code="engine_error")
     return ApiError(500, f"the engine failed ({status.name}): {details}", code="engine_error")
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Any exception as an ApiError; unexpected ones are logged, and clients get only their type."""
+    """Returns any exception as an ApiError; unexpected ones are logged, and clients get only their type."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):
@@ -199,7 +199,7 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 
 
 _CHAT_OR_COMPLETION = "here POST /v1/chat/completions or /v1/completions"
-# Of other servers, which their clients ask for.
+# Paths of other servers, which their clients request.
 _OTHER_PATHS = {
     # llama-server
     "/completion": "here POST /v1/completions, with max_tokens for n_predict",
@@ -243,7 +243,7 @@ async def _on_exception(request: Request, error: Exception) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Routes every failure of `app` through this module."""
+    """Renders every failure of `app` through this module."""
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
 
@@ -264,18 +264,18 @@ _CODES = {
 
 
 def param_error(param: str, message: str, code: str = "invalid_value") -> PydanticCustomError:
-    """For validators: an error about `param`, whatever the validator it is raised in."""
+    """Returns a validator's error about `param`, whichever validator raises it."""
     return PydanticCustomError("param_error", "{message}", {"message": message, "param": param, "code": code})
 
 
 def _is_union_tag(part: object) -> bool:
-    """Pydantic puts names of union members into the location; field names never look like these."""
+    """Returns whether a part of a location is a union member's name; field names never look like these."""
     tags = {"str", "int", "float", "bool", "none", "dict"}
     return isinstance(part, str) and (part in tags or "[" in part or "-" in part)
 
 
 def _param_of(location: Sequence[str | int]) -> str:
-    """`("body", "messages", 0, "role")` -> `messages[0].role`."""
+    """Returns `messages[0].role` for `("body", "messages", 0, "role")`."""
     text = ""
     for part in location:
         if isinstance(part, int):
@@ -286,10 +286,10 @@ def _param_of(location: Sequence[str | int]) -> str:
 
 
 def describe_validation_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None, str]:
-    """Message, parameter (dotted path) and code of the most telling error.
+    """Returns message, parameter (dotted path) and code of the most specific error.
 
-    A value that fits no member of a union gives one error per member: the one deepest in the value says
-    most about what was meant.
+    A value that fits no member of a union gives one error per member: the one deepest in the value is the
+    most specific.
     """
     first_root = _param_of(errors[0]["loc"][:2])
     related = [error for error in errors if _param_of(error["loc"][:2]) == first_root]
@@ -297,7 +297,7 @@ def describe_validation_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str,
     context = error.get("ctx") or {}
     if "param" in context:
         return str(context["message"]), str(context["param"]), str(context["code"])
-    if error["type"] == "extra_forbidden":  # its name is the client's, whatever it looks like
+    if error["type"] == "extra_forbidden":  # its name is the client's, also if it looks like a tag
         param: str | None = _joined(_param_of(error["loc"][:-1]), str(error["loc"][-1]))[:_LONGEST_PARAM]
         return f"unknown parameter: {param!r}", param, _CODES[error["type"]]
     param = _param_of(error["loc"])[:_LONGEST_PARAM] or None
@@ -314,5 +314,5 @@ def _joined(parent: str, name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A short form of the offending value, made without spelling out all of it."""
+    """Returns a short form of the offending value, without formatting all of it."""
     return _SHORT.repr(value)

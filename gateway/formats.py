@@ -1,4 +1,4 @@
-"""What a response consists of on the wire, for every API, and the two of OpenAI that have choices."""
+"""The wire formats of responses: the interface for all APIs, and OpenAI's two formats with choices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NO_OPTIONS = StreamOptions.model_validate({})
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request over all its prompts, and how long they took; filled by `RequestRun`."""
+    """Token counts and times of one request over all its prompts; filled by `RequestRun`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -55,43 +55,43 @@ class OutputCall:
 
 @dataclass
 class Output:
-    """One output being collected for a non-streamed answer; filled by `RequestRun`."""
+    """One output, collected for a non-streamed answer; filled by `RequestRun`."""
 
     deltas: list[ParsedDelta] = field(default_factory=list)
     finish: Finish | None = None
 
     def add(self, delta: ParsedDelta) -> None:
-        """Takes what is new."""
+        """Adds new content."""
         self.deltas.append(delta)
         self.finish = delta.finish or self.finish
 
     @property
     def text(self) -> str:
-        """The content."""
+        """The text of the content."""
         return "".join(delta.content for delta in self.deltas)
 
     def mean_logprob(self, echoed: int) -> float:
-        """How likely its tokens are; the first `echoed` log-probabilities are the prompt's."""
+        """Returns the mean log-probability of its tokens; the first `echoed` ones are the prompt's."""
         values = [token.logprob or 0.0 for token in self.logprobs[echoed:]]
         return sum(values) / max(1, len(values))
 
     @property
     def reasoning(self) -> str:
-        """The thought; empty: there is none."""
+        """The text of the reasoning, or an empty string if there is none."""
         return "".join(new.text for new in self._events() if isinstance(new, ReasoningDelta))
 
     @property
     def logprobs(self) -> list[TokenLogprob]:
-        """Those of the content."""
+        """The log-probabilities of the content."""
         return [token for delta in self.deltas for token in delta.logprobs]
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens, whatever they became."""
+        """All token ids, of any kind of text."""
         return [token for delta in self.deltas for token in delta.token_ids]
 
     def calls(self) -> list[OutputCall]:
-        """The tool calls in their order."""
+        """Returns the tool calls in order."""
         names: list[ToolCallStart] = []
         arguments: list[list[str]] = []
         for new in self._events():
@@ -108,7 +108,7 @@ class Output:
 
 
 class ResponseFormat(ABC):
-    """One response of one API; made per request. Either `whole` is used, or the methods of streams."""
+    """Builds one response of one API; made per request. Either `whole` is used, or the methods of streams."""
 
     operation: str  # gen_ai.operation.name
     id: str
@@ -117,34 +117,34 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """A non-streamed answer."""
+        """Returns a non-streamed answer."""
 
     @abstractmethod
     def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
-        """What a stream sends for new content, its own opening before the first; empty: nothing yet.
+        """Returns the bytes for new content, with the opening before the first; empty: nothing yet.
 
-        `usage` counts what is known so far.
+        `usage` returns the counts so far.
         """
 
     @abstractmethod
     def stream_end(self, usage: Usage) -> bytes:
-        """What a stream sends once all outputs have ended."""
+        """Returns the bytes that end a stream once all outputs have ended."""
 
     @abstractmethod
     def stream_failure(self, error: ApiError) -> bytes:
-        """What a stream sends last, wherever it is, when the request fails."""
+        """Returns the last bytes of a stream whose request fails, at any point of it."""
 
     async def settle(self) -> None:  # noqa: B027 - most formats keep nothing
-        """Called with the answer made, before its end is sent."""
+        """Runs when the answer is complete, before its end is sent."""
 
 
 class ChoiceFormat(ResponseFormat):
-    """JSON objects with `choices`; all objects of a stream share id and creation time."""
+    """Builds JSON objects with `choices`; all objects of a stream share id and creation time."""
 
     id_prefix: str
     whole_object: str  # `object` of a non-streamed answer
     chunk_object: str  # `object` of a stream's chunks
-    prompt_of_response = False  # what is said of the prompt is part of the response, rather than of a choice
+    prompt_of_response = False  # prompt details are fields of the response, not of a choice
 
     def __init__(self, model: str, tokenizer: Tokenizer, prepared: Prepared, fingerprint: str = "") -> None:
         """`model` is the served one's name; `fingerprint` as in `ServedModel`."""
@@ -159,12 +159,12 @@ class ChoiceFormat(ResponseFormat):
         self._options = prepared.fields.stream_options or _NO_OPTIONS
         self._details = TokenDetails(prepared, tokenizer)
         self._opened: set[int] = set()
-        # A stream's chunks differ in their choice: what comes before it is written once.
+        # Chunks of a stream differ in their choices only: the envelope before them is encoded once.
         head = event(self._envelope(self.chunk_object, []))
         self._chunk_head = head.removesuffix(b"[]}\n\n")
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """One choice per output."""
+        """Returns an object with one choice per output."""
         choices = [
             {
                 **self.full(index, output, output.finish or Finish("abort")),
@@ -177,7 +177,7 @@ class ChoiceFormat(ResponseFormat):
         return {**self._envelope(self.whole_object, choices), "usage": usage_object(usage), **of_prompt}
 
     def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
-        """The opening, then new content; the last chunk of an output says why it ended."""
+        """Returns the opening, then new content; the last chunk of an output has its finish reason."""
         opened = b""
         of_prompt: dict[str, Any] = {}
         if delta.index not in self._opened:
@@ -202,13 +202,13 @@ class ChoiceFormat(ResponseFormat):
         return b"".join((opened, *parts))
 
     def stream_end(self, usage: Usage) -> bytes:
-        """The usage where it was asked for, and the end."""
+        """Returns the usage if it was asked for, and the end."""
         if not self._options.include_usage:
             return DONE
         return event({**self._envelope(self.chunk_object, []), "usage": usage_object(usage)}) + DONE
 
     def stream_failure(self, error: ApiError) -> bytes:
-        """The error's object, and the end."""
+        """Returns the error's object, and the end."""
         return event(error.body()) + DONE
 
     def _chunk(self, choice: dict[str, Any], usage: Callable[[], Usage], more: Mapping[str, Any]) -> bytes:
@@ -230,27 +230,27 @@ class ChoiceFormat(ResponseFormat):
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice that opens output `index` in a stream; None when the API has no such thing."""
+        """Returns the choice that opens output `index` in a stream; None if the API has none."""
 
     @abstractmethod
     def delta_choices(self, delta: ParsedDelta) -> list[dict[str, Any]]:
-        """The choices for what is new, log-probabilities included; they say nothing of the end."""
+        """Returns the choices for new content, log-probabilities included, without a finish reason."""
 
     @abstractmethod
     def empty(self, index: int) -> dict[str, Any]:
-        """The choice of tokens that became no text, or of an end alone."""
+        """Returns the choice for tokens without text, or for an end alone."""
 
     def reason(self, finish: Finish) -> str:
-        """Why an output ended, as the API calls it."""
+        """Returns the finish reason under the API's name."""
         return finish.reason
 
     @abstractmethod
     def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
-        """The choice of a non-streamed answer."""
+        """Returns the choice of a non-streamed answer."""
 
 
 def _before(usage: Usage, delta: ParsedDelta) -> Usage:
-    """What was counted before `delta`."""
+    """Returns the counts before `delta`."""
     return replace(
         usage,
         completion_tokens=usage.completion_tokens - delta.new_tokens,
@@ -259,7 +259,7 @@ def _before(usage: Usage, delta: ParsedDelta) -> Usage:
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """Token counts as OpenAI gives them."""
+    """Returns token counts as OpenAI's `usage`."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -270,10 +270,10 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def chat_delta(new: OutputEvent) -> dict[str, Any]:
-    """The `delta` of a chunk that carries one event."""
+    """Returns the `delta` of a chunk that carries one event."""
     if isinstance(new, ContentDelta):
         return {"content": new.text}
-    if isinstance(new, ReasoningDelta):  # servers and clients are divided over the name: both
+    if isinstance(new, ReasoningDelta):  # servers and clients use either name
         return {"reasoning": new.text, "reasoning_content": new.text}
     call: dict[str, Any] = {"index": new.index}
     if isinstance(new, ToolCallStart):
@@ -284,7 +284,7 @@ def chat_delta(new: OutputEvent) -> dict[str, Any]:
 
 
 def chat_message(output: Output) -> dict[str, Any]:
-    """The `message` of a whole answer; content is null where there are only calls or only a thought."""
+    """Returns a whole answer's `message`; its content is null if there are only calls or only reasoning."""
     content, reasoning, calls = output.text, output.reasoning, output.calls()
     message: dict[str, Any] = {
         "role": "assistant",
@@ -306,7 +306,7 @@ def chat_message(output: Output) -> dict[str, Any]:
 
 
 class ChatFormat(ChoiceFormat):
-    """A role chunk, then content chunks, the last of which has the finish reason."""
+    """Builds a chunk with the role, then chunks with content, the last of which has the finish reason."""
 
     operation = "chat"
     id_prefix = "chatcmpl"
@@ -316,16 +316,16 @@ class ChatFormat(ChoiceFormat):
 
     def __init__(self, model: str, tokenizer: Tokenizer, prepared: Prepared, fingerprint: str = "") -> None:
         super().__init__(model, tokenizer, prepared, fingerprint)
-        # The client sent `functions`, from before there were tools, and knows no `tool_calls`.
+        # The client sent `functions`, the predecessor of tools, and expects no `tool_calls`.
         self._in_functions = prepared.speaks_functions
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The role, before the first content."""
+        """Returns the choice with the role, before the first content."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta_choices(self, delta: ParsedDelta) -> list[dict[str, Any]]:
-        """A chunk per kind of new content, in the order in which the model wrote it."""
+        """Returns a choice per kind of new content, in the order in which the model generated it."""
         choices = [
             {"index": delta.index, "delta": self._delta(new), "logprobs": None, "finish_reason": None}
             for new in delta.events
@@ -342,11 +342,11 @@ class ChatFormat(ChoiceFormat):
         return self._in_functions and "tool_calls" in made
 
     def reason(self, finish: Finish) -> str:
-        """As it was called in the time of functions, for who speaks of them."""
+        """Returns the finish reason, which is `function_call` for calls of requests with `functions`."""
         return "function_call" if self._in_functions and finish.reason == "tool_calls" else finish.reason
 
     def _add_logprobs(self, delta: ParsedDelta, choices: list[dict[str, Any]]) -> None:
-        """Gives a delta's log-probabilities to the first content in it."""
+        """Adds a delta's log-probabilities to the first content in it."""
         places = [number for number, new in enumerate(delta.events) if isinstance(new, ContentDelta)]
         if not places and not delta.logprobs:
             return
@@ -355,11 +355,11 @@ class ChatFormat(ChoiceFormat):
         choices[places[0] if places else -1]["logprobs"] = self._logprobs_of(delta.logprobs)
 
     def empty(self, index: int) -> dict[str, Any]:
-        """An empty delta."""
+        """Returns an empty delta."""
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
 
     def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
-        """A whole message."""
+        """Returns a whole message."""
         message = chat_message(output)
         if self._calls_one(message):
             message["function_call"] = message.pop("tool_calls")[0]["function"]
@@ -378,7 +378,7 @@ class ChatFormat(ChoiceFormat):
 
 
 class CompletionFormat(ChoiceFormat):
-    """Text chunks, the last of which has the finish reason."""
+    """Builds chunks of text, the last of which has the finish reason."""
 
     operation = "text_completion"
     id_prefix = "cmpl"
@@ -386,21 +386,21 @@ class CompletionFormat(ChoiceFormat):
     chunk_object = "text_completion"
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """Text completions open with their first text."""
+        """Returns None: text completions open with their first text."""
         return None
 
     def delta_choices(self, delta: ParsedDelta) -> list[dict[str, Any]]:
-        """The text of a chunk: what was decoded since the last one."""
+        """Returns the choice with the text decoded since the last chunk."""
         if not delta.events and not delta.logprobs:
             return []
         return [self._choice(delta.index, delta.content, delta.logprobs, None)]
 
     def empty(self, index: int) -> dict[str, Any]:
-        """Empty text."""
+        """Returns the choice with an empty text."""
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
     def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
-        """A whole text."""
+        """Returns the choice with the whole text."""
         return self._choice(index, output.text, output.logprobs, finish)
 
     def _choice(

@@ -1,4 +1,4 @@
-"""How often Python's garbage collector runs in processes of the gateway."""
+"""Sets how often Python's garbage collector runs in processes of the gateway."""
 
 from __future__ import annotations
 

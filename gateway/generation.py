@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass
 class PromptJob:
-    """One prompt with its n outputs: one engine call. Filled by a route; the counters by `run`."""
+    """One prompt with its n outputs: one engine call. Filled by a route; `run` fills the counters."""
 
     request: engine_pb2.GenerateRequest
     rules: OutputRules
@@ -31,32 +31,32 @@ class PromptJob:
     completion_tokens: int = 0
     reasoning_tokens: int = 0  # of completion_tokens
     cached_tokens: int = 0
-    # With images more than were sent; 0: the engine has not reported it yet.
+    # Including image tokens, which were not sent; 0: the engine has not reported it yet.
     counted_prompt_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    stream_interval: int = 1  # tokens gathered for one delta, but for the first and last
-    kept_outputs: int = 0  # of the n outputs the likeliest so many are given; 0: all
+    stream_interval: int = 1  # tokens per delta, except for the first and last
+    kept_outputs: int = 0  # how many of the n outputs, the likeliest, are returned; 0: all
     input_logprobs: engine_pb2.InputLogProbs | None = None  # None: the engine sent none
     called_at: float = 0.0  # time.perf_counter() when the engine was called
-    # From then to the first token of the first output that has ended; unset: none has.
+    # Seconds from then to the first token of the first output that has ended; unset: none has ended.
     first_token_s: float | None = None
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """The prompt's tokens."""
+        """The token ids of the prompt."""
         return self.request.tokenized.input_ids
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt as the engine computes it."""
+        """The length of the prompt as the engine computes it."""
         return self.counted_prompt_tokens or len(self.prompt_ids)
 
     async def run(
         self, engine: ReplicaSet, tokenizer: Tokenizer, context: Any
     ) -> AsyncGenerator[ParsedDelta, None]:
-        """The outputs' new content as the engine sends it.
+        """Yields the outputs' new content as the engine sends it.
 
-        Ends when all outputs have finished; cancels the call when one of them did so at a stop string,
+        Ends when all outputs have finished; cancels the call when one of them ended at a stop string,
         which the engine does not know of.
 
         Raises:
@@ -68,11 +68,11 @@ class PromptJob:
         states = [
             OutputState(self.first_index + index, tokenizer, self.rules, prompt_ids) for index in range(count)
         ]
-        # It may be the second time: see `RequestRun`.
+        # Reset for a second run: see `RequestRun`.
         self.completion_tokens = self.reasoning_tokens = self.cached_tokens = self.counted_prompt_tokens = 0
         self.finish_reasons, self.input_logprobs, self.first_token_s = [], None, None
         completed = 0
-        # Of outputs whose end follows at once: clients get both together.
+        # Deltas of outputs whose end follows at once: clients get both together.
         held: dict[int, ParsedDelta] = {}
         self.called_at = time.perf_counter()
         is_never_large = (
@@ -104,7 +104,7 @@ class PromptJob:
     def _is_small(
         self, states: list[OutputState], response: engine_pb2.GenerateResponse, is_complete: bool
     ) -> bool:
-        """Whether reading a message takes no time that other streams would notice."""
+        """Returns whether a message is so small that reading it does not delay other streams."""
         if is_complete:
             tokens = len(response.complete.output_ids) - states[response.complete.index].token_count
             scored = response.complete.input_logprobs
@@ -117,7 +117,7 @@ class PromptJob:
     def _take(
         self, states: list[OutputState], response: engine_pb2.GenerateResponse, is_complete: bool
     ) -> ParsedDelta | None:
-        """Passes one message to its output; None if that output has already finished at a stop string."""
+        """Passes one message to its output; returns None if that output has ended at a stop string."""
         message = response.complete if is_complete else response.chunk
         if is_complete:
             self._note_first_token(response.complete.first_token_seconds)
@@ -136,7 +136,7 @@ class PromptJob:
         return delta
 
     def _note_first_token(self, seconds: float) -> None:
-        """Keeps the least of all outputs; 0 says that there was no token."""
+        """Keeps the minimum over all outputs; 0 means that there was no token."""
         if seconds > 0:
             self.first_token_s = min(seconds, self.first_token_s or seconds)
 
@@ -144,7 +144,7 @@ class PromptJob:
 async def gathered(
     responses: AsyncIterator[engine_pb2.GenerateResponse], interval: int
 ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
-    """`responses`, with `interval` tokens in each chunk of an output but for its first and last one."""
+    """Yields `responses` with `interval` tokens in each chunk of an output, except its first and last one."""
     held: dict[int, engine_pb2.GenerateResponse] = {}
     begun: set[int] = set()
     async for response in responses:
@@ -164,12 +164,12 @@ async def gathered(
 
 
 def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of all streams as they come; the first failure ends it and closes the others."""
+    """Yields the items of all streams as they arrive; the first failure ends it and closes the others."""
     return streams[0] if len(streams) == 1 else _merged(streams)
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    # One slot per stream: a slow reader holds the engine calls back instead of filling memory.
+    # One slot per stream: a slow reader delays the engine calls instead of filling memory.
     queue: asyncio.Queue[tuple[bool, Any]] = asyncio.Queue(len(streams))
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:

@@ -1,4 +1,4 @@
-"""What an answer has to look like, as the engine's `Constraint`, from `response_format` and its relatives.
+"""Converts `response_format` and its relatives to the engine's `Constraint` on an answer.
 
 A constraint is compiled here, in a prompt process, so that what cannot be enforced is a 400 that names the
 parameter and the keyword; the engine compiles it again for its masks.
@@ -20,26 +20,26 @@ from gateway.schemas.structured import (
 from moebius.grammar.compile import GrammarCheck, GrammarError, unsupported_keywords
 from protos.engine_pb2 import Choice, Constraint
 
-Wanted = list[tuple[str, Constraint]]  # each with its parameter
+Wanted = list[tuple[str, Constraint]]  # with the parameter that each comes from
 
 
 class GrammarTakesLong(Exception):
-    """Compiling a grammar takes longer than other requests should wait: it is done where they do not."""
+    """Compiling a grammar takes longer than other requests should wait: another process compiles it."""
 
 
-class _Checks:
-    """How constraints are checked in this process; `check_with` says otherwise."""
+class _Checker:
+    """Holds the check of constraints in this process; `check_with` replaces it."""
 
     check = GrammarCheck()
 
 
 def check_with(compiler: Callable[[Constraint], object]) -> None:
-    """From now on constraints are compiled by this function; it raises GrammarError or GrammarTakesLong."""
-    _Checks.check = GrammarCheck(compiler=compiler)
+    """Compiles constraints with this function from now on; it raises GrammarError or GrammarTakesLong."""
+    _Checker.check = GrammarCheck(compiler=compiler)
 
 
 def response_format_constraint(body: StructuredFields) -> Constraint | None:
-    """What `response_format`, `structured_outputs` and the older fields ask for; None: nothing.
+    """Returns the constraint that the request's fields ask for, or None without any.
 
     Raises:
         ApiError: 400 naming parameter and keyword; it cannot be enforced, or two fields ask for different
@@ -55,8 +55,8 @@ def response_format_constraint(body: StructuredFields) -> Constraint | None:
         return None
     param, constraint = wanted[0]
     for other, asked in wanted[1:]:
-        if asked != constraint:  # clients send one grammar by the names of several servers
-            raise bad_request(f"{param!r} and {other!r} say different things of the output: send one", other)
+        if asked != constraint:  # clients send one grammar under the names of several servers
+            raise bad_request(f"{param!r} and {other!r} ask for different outputs: send one", other)
     check_constraint(constraint, param)
     return constraint
 
@@ -64,7 +64,7 @@ def response_format_constraint(body: StructuredFields) -> Constraint | None:
 def check_constraint(constraint: Constraint, param: str) -> None:
     """Raises ApiError 400, naming `param`, when the constraint cannot be enforced."""
     try:
-        _Checks.check.check(constraint)
+        _Checker.check.check(constraint)
     except GrammarError as error:
         raise bad_request(
             f"{param!r} cannot be enforced: {error}{_where(constraint, error)}", param
@@ -72,7 +72,7 @@ def check_constraint(constraint: Constraint, param: str) -> None:
 
 
 def _where(constraint: Constraint, error: GrammarError) -> str:
-    """Where in a schema the keyword at fault is, if that can be said."""
+    """Returns where in a schema the keyword at fault is, or an empty string."""
     keywords = unsupported_keywords(error)
     if not keywords or constraint.WhichOneof("kind") != "json_schema":
         return ""
@@ -174,7 +174,7 @@ def _parsed_schema(schema: str | JsonSchema, param: str) -> JsonSchema:
 
 
 def json_constraint(schema: JsonSchema, options: Mapping[str, Any] | None = None) -> Constraint:
-    """`options`: of llguidance's compiler, for this schema."""
+    """Returns a constraint for a schema; `options` are llguidance's for compiling it."""
     if options and isinstance(schema, dict):
         own = schema.get("x-guidance")
         schema = {**schema, "x-guidance": {**(own if isinstance(own, dict) else {}), **options}}
@@ -182,7 +182,7 @@ def json_constraint(schema: JsonSchema, options: Mapping[str, Any] | None = None
 
 
 def _closed(schema: Any) -> Any:
-    """Objects of the schema take no other properties, unless it says which."""
+    """Returns the schema with `additionalProperties` false where it does not set it."""
     if isinstance(schema, list):
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):

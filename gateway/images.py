@@ -1,4 +1,4 @@
-"""Images of chat messages: from data URLs, hosts and files that the configuration allows."""
+"""Reads images of chat messages from data URLs, and from hosts and files that the configuration allows."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 async def from_host(url: str, config: ImageConfig) -> bytes:
-    """The file at `url`, or as much of it as shows that it is larger than allowed.
+    """Returns the file at `url`, or as much of it as shows that it is larger than allowed.
 
-    A host named in `image_url_hosts` may be anywhere. One that only `*` allows must have public addresses
-    alone, and the connection goes to an address that was checked: asking again could give another one.
-    Redirects are not followed: they would lead to hosts that nobody checked.
+    A host named in `image_url_hosts` may have any address. One that only `*` allows must have only public
+    addresses, and the connection uses a checked one: resolving again could return another.
+    Redirects are not followed: they would lead to unchecked hosts.
 
     Raises:
         ImageRefused: the host is not allowed, or did not give the image.
@@ -38,7 +38,7 @@ async def from_host(url: str, config: ImageConfig) -> bytes:
     if len(url) > _LONGEST_URL:
         raise ImageRefused(f"the URL is longer than {_LONGEST_URL} characters")
     try:
-        # The parser that the request is made with decides which host is asked for; no other one.
+        # The parser that makes the request also determines the host to check.
         target = httpx.URL(url)
     except (httpx.InvalidURL, ValueError) as error:
         raise ImageRefused(f"the URL of the image is not valid: {error}") from error
@@ -59,12 +59,12 @@ async def from_host(url: str, config: ImageConfig) -> bytes:
 
 
 def make_client(config: ImageConfig) -> httpx.AsyncClient:
-    """Proxies of the environment are no setting of ours."""
+    """Returns a client that ignores the environment's proxies."""
     return httpx.AsyncClient(timeout=config.image_url_timeout_s, trust_env=False)
 
 
 async def public_addresses(target: httpx.URL) -> list[str]:
-    """All addresses of the URL's host. Raises ImageRefused when it has none or one that is not public."""
+    """Returns all addresses of the URL's host. Raises ImageRefused if there are none or one is not public."""
     loop = asyncio.get_running_loop()
     host = target.raw_host.decode("ascii")
     try:
@@ -73,7 +73,7 @@ async def public_addresses(target: httpx.URL) -> list[str]:
         raise ImageRefused(f"the host {target.host!r} is not known") from None
     addresses = [str(address[4][0]) for address in found]
     if not all(map(is_public, addresses)):
-        # Which address it has is not in the message: names inside a network are not for those outside.
+        # The message does not contain the address: names inside a network are not for those outside.
         raise ImageRefused(
             f"images are not fetched from {target.host!r}, whose address is not public; allowed: public "
             "hosts, and those that image_url_hosts names"
@@ -82,7 +82,7 @@ async def public_addresses(target: httpx.URL) -> list[str]:
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is one of the public network, also where it wraps an IPv4 address in an IPv6 one."""
+    """Returns whether an address is public, also if it wraps an IPv4 address in an IPv6 one."""
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
@@ -98,7 +98,7 @@ def is_public(text: str) -> bool:
 async def _first_answer(
     client: httpx.AsyncClient, target: httpx.URL, addresses: list[str] | list[None], most: int
 ) -> bytes:
-    """Asks one address after the other until a connection is made; None: the host itself."""
+    """Tries one address after the other until a connection is made; None is the host itself."""
     for address in addresses[:-1]:
         try:
             return await _fetched(client, target, address, most)
@@ -108,16 +108,16 @@ async def _first_answer(
 
 
 async def _fetched(client: httpx.AsyncClient, target: httpx.URL, address: str | None, most: int) -> bytes:
-    """The body, or as much of it as shows that it is too large.
+    """Returns the body, or as much of it as shows that it is too large.
 
-    Images are compressed already. A host that compresses them once more could make a small piece so large
-    that taking it apart would hold up everybody, before anything is known of its size.
+    Images are compressed already. A host that compresses them again could make a small piece so large that
+    unpacking it would delay all others, before anything is known of its size.
     """
     url, extensions = target, {}
     headers = {"Accept-Encoding": "identity"}
     if address is not None:
         url = target.copy_with(host=address)
-        # Server and certificate are still those of the name.
+        # The server name and certificate remain those of the host name.
         headers["Host"] = target.netloc.decode("ascii")
         extensions = {"sni_hostname": target.raw_host.decode("ascii")}
     data = bytearray()
@@ -136,11 +136,11 @@ async def _fetched(client: httpx.AsyncClient, target: httpx.URL, address: str | 
     return bytes(data)
 
 
-# What one call to the engine can carry in addition to its prompt (its server takes 256 MiB).
-_MOST_BYTES = 240 * _MIB
+# Bytes that one call to the engine can carry besides its prompt (its server takes 256 MiB).
+_MAX_BYTES = 240 * _MIB
 
 
-# Of OpenAI's names, what is not the checkpoint's own size.
+# OpenAI's names for sizes other than the checkpoint's own.
 _DETAILS: Mapping[str | None, engine_pb2.ImageDetail] = {"low": engine_pb2.IMAGE_DETAIL_LOW}
 
 
@@ -149,7 +149,7 @@ async def add_images(
     places: Sequence[tuple[str, ImageUrl | DecodedImage]],
     config: ImageConfig,
 ) -> None:
-    """Gives the job all its images, in order; `places`: the name of its parameter and each image.
+    """Adds all images to the job, in order; `places`: the parameter name and the image of each.
 
     Raises:
         ApiError: 400 that names the part at fault.
@@ -157,9 +157,9 @@ async def add_images(
     if not places:
         return
     files = await asyncio.gather(*(_collected(place, image, config) for place, image in places))
-    if sum(map(len, files)) > _MOST_BYTES:
+    if sum(map(len, files)) > _MAX_BYTES:
         raise _refused(
-            "messages", f"the images together are larger than {_MOST_BYTES // _MIB} MiB", "image_too_large"
+            "messages", f"the images together are larger than {_MAX_BYTES // _MIB} MiB", "image_too_large"
         )
     for _, image in places:
         job.request.images.add(detail=_DETAILS.get(image.detail, engine_pb2.IMAGE_DETAIL_HIGH))

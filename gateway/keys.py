@@ -1,4 +1,4 @@
-"""Who sends a request, and how much of it they may: keys, and the limits of each."""
+"""API keys: who sends a request, and the limits of each key."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _MINUTE_S = 60.0
 
 
 class Allowance:
-    """So many a minute, up to a minute's worth at once; what is taken beyond that has to be waited for."""
+    """A rate limit per minute, with a minute's worth of burst; what is overdrawn has to be waited for."""
 
     def __init__(self, name: str, per_minute: int | None, clock: Callable[[], float], slot: KeySlot) -> None:
-        """`name`: of its place in `slot`, where it is one for all processes."""
+        """`name`: of its place in `slot`, which all processes may share."""
         self._name = name
         self.per_minute = per_minute
         self._clock = clock
         self._slot = slot
 
     def _refilled(self, state: memoryview[float]) -> float:
-        """What is left now; whoever comes first, or with another limit than those before, begins anew."""
+        """Returns what is left now; a first use, or one with a changed limit, starts with a full minute's."""
         assert self.per_minute is not None
         rate, left, at = state
         now, most = self._clock(), float(self.per_minute)
@@ -39,7 +39,7 @@ class Allowance:
         return left
 
     def wait_s(self) -> float:
-        """Until something may be taken; 0: now."""
+        """Returns the seconds until something may be taken; 0: now."""
         if self.per_minute is None:
             return 0.0
         with self._slot.allowance(self._name) as state:
@@ -47,14 +47,14 @@ class Allowance:
         return 0.0 if missing <= 0 else missing * _MINUTE_S / self.per_minute
 
     def take(self, amount: float) -> None:
-        """Even if there is less: how many tokens a request takes is known at its end only."""
+        """Takes `amount` even if less is left: a request's tokens are only known at its end."""
         if self.per_minute is not None:
             with self._slot.allowance(self._name) as state:
                 state[1] = self._refilled(state) - amount
 
 
 class KeyUse:
-    """What one key does at present; made by `KeyMiddleware`, one per key and process."""
+    """The current use of one key; made by `KeyMiddleware`, one per key and process."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class KeyUse:
         clock: Callable[[], float] = time.monotonic,
         table: KeyTable | None = None,
     ) -> None:
-        """`table`: what other processes of the port count, too; `clock`: the same for all of them."""
+        """`table`: the counts that the port's other processes share; `clock`: the same for all of them."""
         self.name = name
         self.limits = limits
         slot = None if table is None else table.slot(name)
@@ -77,7 +77,7 @@ class KeyUse:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Counts one request while it runs. Raises ApiError 429 when the key may not have one more now."""
+        """Counts one request while it runs. Raises ApiError 429 if the key's limits allow no more now."""
         most = self.limits.requests_in_flight
         if most is not None and self._slot.in_flight >= most:
             self._refuse("requests_in_flight", most, 1.0)
@@ -93,7 +93,7 @@ class KeyUse:
             self._slot.add(-1)
 
     def took(self, tokens: int) -> None:
-        """A request has had so many tokens, prompt and output."""
+        """Counts a request's tokens, prompt and output."""
         self._tokens.take(tokens)
 
     def _refuse(self, limit: str, value: int, wait_s: float) -> None:
@@ -108,18 +108,18 @@ class KeyUse:
 
 
 def _sent_keys(headers: Headers) -> list[bytes]:
-    """The keys a client brought, in OpenAI's header and in Anthropic's."""
+    """Returns the keys in the client's headers, OpenAI's and Anthropic's."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     keys = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-    # Headers are read as latin-1; the bytes that were sent count.
+    # Headers are read as latin-1; keys are compared by the bytes that were sent.
     return [key.strip().encode("latin-1") for key in keys if key.strip()]
 
 
 class KeyMiddleware:
     """Requires a key on every path but open ones, and keeps its requests within its limits.
 
-    It is sent as `Authorization: Bearer KEY` or as `x-api-key: KEY`. `scope["state"]["key_use"]` is its
-    `KeyUse`, to which whoever counts tokens reports them.
+    A key is sent as `Authorization: Bearer KEY` or as `x-api-key: KEY`. `scope["state"]["key_use"]` is its
+    `KeyUse`, to which the serving code reports tokens.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class KeyMiddleware:
         metrics: GatewayMetrics,
         table: KeyTable | None = None,
     ) -> None:
-        """`is_open` tells paths that need no key; `defaults` are the limits of keys that name none; `table`
-        is what the processes of a port share."""
+        """`is_open` returns whether a path needs no key; `defaults` are the limits of keys without any;
+        `table` is shared by the processes of a port."""
         self._app = app
         self._keys = keys
         self._is_open = is_open
@@ -165,12 +165,12 @@ class KeyMiddleware:
             try:
                 with use.request():
                     await self._app(scope, receive, send)
-            except ApiError as refusal:  # of `use.request`: those of the application are answered in it
+            except ApiError as refusal:  # raised by `use.request`: the application answers its own
                 self._metrics.rejected("key_limit")
                 await refusal.response(scope)(scope, receive, send)
 
     def _use(self, key: ApiKey) -> KeyUse:
-        """What the key does; begun anew when its limits have changed."""
+        """Returns the key's use, a new one when its limits have changed."""
         limits = key.limits.or_else(self._defaults)
         use = self._uses.get(key.name)
         if use is None or use.limits != limits:

@@ -1,4 +1,4 @@
-"""The gateway's first process, which serves itself or starts those that do."""
+"""The gateway's first process, which serves by itself or starts those that do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = structlog.get_logger(__name__)
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raises StartupError when the server could not listen there: uvicorn would only log it."""
+    """Raises StartupError when the server could not listen there; uvicorn would only log that."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -50,7 +50,7 @@ def run(config: MoebiusConfig) -> int:
         workers=config.gateway.workers,
     )
     if config.gateway.workers > 1:
-        connection_limits(config.gateway)  # what is wrong with the settings is said once, and here
+        connection_limits(config.gateway)  # errors of the settings are reported once, here
         ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
         if (files := http_files(config.security)) is not None:
             read_credentials(files)
@@ -61,7 +61,7 @@ def run(config: MoebiusConfig) -> int:
     collect_rarely()
     try:
         uvloop.run(_serve_alone(config, server))
-    except SystemExit:  # uvicorn leaves this way when the port was taken in this moment
+    except SystemExit:  # uvicorn exits if the port was taken in the meantime
         return 1
     finally:
         end_metrics()

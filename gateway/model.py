@@ -1,4 +1,4 @@
-"""What the gateway knows of the served model, as the engine describes it."""
+"""The gateway's description of the served model, as the engine reports it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from protos import engine_pb2
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Filled by `load_served_model` from the engine's answer and the tokenizer's files."""
+    """The served model; filled by `load_served_model` from the engine's answer and the tokenizer's files."""
 
     name: str
     root: str
@@ -31,17 +31,17 @@ class ServedModel:
     defaults: dict[str, Any]  # generation_config.json's sampling fields
     tokenizer: Tokenizer
     supports_vision: bool = False
-    image_token_id: int = -1  # what stands for one image in a prompt; only when supports_vision
-    aliases: tuple[str, ...] = ()  # patterns of further names that clients may send
+    image_token_id: int = -1  # stands for one image in a prompt; only when supports_vision
+    aliases: tuple[str, ...] = ()  # patterns of further names that clients may use
     model_type: str = ""  # as in the checkpoint's config.json
-    tool_parser: str | None = None  # names of `gateway/parsers/registry.py`; None: nothing is read
+    tool_parser: str | None = None  # names of `gateway/parsers/registry.py`; None: no parser
     reasoning_parser: str | None = None
-    max_waiting_outputs: int = 0  # most the engine ever queues; 0: it did not tell
-    fingerprint: str = ""  # of all that makes an answer; empty: the engine does not say what it has read
+    max_waiting_outputs: int = 0  # the engine's limit; 0: not reported
+    fingerprint: str = ""  # of all that determines an answer; empty: the engine reports no identity
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     def card(self) -> dict[str, Any]:
-        """The entry of /v1/models."""
+        """Returns the entry of /v1/models."""
         return {
             "id": self.name,
             "object": "model",
@@ -63,7 +63,7 @@ class ServedModel:
             )
 
     def check_length(self, length: int, param: str) -> None:
-        """Raises ApiError 400 for a prompt of more tokens than the model takes."""
+        """Raises ApiError 400 for a prompt of more tokens than the model accepts."""
         if length > self.max_prompt_length:
             raise ApiError(
                 400,
@@ -93,10 +93,10 @@ def load_served_model(
     aliases: tuple[str, ...] = (),
     parsers: tuple[str, str] = (AUTO, AUTO),
 ) -> ServedModel:
-    """Joins the tokenizer with the engine's answer.
+    """Combines the tokenizer with the engine's answer.
 
-    `served_name` is what clients send (empty: the engine's), or what matches one of `aliases`; `parsers` are
-    the settings `tool_call_parser` and `reasoning_parser`.
+    `served_name` is the name that clients send (empty: the engine's), `aliases` are patterns of further
+    names, and `parsers` the settings `tool_call_parser` and `reasoning_parser`.
 
     Raises:
         ValueError: the engine's sampling defaults are no JSON.
@@ -128,7 +128,7 @@ def load_served_model(
 
 
 def _fingerprint(identity: str, tokenizer: Tokenizer) -> str:
-    """OpenAI's `system_fingerprint`: another one when other files, templates or versions answer."""
+    """Returns OpenAI's `system_fingerprint`, which changes with files, templates and versions."""
     if not identity:
         return ""
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source

@@ -1,4 +1,4 @@
-"""The model's files as a gateway process reads them, compared with what the engine and others have read."""
+"""Reads the model's files in a gateway process, and compares them with those of the engine and of others."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ModelFilesError(Exception):
 
 @dataclass(frozen=True)
 class ReadFiles:
-    """Filled by `read_files`."""
+    """The files that were read; filled by `read_files`."""
 
     directory: str
     tokenizer: Tokenizer
     parts: Parts  # digests of what was read
 
     def check_engine(self, identity: str) -> None:
-        """Raises WrongIdentity when the engine, which says so of itself, has read other files."""
+        """Raises WrongIdentity when the engine's reported identity shows other files."""
         found = changes(identity_parts(identity), self.parts)
         if found:
             raise WrongIdentity(
@@ -41,13 +41,13 @@ class ReadFiles:
 
 
 def read_files(directory: str, template: str, record: str, expected: Parts) -> ReadFiles:
-    """Tokenizer and chat template.
+    """Reads the tokenizer and the chat template.
 
     Args:
         directory: of the model, or a GGUF file.
-        template: file of another chat template; empty: the model's own.
+        template: a chat template's file; empty: the model's own template.
         record: of `model.identity_file`.
-        expected: digests that other processes of this port have found; what has none there is not compared.
+        expected: digests found by other processes of this port; files without one are not compared.
     Raises:
         ModelFilesError: naming the file or directory at fault.
         WrongIdentity: naming files that have changed since other processes have read them.
@@ -63,7 +63,7 @@ def read_files(directory: str, template: str, record: str, expected: Parts) -> R
     try:
         tokenizer = Tokenizer.from_dir(Path(directory), template)
     except Exception as error:
-        # The libraries that read these files raise whatever they like, often without a name.
+        # The libraries that read these files raise any kind of error, often without a file name.
         text, named = str(error) or type(error).__name__, (directory, template)
         is_named = any(path and path in text for path in named)
         raise ModelFilesError(text if is_named else f"{template or directory}: {text}") from error

@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies that are read by processes of their own, and errors as they really look."""
+"""Adds to the OpenAPI document what the framework cannot see: bodies, and errors in their actual shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFUSALS = {
     404: "The model does not exist",
     413: "The body is too large",
     415: "The body is compressed",
-    429: "Too many requests; `Retry-After` says when to come back",
+    429: "Too many requests; `Retry-After` says when to retry",
     500: "The server failed",
     502: "The engine ended the call too early",
     503: "The server is not ready, or stops",
@@ -30,7 +30,7 @@ _OVERLOADED = 529  # Anthropic's, where other APIs have 503
 
 
 class ErrorDetails(BaseModel):
-    """What went wrong."""
+    """The description of an error."""
 
     message: str
     type: str
@@ -39,19 +39,19 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Every answer with a status of 400 or above."""
+    """The body of every answer with a status of 400 or above."""
 
     error: ErrorDetails
 
 
 def refuses(*statuses: int) -> dict[str, Any]:
-    """What a route's decorator says of these refusals."""
+    """Returns a route decorator's arguments for these refusals."""
     shapes = {status: {"model": ErrorResponse, "description": _REFUSALS[status]} for status in statuses}
     return {"responses": shapes}
 
 
 def takes(*schemas: type[BaseModel]) -> dict[str, Any]:
-    """What a route's decorator says of a body of one of these schemas and of the refusals it can meet."""
+    """Returns a route decorator's arguments for a body of one of these schemas, with its refusals."""
     references = [{"$ref": f"{_SCHEMAS}{schema.__name__}"} for schema in schemas]
     described = references[0] if len(references) == 1 else {"anyOf": references}
     body = {"required": True, "content": {"application/json": {"schema": described}}}
@@ -60,7 +60,7 @@ def takes(*schemas: type[BaseModel]) -> dict[str, Any]:
 
 
 def install_openapi(app: FastAPI, schemas: Sequence[type[BaseModel]], strict: bool = False) -> None:
-    """Makes `app.openapi` describe `schemas`, which its routes name by `takes`.
+    """Makes `app.openapi` describe `schemas`, which routes name with `takes`.
 
     `strict`: unknown fields are refused.
     """
@@ -91,7 +91,7 @@ def install_openapi(app: FastAPI, schemas: Sequence[type[BaseModel]], strict: bo
 
 
 _TEXT = {"type": "string"}
-# What is not in OpenAI's shape, by the API.
+# Error shapes other than OpenAI's, by API.
 _ERROR_SHAPES: dict[str, Any] = {
     "AnthropicErrorResponse": {
         "type": "object",
@@ -117,9 +117,9 @@ _ERROR_SHAPES: dict[str, Any] = {
 
 
 def _describe_responses(path: str, operation: dict[str, Any], components: dict[str, Any]) -> None:
-    """Media types of streams, and errors in the shape of the path's API."""
+    """Sets media types of streams, and errors in the shape of the path's API."""
     responses = operation["responses"]
-    responses.pop("422", None)  # promised by the framework; its own refusals are 400 here
+    responses.pop("422", None)  # declared by the framework; here its refusals are 400
     shape = ""
     if path.startswith(MESSAGES_PATH):
         shape = "AnthropicErrorResponse"
@@ -141,13 +141,13 @@ def _describe_responses(path: str, operation: dict[str, Any], components: dict[s
 
 
 def _add_unsupported(properties: dict[str, Any]) -> None:
-    """Fields that are known and pass only with a value that asks for nothing."""
+    """Adds fields that are known and accepted only with a neutral value."""
     for name, values in NEUTRAL_VALUES.items():
         properties.setdefault(name, {"enum": [*values, None], "description": "Not supported"})
 
 
 def _allow_unknown(value: Any) -> None:
-    """Unknown fields of requests are left out, not refused."""
+    """Allows unknown fields of requests, which are ignored, not refused."""
     if isinstance(value, dict):
         if value.get("additionalProperties") is False:
             del value["additionalProperties"]

@@ -1,4 +1,4 @@
-"""The gateway's metrics and probes on a port of their own."""
+"""Serves the gateway's metrics and probes on a port of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moebius.config import MoebiusConfig
 from moebius.operations import Answers, ProcessState, start_operations
 
 T = TypeVar("T")
-# An event loop that is silent for so long hangs: its own bound for anything it does at once is 20 ms.
+# An event loop that is silent for longer hangs: its bound for any single piece of work is 20 ms.
 _ANSWER_S = 5.0
 
 
@@ -20,7 +20,7 @@ _ANSWER_S = 5.0
 def gateway_operations(
     config: MoebiusConfig, metrics: Callable[[], Awaitable[bytes]], not_ready: Callable[[], Awaitable[str]]
 ) -> Iterator[None]:
-    """Answers while the context is open, from threads that ask the running event loop; nothing for port 0.
+    """Answers while the context is open, from threads that ask the running event loop; port 0: not at all.
 
     `not_ready` returns why a request sent now would not be answered, empty: it would. Raises UserError when
     the port cannot be bound.

@@ -1,4 +1,4 @@
-"""Refuses requests of other sites' web pages, and those for a name that is not this machine's."""
+"""Refuses requests of other sites' web pages, and those for host names that are not this machine's."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from gateway.errors import ApiError
 from moebius.web_origins import Sender, WebOrigins
 
 logger = structlog.get_logger(__name__)
-_MOST_LOGGED = 32  # different reasons: whoever sends requests chooses the names in them
+_MAX_LOGGED = 32  # different reasons: clients choose the names in them
 
 
 class OriginMiddleware:
-    """Answers such requests with 403, whichever API they are for.
+    """Answers such requests with 403, in every API.
 
-    Where a key is needed, the key decides: unlike a cookie it is not sent by a browser that a foreign page
-    has sent the request with, so a page that has it was given it. The name in `Host` is checked all the same.
+    Where a key is needed, the key decides: unlike a cookie, it is not added by the browser to requests of
+    foreign pages, so a page that has it was given it. The name in `Host` is checked nevertheless.
     """
 
     def __init__(self, app: ASGIApp, rules: WebOrigins, needs_key: Callable[[str], bool]) -> None:
-        """`needs_key` tells paths that are answered only to who brings a key."""
+        """`needs_key` returns whether a path requires a key."""
         self._app = app
         self._rules = rules
         self._needs_key = needs_key
@@ -34,7 +34,7 @@ class OriginMiddleware:
         if refusal is None:
             await self._app(scope, receive, send)
             return
-        if refusal.message not in self._logged and len(self._logged) < _MOST_LOGGED:
+        if refusal.message not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(refusal.message)
             logger.warning("a web page was refused", reason=refusal.message, path=scope["path"])
         await refusal.response(scope)(scope, receive, send)
@@ -51,7 +51,7 @@ class OriginMiddleware:
 
 
 def _senders(scope: Scope) -> list[Sender]:
-    """What the headers say; several if `Host` comes more than once, as each has to be allowed."""
+    """Returns the request's origin headers, one entry per `Host`, since each has to be allowed."""
     hosts: list[str] = []
     forwarded: list[str] = []
     origin = site = ""
@@ -59,7 +59,7 @@ def _senders(scope: Scope) -> list[Sender]:
         if name == b"host":
             hosts.append(raw.decode("latin-1"))
         elif name == b"origin":
-            # More than one is nothing that a browser sends: as a list it equals none that is allowed.
+            # Browsers send one `Origin`: joined, several equal none that is allowed.
             origin = f"{origin}, {raw.decode('latin-1')}" if origin else raw.decode("latin-1")
         elif name == b"sec-fetch-site":
             site = raw.decode("latin-1")

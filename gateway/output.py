@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, between the engine's arrays and the two OpenAI formats."""
+"""Turns the engine's tokens into text and events, and log-probabilities into OpenAI's two formats."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from gateway.text.detokenizer import StopStrings, make_detokenizer
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
 
-# A masked token has -inf, which JSON cannot say; other servers send this number for it.
+# A masked token has -inf, which JSON cannot represent; other servers send this number for it.
 _LOWEST = -9999.0
 
 
 def finite(logprob: float) -> float:
-    """`logprob`, or the lowest number JSON clients are used to."""
+    """Returns `logprob`, or the lowest value that JSON clients expect."""
     return max(logprob, _LOWEST)
 
 
 def alternatives(
     top_logprobs: Sequence[engine_pb2.TopLogProbs], position: int
 ) -> tuple[tuple[int, float], ...]:
-    """The alternatives at one position, best first; empty when the engine sent none for it."""
+    """Returns the alternatives at one position, best first; empty when the engine sent none for it."""
     if position >= len(top_logprobs):
         return ()
     row = top_logprobs[position]
@@ -39,12 +39,12 @@ def alternatives(
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token alone, as text; incomplete characters show as U+FFFD (bytes are a field of their own)."""
+    """Returns a single token's text; incomplete characters become U+FFFD (bytes are a separate field)."""
     return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
 
 
 def id_name(token_id: int) -> str:
-    """A token's name where tokens are named by id."""
+    """Returns the name of a token in responses that name tokens by id."""
     return f"token_id:{token_id}"
 
 
@@ -61,9 +61,9 @@ def chat_logprobs(
     by_id: bool = False,
     with_own: bool = False,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of chat: one content entry per token with up to `count` alternatives.
+    """Returns chat's `choices[].logprobs`: an entry per content token with up to `count` alternatives.
 
-    `by_id`: tokens are named by their ids; `with_own`: each is one of its alternatives in any case.
+    `by_id`: tokens are named by their ids; `with_own`: each is always among its alternatives.
     """
     content = []
     for token in tokens:
@@ -79,7 +79,7 @@ def chat_logprobs(
 def completion_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], count: int, by_id: bool = False
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of completions: parallel lists; text_offset counts characters.
+    """Returns completions' `choices[].logprobs`: parallel lists; text_offset counts characters.
 
     Each `top_logprobs` entry holds the token itself first, then up to `count` alternatives; two tokens of
     equal text keep the better value. `by_id`: tokens are named by their ids.
@@ -107,7 +107,7 @@ def completion_logprobs(
 
 @dataclass(frozen=True)
 class OutputRules:
-    """How tokens become text; filled by the route from the request and the model."""
+    """The rules by which tokens become text; filled by the route from the request and the model."""
 
     stop_strings: tuple[str, ...]
     include_stop: bool  # keep stop strings and stop tokens in the text
@@ -123,7 +123,7 @@ class OutputRules:
 
 
 class OutputState:
-    """Detokenises, looks for stop strings, separates reasoning and tool calls, and aligns
+    """Detokenises, searches for stop strings, separates reasoning and tool calls, and aligns
     log-probabilities; those of tokens whose text is held back are held back with it."""
 
     def __init__(
@@ -141,7 +141,7 @@ class OutputState:
         self._echoed_logprobs: list[TokenLogprob] = []  # the prompt's, until they are given out
         self._echoed = rules.prompt_text is None
         self._decoded_length = 0  # characters detokenised, the echoed prompt's included
-        self._shown_length = 0  # characters given out
+        self._shown_length = 0  # characters released
         self._parsing = None if rules.plan is None else ParsedText.of(rules.plan, tokenizer)
         if self._parsing is not None:
             self._detokenizer.keep(self._parsing.marked)
@@ -153,7 +153,7 @@ class OutputState:
         return self._advance(echo, chunk.token_ids[:], logprobs, 0)
 
     def complete(self, message: engine_pb2.GenerateComplete) -> ParsedDelta:
-        """Takes the last message, with any tokens that no chunk carried; ends the output.
+        """Takes the last message, with any tokens that no chunk carried, and ends the output.
 
         Raises:
             ApiError: the engine says that this output failed: 400 by the request's own constraint, else 500.
@@ -176,9 +176,9 @@ class OutputState:
         first: int,
         last: engine_pb2.GenerateComplete | None = None,
     ) -> ParsedDelta:
-        """Feeds tokens until a stop string, and what was held back after the last message's.
+        """Feeds tokens until a stop string; with the last message also releases text that was held back.
 
-        `text` is what comes before them; `first` is the position of token_ids[0] in `logprobs`.
+        `text` precedes them; `first` is the position of token_ids[0] in `logprobs`.
         """
         before, parsing = self.token_count, self._parsing
         for position, token_id in enumerate(() if self._rules.echo_only else token_ids, start=first):
@@ -222,7 +222,7 @@ class OutputState:
         return ParsedDelta(self.index, events, released, tuple(token_ids[:count]), count, 0, self.finish)
 
     def _parsed(self, parsing: ParsedText, echo: str, token_ids: tuple[int, ...]) -> ParsedDelta:
-        """What the parser made of a message's tokens."""
+        """Returns the parser's events for a message's tokens."""
         if self.finish is not None:
             parsing.finish()
             if (
@@ -240,7 +240,7 @@ class OutputState:
         )
 
     def _settle(self, text: str) -> str:
-        """The part of new text that may be shown; sets `finish` when a stop string is complete."""
+        """Returns the part of new text that may be shown; sets `finish` at a complete stop string."""
         self._decoded_length += len(text)
         if not self._rules.stop_strings or self.token_count < self._rules.min_tokens:
             return text  # stop strings do not count, or not yet
@@ -250,10 +250,10 @@ class OutputState:
         return result.text
 
     def _release(self) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities whose text has been given out; at the output's end all others too, except those
+        """Returns log-probabilities whose text is released; at the output's end all others too, except those
         of tokens that lie wholly in a cut-off stop string.
 
-        What is given out follows from the text alone, not from how many tokens a message had.
+        The result depends on the text alone, not on how many tokens a message had.
         """
         held, self._pending = self._pending, []
         echoed, self._echoed_logprobs = self._echoed_logprobs, []
@@ -265,7 +265,7 @@ class OutputState:
         return (*echoed, *shown)
 
     def _reason(self, message: engine_pb2.GenerateComplete) -> Finish:
-        """The engine's reason; a stop token is named unless it is the model's own end of sequence."""
+        """Returns the engine's finish reason; a stop token is named unless it is the model's own EOS."""
         if self._rules.echo_only:
             return Finish("length")
         if message.WhichOneof("matched_stop") == "matched_token_id":
@@ -274,7 +274,7 @@ class OutputState:
         return Finish(message.finish_reason)
 
     def _echo(self, logprobs: engine_pb2.InputLogProbs) -> str:
-        """The prompt's text, once; queues the prompt's log-probabilities."""
+        """Returns the prompt's text once, and queues the prompt's log-probabilities."""
         if self._echoed:
             return ""
         self._echoed = True

@@ -1,8 +1,8 @@
-"""Strings that models write without quotes, as one terminal of a grammar: what a parameter's schema allows.
+"""Grammar terminals for strings that models write without quotes, from a parameter's schema.
 
-The text goes on to a marker, which is not in it. What the parser would read as something else than a string
-(`gateway/parsers/typed_values.py`) is left to the other types that the schema allows; and since llguidance's
-lexer takes the longest match, what such a text begins with says which of both it is.
+The text ends before a marker. Texts that the parser would read as something else than a string
+(`gateway/parsers/typed_values.py`) are left to the other types that the schema allows; and since
+llguidance's lexer takes the longest match, a text's beginning decides between string and other types.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from moebius.grammar.lark import GrammarError, quoted
 from moebius.grammar.regex import ANYTHING, escaped, literal, whole
 
 _DEPTH = 8  # of references and combinations, as the parser follows them
-_MOST_PARTS = 4096  # schemas of one parameter, each as often as it is referred to
+_MAX_PARTS = 4096  # schemas of one parameter, counted per reference
 ALL_KINDS = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
 SPACE = r" \t\n\r"
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null"}
-# As the parser reads them where a boolean or null may stand.
+# The spellings that the parser accepts where a boolean or null is allowed.
 _SPELLINGS = rf"(?i:[{SPACE}]*(true|false|null|none)[{SPACE}]*)"
-_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9])"  # days that all months have
+_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9])"  # only days that all months have
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
@@ -39,7 +39,7 @@ _FORMATS = {
     "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
     "uri": r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._~:/?#@!&'()*+,;=-]+",
 }
-# What texts must not begin with that are strings, where values of these types may stand, too.
+# First characters that strings must not have if values of these types are allowed, too.
 _FIRST = {"number": r"\-0-9", "integer": r"\-0-9", "array": r"\[", "object": r"\{"}
 _ANNOTATIONS = frozenset(
     ("type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
@@ -48,21 +48,21 @@ _ANNOTATIONS = frozenset(
 
 @dataclass(frozen=True)
 class RawValue:
-    """How a parameter that may be a string is written without quotes; filled by `raw_value`."""
+    """The raw form of a parameter that may be a string; filled by `raw_value`."""
 
     strings: str | None  # a terminal's body; None: any text
-    words: tuple[str, ...] = ()  # values that are no strings, and could be taken for some
-    others: tuple[str, ...] = ()  # types of values that are written as JSON, which strings do not look like
+    words: tuple[str, ...] = ()  # values that are no strings but could be read as such
+    others: tuple[str, ...] = ()  # types of values that are written as JSON, which no string resembles
 
 
 def check_size(schema: object, root: Mapping[str, Any]) -> None:
-    """Raises GrammarError where a parameter's references and combinations amount to too many schemas."""
+    """Raises GrammarError if a parameter's references and combinations amount to too many schemas."""
     waiting, count = [(schema, _DEPTH)], 0
     while waiting:
         part, depth = waiting.pop()
         count += 1
-        if count > _MOST_PARTS:
-            raise GrammarError(f"references and combinations that amount to more than {_MOST_PARTS} schemas")
+        if count > _MAX_PARTS:
+            raise GrammarError(f"references and combinations that amount to more than {_MAX_PARTS} schemas")
         if isinstance(part, Mapping) and depth:
             if "$ref" in part:
                 waiting.append((referred(str(part["$ref"]), root), depth - 1))
@@ -71,7 +71,7 @@ def check_size(schema: object, root: Mapping[str, Any]) -> None:
 
 
 def allows_strings(schema: object, root: Mapping[str, Any]) -> bool:
-    """Whether a parameter may be a string, which is then written without quotes."""
+    """Returns whether a parameter may be a string, which is then written without quotes."""
     return schema is not False and "string" in _kinds(schema, root)
 
 
@@ -82,13 +82,13 @@ def _kinds(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
 def raw_value(
     schema: object, root: Mapping[str, Any], has_kind: bool, not_in_text: Sequence[str]
 ) -> RawValue:
-    """What a parameter may be that allows strings.
+    """Returns the raw form of a parameter that allows strings.
 
     Args:
         schema: of the parameter.
         root: in which it is.
-        has_kind: the model says itself whether the value is a string.
-        not_in_text: what no text may contain.
+        has_kind: the model's format marks whether the value is a string.
+        not_in_text: substrings that no text may contain.
     Raises:
         GrammarError: naming the keyword that cannot be enforced.
     """
@@ -96,7 +96,7 @@ def raw_value(
     others = tuple(sorted(kinds - {"integer"} if "number" in kinds else kinds))
     strings = _strings(schema, root, _DEPTH)
     if not has_kind and _is_free(schema, root, _DEPTH):
-        return RawValue(None)  # whatever the text is read as is allowed
+        return RawValue(None)  # any reading of the text is allowed
     conditions = [strings or literal(ANYTHING)]
     words: tuple[str, ...] = ()
     if not has_kind:
@@ -115,7 +115,7 @@ def raw_value(
 
 
 def _is_free(schema: object, root: Mapping[str, Any], depth: int) -> bool:
-    """Whether the schema says nothing but which types there are."""
+    """Returns whether the schema restricts nothing but the types."""
     if not isinstance(schema, Mapping) or depth == 0:
         return schema is True
     if "$ref" in schema and not _is_free(referred(str(schema["$ref"]), root), root, depth - 1):
@@ -127,12 +127,12 @@ def _is_free(schema: object, root: Mapping[str, Any], depth: int) -> bool:
 
 
 def valid_words(schema: object, root: Mapping[str, Any], kinds: frozenset[str]) -> tuple[str, ...]:
-    """Which of JSON's true, false and null a schema allows, if they are of some kinds."""
+    """Returns which of JSON's true, false and null a schema allows, of some kinds."""
     return tuple(word for word in _WORDS if _WORDS[word] in kinds and _is_valid(word, schema, root))
 
 
 def _is_valid(word: str, schema: object, root: Mapping[str, Any]) -> bool:
-    import jsonschema  # takes a moment, and few requests need it
+    import jsonschema  # slow to import, and few requests need it
 
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     whole_schema = {**definitions, **schema} if isinstance(schema, Mapping) else schema
@@ -140,7 +140,7 @@ def _is_valid(word: str, schema: object, root: Mapping[str, Any]) -> bool:
 
 
 def _strings(schema: object, root: Mapping[str, Any], depth: int) -> str | None:
-    """An expression of terminals for the strings that a schema allows; None: all of them."""
+    """Returns an expression of terminals for the strings that a schema allows; None: all strings."""
     if not isinstance(schema, Mapping):
         return None
     if depth == 0:

@@ -1,4 +1,4 @@
-"""HTTP routes: thin; they validate, build engine requests and hand over to `serving.py`."""
+"""HTTP routes: they validate, build engine requests and pass them to `serving.py`."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ async def create_completion(request: Request) -> Response:
 
 @router.post("/invocations", **takes(ChatCompletionRequest, CompletionRequest))
 async def invoke(request: Request) -> Response:
-    """A chat or a completion, by the path that SageMaker asks for all models."""
+    """Answers a chat or a completion on the path that SageMaker calls for all models."""
     return await _generated(request, "invocations")
 
 
 async def _generated(request: Request, kind: Kind) -> Response:
-    """In the format of what the body turned out to be; completions have no images."""
+    """Answers in the format of the body's kind; completions have no images."""
     gateway = gateway_of(request)
     prepared = await gateway.generation(request, kind)
     model = gateway.model()
@@ -60,21 +60,21 @@ async def _generated(request: Request, kind: Kind) -> Response:
 
 @router.get("/tokenizer_info", **refuses(401, 503))
 async def tokenizer_info(request: Request) -> dict[str, Any]:
-    """The checkpoint's tokenizer_config.json with the chat template in use; what lm-eval asks for."""
+    """Returns tokenizer_config.json with the chat template in use, as lm-eval requests it."""
     return gateway_of(request).model().tokenizer.info
 
 
 @router.post("/tokenize", **takes(TokenizeRequest))
 @router.post("/v1/tokenize", **takes(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text, or of a conversation as the chat template renders it."""
+    """Returns the token ids of a text, or of a conversation in the chat template."""
     return await _answered(request, "tokenize")
 
 
 @router.post("/detokenize", **takes(DetokenizeRequest))
 @router.post("/v1/detokenize", **takes(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """Returns the text of token ids, special tokens included."""
     return await _answered(request, "detokenize")
 
 
@@ -86,10 +86,10 @@ async def _answered(request: Request, kind: Kind) -> Response:
 
 @router.get("/v1/models", **refuses(401, 503))
 async def list_models(request: Request) -> dict[str, Any]:
-    """The one served model.
+    """Lists the served model.
 
-    Codex sends its version and reads `models` alone: what OpenAI says of its own models, instructions
-    included. Of a model that is not listed there it takes its own defaults, so that the list is empty.
+    Codex sends its version and reads only `models`: OpenAI's own facts about its models, instructions
+    included. For a model that is not listed there it uses its defaults, so that the list is empty.
     """
     listed = {"object": "list", "data": [gateway_of(request).model().card()]}
     return {**listed, "models": []} if "client_version" in request.query_params else listed
@@ -97,32 +97,32 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{model_id:path}", **refuses(401, 404, 503))
 async def retrieve_model(request: Request, model_id: str) -> dict[str, Any]:
-    """The served model when it has this id; names may contain slashes."""
+    """Returns the served model if it has this id; names may contain slashes."""
     return gateway_of(request).model_named(model_id).card()
 
 
 @router.get("/health", response_class=Response)
 async def health() -> Response:
-    """200 with an empty body while this process answers; says nothing of the engine."""
+    """Answers 200 with an empty body while this process runs; says nothing of the engine."""
     return Response(status_code=200)
 
 
 @router.get("/ping", response_class=Response)
 @router.post("/ping", response_class=Response)
 async def ping() -> Response:
-    """As `/health`, by the name that SageMaker asks for."""
+    """Answers like `/health`, on SageMaker's path."""
     return Response(status_code=200)
 
 
 @router.get("/load", **refuses(401))
 async def server_load(request: Request) -> dict[str, int]:
-    """Requests that this process is answering, in vLLM's shape."""
+    """Returns the number of requests in this process, in vLLM's shape."""
     return {"server_load": gateway_of(request).admission.in_flight}
 
 
 @router.get("/v1/load", **refuses(401, 500, 503))
 async def engine_load(request: Request) -> dict[str, Any]:
-    """Requests that this process is answering, and the engine's queues, cache and throughput now."""
+    """Returns the number of requests in this process, and the engine's queues, cache and throughput now."""
     gateway = gateway_of(request)
     engine = await gateway.engine.load()
     described = MessageToDict(
@@ -133,10 +133,10 @@ async def engine_load(request: Request) -> dict[str, Any]:
 
 @router.get("/ready", **refuses(503))
 async def ready(request: Request) -> dict[str, Any]:
-    """200 when a request sent now would be answered; 503 with the reason otherwise.
+    """Answers 200 when a request sent now would be answered, else 503 with the reason.
 
-    That is: the model is known, this server is not shutting down, and the engine's health is SERVING, which
-    it is not while it waits for lost expert servers.
+    This requires that the model is known, this server is not shutting down, and the engine's health is
+    SERVING, which it is not while it waits for lost expert servers.
     """
     gateway = gateway_of(request)
     model = await gateway.ready_model()
@@ -145,7 +145,7 @@ async def ready(request: Request) -> dict[str, Any]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Prometheus text; not here where metrics have a port of their own."""
+    """Returns Prometheus text, unless metrics have a port of their own."""
     gateway = gateway_of(request)
     if gateway.config.gateway.gateway_metrics_port:
         raise ApiError(
@@ -156,5 +156,5 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """The version of this software."""
+    """Returns the version of this software."""
     return {"version": __version__}

@@ -25,17 +25,17 @@ from moebius.errors import UserError
 
 logger = structlog.get_logger(__name__)
 _POLL_S = 0.05
-_CUT_S = 2.0  # for requests that are cut to send their error
-_CLOSE_S = 1  # for connections without a request, once all answers are sent
+_CUT_S = 2.0  # time for requests that are cut to send their error
+_CLOSE_S = 1  # time for connections without a request, once all answers are sent
 
 
 class GatewayServer(uvicorn.Server):
-    """Stops on SIGTERM and SIGINT and returns, where uvicorn would kill its process with the signal again."""
+    """Returns after SIGTERM or SIGINT, where uvicorn would raise the signal again and kill the process."""
 
-    broken: UserError | None = None  # why it ended by itself; set by `end_broken`
+    broken: UserError | None = None  # why it ended on its own; set by `end_broken`
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_s: float) -> None:
-        """Requests that run at the end may go on for `drain_s` seconds."""
+        """Running requests get `drain_s` seconds to finish at the end."""
         super().__init__(config)
         self.gateway = gateway
         self._drain = gateway.drain
@@ -43,16 +43,16 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def metrics(self) -> GatewayMetrics:
-        """What this process counts."""
+        """The metrics of this process."""
         return self.gateway.metrics
 
     @property
     def is_ready(self) -> bool:
-        """Whether the model is known: before, requests are answered 503."""
+        """Whether the model is known: until then, requests are answered 503."""
         return self.gateway.is_ready
 
     def retire(self) -> None:
-        """Ends the server while others serve the port: nothing new comes here, what runs goes on."""
+        """Ends the server while others serve the port: it accepts nothing new, running requests finish."""
         for one in self.servers:
             one.close()
         for connection in list(self.server_state.connections):
@@ -60,7 +60,7 @@ class GatewayServer(uvicorn.Server):
         self.should_exit = True
 
     def end_broken(self, error: UserError) -> None:
-        """Ends the server because it could never answer a request."""
+        """Ends the server because it can never answer a request."""
         self.broken = error
         self.should_exit = True
 
@@ -68,7 +68,7 @@ class GatewayServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Handles both signals while serving; the second one of either stops at once."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # signals belong to the main thread
+            yield  # only the main thread can handle signals
             return
 
         def stop(number: int) -> None:
@@ -76,7 +76,7 @@ class GatewayServer(uvicorn.Server):
             self.force_exit = self.should_exit
             self.should_exit = True
 
-        # By the loop: a handler of Python's may interrupt a line being logged, and would wait for its lock.
+        # Handled by the event loop: a Python handler may interrupt a log call, and would wait for its lock.
         loop = asyncio.get_running_loop()
         previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         for number in previous:
@@ -96,10 +96,10 @@ class GatewayServer(uvicorn.Server):
             logger.info("draining", requests=drain.in_flight, timeout_s=self._drain_s)
         await self._wait_idle(self._drain_s, lambda: self.force_exit)
         if drain.in_flight:
-            logger.warning("requests are ended before their answers have", requests=drain.in_flight)
+            logger.warning("the shutdown ends requests with incomplete answers", requests=drain.in_flight)
             drain.cut()
             await self._wait_idle(_CUT_S, lambda: False)
-        self.force_exit = False  # the rest is quick, and closes what is open
+        self.force_exit = False  # the rest is fast, and closes what is open
         await super().shutdown(sockets)
 
     async def _wait_idle(self, timeout_s: float, given_up: Callable[[], bool]) -> None:
@@ -111,9 +111,9 @@ class GatewayServer(uvicorn.Server):
 
 
 def server_for(config: MoebiusConfig, shared: Shared | None = None) -> GatewayServer:
-    """The HTTP server, not yet started; also used by tests, which run it in a thread.
+    """Returns the HTTP server, not yet started; also used by tests, which run it in a thread.
 
-    `shared`: what it has in common with other processes of its port; None: it is alone.
+    `shared`: the state shared with other processes of its port; None: it is alone.
     Raises ConfigError.
     """
     limits = connection_limits(config.gateway)
@@ -129,7 +129,7 @@ def server_for(config: MoebiusConfig, shared: Shared | None = None) -> GatewaySe
         lifespan="on",
         http=secured(protocol, config, limits, metrics.connection_closed),  # type: ignore[arg-type]
         ws="none",
-        # Of a proxy on this machine, whose `X-Forwarded-For` is believed; not from the environment.
+        # The proxies on this machine whose `X-Forwarded-For` is trusted; not from the environment.
         forwarded_allow_ips=["127.0.0.1", "::1"],
         backlog=limits.backlog,
         timeout_keep_alive=limits.idle_timeout_s,

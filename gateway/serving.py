@@ -1,4 +1,4 @@
-"""One admitted request from engine calls to the answer: the same for chat and text completions."""
+"""Serves one admitted request, from engine calls to the answer; the same for chats and text completions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from gateway.streaming import INLINE_TOKENS, EventStream, LastEvent, encoded, ru
 
 logger = structlog.get_logger(__name__)
 _LONGEST_DETAILS = 160
-# What all requests get while the engine is away or full.
+# Headers for requests while the engine is gone or full.
 _COMMON = frozenset({429, 503})
 
 
 class RequestRun:
-    """Everything one request needs while it runs; made by a route after validation."""
+    """The state of one running request; made by a route after validation."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RequestRun:
         prepared: Prepared,
         form: ResponseFormat,
     ) -> None:
-        """Gives the engine's requests the response's id, and describes them on the current span."""
+        """Sets the response's id in the engine's requests, and describes them on the current span."""
         body = prepared.fields
         self._gateway = gateway
         self._model = model
@@ -54,7 +54,7 @@ class RequestRun:
         self._rows_per_token = 1 + max(prepared.logprobs or 0, body.prompt_logprobs or 0)
         self._log = logger if body.user is None else logger.bind(user=body.user)
         self._started = time.perf_counter()
-        self._first_token_s = 0.0  # after `_started`; 0: there is none yet
+        self._first_token_s = 0.0  # seconds after `_started`; 0: none yet
         self._last_token: dict[int, float] = {}
         self._span = trace.get_current_span()
         for number, job in enumerate(self._jobs):
@@ -65,16 +65,16 @@ class RequestRun:
         )
         self._context = otel_context.get_current()
         self._admitted = False
-        self._client = ""  # as `client_of` has it
-        self._key_use: KeyUse | None = None  # None: no keys are needed here
+        self._client = ""  # from `client_of`
+        self._key_use: KeyUse | None = None  # None: no keys are required
         self._first: asyncio.Future[bytes] | None = None
         self._events_ahead: AsyncGenerator[bytes, None] | None = None
 
     async def respond(self, request: Request) -> Response:
-        """The answer: JSON, or an event stream whose first event is ready.
+        """Returns the answer: JSON, or an event stream whose first event is ready.
 
-        Failures before the first token get their HTTP status. A stream that is silent for as long as a
-        keep-alive interval is opened without waiting longer, and fails in-band.
+        Failures before the first token have their HTTP status. A stream that is silent for a keep-alive
+        interval is opened without further waiting, and fails in-band.
 
         Raises:
             ApiError, grpc.aio.AioRpcError: the request failed before the answer began.
@@ -112,7 +112,7 @@ class RequestRun:
         )
 
     async def _close(self) -> None:
-        """Cancels what still runs and gives the admission place back, once; also when nothing had begun."""
+        """Cancels running work and releases the admission place, once; also if nothing had begun."""
         if self._first is not None:
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
@@ -129,7 +129,7 @@ class RequestRun:
     async def _in_band(
         self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]
     ) -> AsyncGenerator[bytes, None]:
-        """The stream once its status line is sent: a failure becomes an error event."""
+        """Yields the stream after its status line is sent: a failure becomes an error event."""
         try:
             yield await first
             async for data in events:
@@ -144,7 +144,7 @@ class RequestRun:
             first.result()
 
     def _deltas(self) -> AsyncGenerator[ParsedDelta, None]:
-        """New content of all outputs of all prompts."""
+        """Yields new content of all outputs of all prompts."""
         client, tokenizer = self._gateway.engine, self._model.tokenizer
         return merge([job.run(client, tokenizer, self._context) for job in self._jobs])
 
@@ -168,7 +168,7 @@ class RequestRun:
         return made
 
     async def _collected(self) -> dict[int, Output]:
-        """All outputs. As nothing of them has been sent, a lost replica's are computed again by another."""
+        """Collects all outputs. Nothing of them has been sent, so another replica can repeat a lost one's."""
         attempts = 0
         while True:
             outputs: dict[int, Output] = {}
@@ -180,13 +180,13 @@ class RequestRun:
                         outputs.setdefault(delta.index, Output()).add(delta)
                 return outputs
             except grpc.aio.AioRpcError as error:
-                # A call that had given nothing was already tried elsewhere.
+                # A call that had returned nothing was already retried elsewhere.
                 if not outputs or not self._gateway.engine.may_try_again(error, attempts):
                     raise
                 self._last_token.clear()
 
     def _given(self, outputs: dict[int, Output]) -> list[Output]:
-        """The outputs of each prompt that the answer has, in order; of more the likeliest per token."""
+        """Returns each prompt's outputs for the answer, in order; of surplus ones the likeliest per token."""
         given: list[Output] = []
         for job in self._jobs:
             made = range(job.first_index, job.first_index + job.request.sampling_params.n)
@@ -199,7 +199,7 @@ class RequestRun:
         return given
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        """The stream's bytes; raises what goes wrong."""
+        """Yields the stream's bytes; raises its failure."""
         try:
             async with aclosing(self._deltas()) as deltas:
                 async for delta in deltas:
@@ -215,7 +215,7 @@ class RequestRun:
         yield LastEvent(end)
 
     def _usage(self) -> Usage:
-        """What is counted so far."""
+        """Returns the counts so far."""
         jobs = self._jobs
         return Usage(
             prompt_tokens=sum(job.prompt_tokens for job in jobs),
@@ -227,7 +227,7 @@ class RequestRun:
         )
 
     def _observe(self, delta: ParsedDelta) -> None:
-        """Latencies of calls that stream from the engine: when each token came."""
+        """Observes latencies of streaming calls: the arrival times of tokens."""
         if not delta.new_tokens or not self._engine_streams:
             return
         now = time.perf_counter()
@@ -244,7 +244,7 @@ class RequestRun:
         telemetry.describe_first_token(self._span, seconds)
 
     def _finished(self) -> Usage:
-        # Of an answer that came as a whole only the engine knows when it began.
+        # Only the engine knows when an answer that is not streamed began.
         whole = [
             (job, job.called_at - self._started + job.first_token_s)
             for job in self._jobs
@@ -290,7 +290,7 @@ class RequestRun:
         self._gateway.genai.failed(self._format.operation, self._model.name, seconds, kind)
         telemetry.describe_failure(self._span, failure.code or type(error).__name__, failure.message)
         fields: dict[str, Any] = {"status": failure.status, "error": failure.message}
-        if isinstance(error, grpc.aio.AioRpcError):  # gRPC's own words: for the log, not for the client
+        if isinstance(error, grpc.aio.AioRpcError):  # gRPC's own message: for the log, not for the client
             fields["details"] = (error.details() or "")[:_LONGEST_DETAILS]
         if failure.status in _COMMON:
             reason = (failure.status, failure.code)

@@ -1,4 +1,4 @@
-"""What the routes of one application share."""
+"""The state that the routes of one application share."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
 RETRY_S = 0.25
-REFUSED_S = 30.0  # so long it is looked whether the right files are back
+REFUSED_S = 30.0  # how long to check whether the right files are back
 _LOOK_S = 2.0
-_LISTEN_S = 60.0  # a process that could not serve for so long says so itself
+_LISTEN_S = 60.0  # a process that cannot serve for longer answers so itself
 _MIB = 2**20
 _TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize"})
 
@@ -47,7 +47,7 @@ class Gateway:
     def __init__(
         self, config: MoebiusConfig, on_broken: Callable[[UserError], None], shared: Shared | None = None
     ) -> None:
-        """`on_broken` is called, in the event loop, with the error that says why no model can be served:
+        """`on_broken` is called, in the event loop, with the error why no model can be served:
         its files are wrong, which waiting does not fix. `shared`: with other processes of the port."""
         self.shared = shared or alone()
         self.config = config
@@ -66,7 +66,7 @@ class Gateway:
         self._connecting: asyncio.Task[None] | None = None
         self._last_status = ""
         self._settled = asyncio.Event()  # the model is known, or cannot be served
-        self._refusal = ""  # which files are not those that other processes have read
+        self._refusal = ""  # the files that differ from those of other processes
 
     @property
     def _max_body_bytes(self) -> int:
@@ -78,18 +78,18 @@ class Gateway:
 
     @property
     def responses(self) -> ResponseStore:
-        """What clients may go on from; exists while the application runs."""
+        """The responses that clients may continue; exists while the application runs."""
         assert self._responses is not None, "the application is not running"
         return self._responses
 
     @property
     def engine(self) -> ReplicaSet:
-        """The connections; exist while the application runs."""
+        """The connections to the replicas; exist while the application runs."""
         assert self._engine is not None, "the application is not running"
         return self._engine
 
     async def open(self) -> None:
-        """Opens the channel and begins to ask the engine for its model, without waiting for it."""
+        """Opens the channel and starts asking the engine for its model, without waiting for it."""
         settings = self.config.gateway
         self._engine = ReplicaSet(settings.engines or (settings.engine_address,), self.metrics.replicas)
         await self._engine.open()
@@ -112,11 +112,11 @@ class Gateway:
         await self.engine.close()
 
     async def _connect(self) -> None:
-        """Until a model is served, and on: that no other one is.
+        """Connects until a model is served, then watches that no other one is.
 
-        Files that are not those that other processes have read may come back, so it looks again for a while;
-        meanwhile requests and probes are answered with the reason. Then this process ends, and whoever
-        watches it learns that a restart of it alone does not help.
+        Files that differ from those of other processes may be restored, so it retries for a while; meanwhile
+        requests and probes are answered with the reason. Then this process ends, and its supervisor learns
+        that a restart of it alone does not help.
         """
         refused_at = None
         try:
@@ -147,9 +147,9 @@ class Gateway:
         self._refusal = reason
 
     async def _served_model(self) -> ServedModel:
-        """Reads the files, then asks until the engine answers: both are started together, in any order."""
+        """Reads the files, then asks until the engine answers; gateway and engine may start in any order."""
         settings = self.config.model
-        # Before the engine is there: loading it may take half an hour, and wrong files stay wrong.
+        # Before the engine answers: loading may take half an hour, and wrong files stay wrong.
         files = await self._read_files(settings.model) if settings.model else None
         if files is not None:
             await self._prompts.spawn(self._model_files(files))
@@ -175,13 +175,13 @@ class Gateway:
         )
 
     async def _watch_engine(self) -> None:
-        """Raises WrongIdentity once nothing is answered for some time because files have changed: all engines
-        have been started anew with others, or no prompt process may be."""
+        """Raises WrongIdentity once no request has been answered for some time because files have changed:
+        all engines have restarted with other files, or no prompt process may start."""
         since = None
         while True:
             await asyncio.sleep(_LOOK_S)
-            reason = self._prompts.stands_still
-            if self.engine.other_model:  # a single engine is not asked by anybody else
+            reason = self._prompts.outage
+            if self.engine.other_model:  # nothing else polls a single engine
                 reason = await self.engine.why_not_serving()
             if not reason:
                 since = None
@@ -191,18 +191,18 @@ class Gateway:
                 raise WrongIdentity(reason)
 
     async def _read_files(self, directory: str) -> ReadFiles:
-        """Tokenizer and chat template; see `read_files`."""
+        """Reads tokenizer and chat template; see `read_files`."""
         template, record = self.config.gateway.chat_template, self.config.model.identity_file
         return await asyncio.to_thread(read_files, directory, template, record, self.shared.files)
 
     async def _model_info(self) -> engine_pb2.GetModelInfoResponse:
-        """The engine's answer, however long it takes to be there."""
+        """Returns the engine's answer, however long it takes to start."""
         while True:
             try:
                 return await self.engine.model_info()
             except grpc.aio.AioRpcError as error:
                 status = error.code().name
-                if status != self._last_status:  # once per change: an engine that loads is no warning
+                if status != self._last_status:  # once per change: a loading engine is no warning
                     logger.info("waiting for the engine", address=self.engine.address, status=status)
                 self._last_status = status
                 await asyncio.sleep(RETRY_S)
@@ -211,7 +211,7 @@ class Gateway:
         return ModelFiles(files.directory, self.config.gateway.chat_template, files.parts)
 
     def _worker_setup(self, info: engine_pb2.GetModelInfoResponse, files: ReadFiles) -> WorkerSetup:
-        """What the processes that prepare prompts need to know."""
+        """Returns the setup of the prompt processes."""
         settings = self.config.gateway
         return WorkerSetup(
             model_info=info.SerializeToString(),
@@ -228,14 +228,14 @@ class Gateway:
         )
 
     async def generation(self, request: Request, kind: Kind) -> Prepared:
-        """A generation request read, validated and tokenised; see `prepare`."""
+        """Returns the generation request, read, validated and tokenised; see `prepare`."""
         prepared = await self.prepare(request, kind)
         assert isinstance(prepared, Prepared)
         self.metrics.ignored(prepared.ignored)
         return prepared
 
     async def prepare(self, request: Request, kind: Kind) -> Prepared | bytes:
-        """What the request's body asks for, ready for the engine, or the JSON that answers it.
+        """Returns the prepared request for the engine, or the JSON that answers it.
 
         Raises:
             ApiError: the body is refused, or the model is not known yet.
@@ -244,7 +244,7 @@ class Gateway:
         model = self.model()
         images = self.config.images
         takes_images = kind not in _TEXT_KINDS and model.supports_vision
-        # Base64 takes four characters for three bytes.
+        # Base64 has four characters for three bytes.
         extra = (
             int(images.max_images_per_request * images.max_image_mib * _MIB * 4 / 3) if takes_images else 0
         )
@@ -253,7 +253,7 @@ class Gateway:
             return await run_until_disconnect(request, self._prompts.prepare(kind, body, client))
 
     async def render_metrics(self) -> bytes:
-        """Prometheus text, of all processes of this port, of all engines and of their expert servers."""
+        """Returns Prometheus text of all processes of this port, all engines and their expert servers."""
         own = self.metrics.render() if self.shared.metrics is None else await self.shared.metrics()
         return own + await asyncio.to_thread(engine_metrics, await self.engine.metrics())
 
@@ -263,7 +263,7 @@ class Gateway:
         return self._model is not None
 
     async def not_ready(self) -> str:
-        """Why a request sent now would not be answered; empty: it would."""
+        """Returns why a request sent now would not be answered, or an empty string if it would."""
         try:
             await self.ready_model()
         except ApiError as error:
@@ -271,7 +271,7 @@ class Gateway:
         return ""
 
     async def ready_model(self) -> ServedModel:
-        """The served model when a request sent now would be answered; else ApiError 503 with the reason."""
+        """Returns the served model if a request sent now would be answered, else raises ApiError 503."""
         if self.drain.has_begun:
             raise shutting_down()
         model = self.model()
@@ -282,7 +282,7 @@ class Gateway:
             raise ApiError(503, others, code="engine_unavailable", retry_after_s=1)
         reason = await self.engine.why_not_serving()
         if reason:
-            # Where processes note which files keep them from being started again.
+            # The reason why processes cannot be restarted: changed files.
             record = IdentityRecord(self.config.model.identity_file)
             why = "; ".join(filter(None, (reason, await asyncio.to_thread(record.refusal))))
             raise ApiError(503, why, code="engine_unavailable", retry_after_s=2)
@@ -293,11 +293,11 @@ class Gateway:
 
     @property
     def refusal(self) -> str:
-        """Which files are not those that other processes have read, so that not all is as it should be."""
+        """Returns the files that differ from those of other processes, which impair this one."""
         return self._refusal or self._prompts.refusal
 
     def model(self) -> ServedModel:
-        """The served model; ApiError 503 until the engine has described it."""
+        """Returns the served model. Raises ApiError 503 until the engine has described it."""
         if self._model is None and self._refusal:
             raise _files_changed(self._refusal)
         if self._model is None:
@@ -310,7 +310,7 @@ class Gateway:
         return self._model
 
     def model_named(self, name: str | None) -> ServedModel:
-        """The served model when `name` is its name (or None); ApiError 404 naming `model` otherwise."""
+        """Returns the served model for its name (or None). Raises ApiError 404 naming `model` otherwise."""
         model = self.model()
         model.check_name(name)
         return model
@@ -321,5 +321,5 @@ def _files_changed(reason: str) -> ApiError:
 
 
 def gateway_of(request: Request) -> Gateway:
-    """The shared state of the application that got `request`."""
+    """Returns the shared state of the application that got `request`."""
     return cast(Gateway, request.app.state.gateway)

@@ -18,31 +18,31 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would collect the chunks
+    "X-Accel-Buffering": "no",  # else nginx buffers the chunks
 }
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody is left to answer."""
+    """The client closed the connection; no answer can be sent."""
 
 
 def event(payload: dict[str, Any], name: str = "") -> bytes:
-    """One SSE event, named or not. JSON escapes line breaks, so a payload is always one `data:` line."""
+    """Returns one SSE event. JSON escapes line breaks, so a payload is always one `data:` line."""
     named = f"event: {name}\n".encode() if name else b""
     return b"%bdata: %b\n\n" % (named, to_json(payload))
 
 
-# What is computed where other streams are served, without letting them on in between: tokens, and their
-# alternatives. More goes to a thread, which gives way to them every few milliseconds.
+# Work done on the event loop, while other streams wait: a number of tokens, with their alternatives. More
+# goes to a thread, which yields to them every few milliseconds.
 INLINE_TOKENS = 2048
-_DEEPEST, _MOST_PARTS, _GROUP = 6, 256, 32
+_DEEPEST, _MAX_PARTS, _GROUP = 6, 256, 32
 
 
 def encoded(value: Any, in_pieces: bool) -> bytes:
-    """`value` as JSON in UTF-8.
+    """Returns `value` as JSON in UTF-8.
 
-    `in_pieces`: made of pieces, between which a thread that does this lets others on. The library's encoder
-    keeps them all waiting to its end: 100 ms for the log-probabilities of 2000 tokens.
+    `in_pieces`: encodes piece by piece, so that a thread that does this lets others run. The library's
+    encoder blocks them until its end: 100 ms for the log-probabilities of 2000 tokens.
     """
     return b"".join(_pieces(value, 0)) if in_pieces else to_json(value)
 
@@ -54,7 +54,7 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
             yield from _pieces(part, depth + 1)
         yield b"}"
     elif depth < _DEEPEST and isinstance(value, list) and value:
-        size = 1 if len(value) <= _MOST_PARTS else _GROUP
+        size = 1 if len(value) <= _MAX_PARTS else _GROUP
         for start in range(0, len(value), size):
             yield b"," if start else b"["
             group = value[start : start + size]
@@ -76,9 +76,9 @@ class ClientWatch:
 
     @staticmethod
     def of(scope: Scope, receive: Receive) -> ClientWatch:
-        """The request's watch, started at the first call; its body must have been read.
+        """Returns the request's watch, started at the first call; its body must have been read.
 
-        It ends with the answer, after which a server says that the client is gone.
+        It ends with the answer, since servers then report the client as gone.
         """
         state = scope.setdefault("state", {})
         if "client_watch" not in state:
@@ -89,7 +89,7 @@ class ClientWatch:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Cancels what the current task does in it when the client leaves, and raises ClientGone then."""
+        """Cancels the current task's work in the context when the client leaves, and raises ClientGone."""
         task = asyncio.current_task()
         assert task is not None
         if self._gone.done():
@@ -98,7 +98,7 @@ class ClientWatch:
 
         def leave(_gone: asyncio.Task[None]) -> None:
             nonlocal left
-            if inside:  # a callback that is due already is called even if it was removed
+            if inside:  # a scheduled callback runs even after its removal
                 left = True
                 task.cancel()
 
@@ -120,12 +120,12 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancels it and raises ClientGone when the client leaves first."""
+    """Returns the result of `work`; cancels it and raises ClientGone when the client leaves first."""
     try:
         with ClientWatch.of(request.scope, request.receive).guard():
             return await work
     finally:
-        work.close()  # if it was never begun
+        work.close()  # if it never started
 
 
 class EventStream(Response):
@@ -151,14 +151,14 @@ class EventStream(Response):
         """Runs until the iterator ends or the client is gone."""
         try:
             with contextlib.suppress(ClientGone), ClientWatch.of(scope, receive).guard():
-                # In a task of its own: what wakes it for each token would else pass through all middleware.
+                # In a task of its own: else its wake-up per token would pass through all middleware.
                 await asyncio.create_task(self._send(scope, send))
         finally:
             await self._on_close()
 
     async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        # What a stream consists of passes no middleware: none looks at it, and it is sent once per token.
+        # Bytes of a stream bypass the middleware: none looks at them, and they are sent once per token.
         direct: Send = scope["state"].get("direct_send", send)
         last = b""
         async with (
@@ -175,7 +175,7 @@ class EventStream(Response):
 
 
 class LastSent:
-    """When something was sent last, in the event loop's time; set by whoever sends."""
+    """The time of the last message, in the event loop's time; set by the sender."""
 
     def __init__(self) -> None:
         self.now = asyncio.get_running_loop().time
@@ -188,7 +188,7 @@ async def filled_silence(send: Send, interval_s: float, comment: bytes) -> Async
     sent = LastSent()
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
-    filling: asyncio.Task[None] | None = None  # there is one only while a comment is sent
+    filling: asyncio.Task[None] | None = None  # only set while a comment is sent
 
     async def fill() -> None:
         await send({"type": "http.response.body", "body": comment, "more_body": True})
@@ -215,7 +215,7 @@ async def filled_silence(send: Send, interval_s: float, comment: bytes) -> Async
 
 
 class DirectSend:
-    """The outermost layer: gives streams the server's own `send`, for what no middleware has to see."""
+    """The outermost layer: gives streams the server's own `send`, bypassing the middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

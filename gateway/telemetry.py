@@ -30,18 +30,18 @@ _REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60,
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
-# As the conventions have them.
+# The conventions' bucket boundaries.
 _GENAI_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _GENAI_TOKENS = tuple(4**power for power in range(14))
 
 
 class BatchedHistogram(Histogram):
-    """Puts values into buckets many at a time: for what is observed with every token of every stream.
+    """Observes values in batches: for those observed with every token of every stream.
 
-    One thread observes; any may collect.
+    One thread observes; any thread may collect.
     """
 
-    _MOST_WAITING = 4096
+    _MAX_WAITING = 4096
 
     def _metric_init(self) -> None:
         super()._metric_init()
@@ -49,13 +49,13 @@ class BatchedHistogram(Histogram):
         self._counting = threading.Lock()
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        """Counted at the latest when somebody collects; exemplars are not kept."""
+        """Counts the value, at the latest when metrics are collected; exemplars are not kept."""
         self._waiting.append(amount)
-        if len(self._waiting) >= self._MOST_WAITING:
+        if len(self._waiting) >= self._MAX_WAITING:
             self._count()
 
     def observe_many(self, amount: float, count: int) -> None:
-        """As `count` calls of `observe` whose amounts add up to `amount`."""
+        """Counts as `count` calls of `observe` whose amounts add up to `amount`."""
         self._sum.inc(amount)
         self._buckets[bisect_left(self._upper_bounds, amount / count)].inc(count)
 
@@ -65,8 +65,8 @@ class BatchedHistogram(Histogram):
 
     def _count(self) -> None:
         with self._counting:
-            amounts = sorted(self._waiting[: self._MOST_WAITING])
-            del self._waiting[: len(amounts)]  # what was added meanwhile is behind these
+            amounts = sorted(self._waiting[: self._MAX_WAITING])
+            del self._waiting[: len(amounts)]  # values added meanwhile are after these
             self._sum.inc(sum(amounts))
             counted = 0
             for bucket, bound in zip(self._buckets, self._upper_bounds, strict=True):
@@ -77,7 +77,7 @@ class BatchedHistogram(Histogram):
 
 
 class ReplicaMetrics:
-    """Of each engine replica, as this process sees it."""
+    """Metrics of each engine replica, as this process sees it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "moebius:gateway_replica"
@@ -89,33 +89,33 @@ class ReplicaMetrics:
             f"{name}_requests", "Calls that ended, by gRPC status", ["replica", "status"], registry=registry
         )
         self._retries = Counter(
-            f"{name}_retries", "Requests that went on to another one", ["replica"], registry=registry
+            f"{name}_retries", "Requests that were retried on another one", ["replica"], registry=registry
         )
 
     def up(self, replica: str, is_up: bool) -> None:
-        """Whether it is used."""
+        """Sets whether the replica is used."""
         self._up.labels(replica).set(is_up)
 
     def in_flight(self, replica: str, change: int) -> None:
-        """A call to it began (+1) or ended (-1)."""
+        """Counts a call that began (+1) or ended (-1)."""
         self._in_flight.labels(replica).inc(change)
 
     def ended(self, replica: str, status: str) -> None:
-        """A call to it ended; one that was cancelled here is not counted."""
+        """Counts a call that ended; those cancelled here are not counted."""
         self._requests.labels(replica, status).inc()
 
     def retried(self, replica: str) -> None:
-        """A request that it failed went to another."""
+        """Counts a request that moved to another replica after a failure."""
         self._retries.labels(replica).inc()
 
     def gone(self, replica: str) -> None:
-        """It is no replica any more; what was counted stays."""
+        """Removes the replica's gauges; its counters stay."""
         self._up.remove(replica)
         self._in_flight.remove(replica)
 
 
 class GatewayMetrics:
-    """One registry per application; every method is cheap enough for the token path."""
+    """All metrics of one application; every method is fast enough to run per token."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -139,7 +139,7 @@ class GatewayMetrics:
             "e2e_request_latency_seconds", "Arrival to the last token", _REQUEST_S
         )
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
-        self._generation = self._histogram("request_generation_tokens", "Tokens made for a request", _TOKENS)
+        self._generation = self._histogram("request_generation_tokens", "Output tokens of a request", _TOKENS)
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds",
             "Mean time between the tokens of an output",
@@ -185,7 +185,7 @@ class GatewayMetrics:
         return Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
 
     def set_model(self, name: str, fingerprint: str = "") -> None:
-        """The value of the `model_name` label from now on; `fingerprint` as in `ServedModel`."""
+        """Sets the value of the `model_name` label; `fingerprint` as in `ServedModel`."""
         self._model = name
         self._model_info.clear()
         self._model_info.labels(name, fingerprint).set(1)
@@ -193,24 +193,24 @@ class GatewayMetrics:
         for histogram in (self._first_token, self._token):
             histogram.labels(name)
         for reason in ("gateway_queue_full", "engine_queue_full", "key_limit"):
-            self._rejections.labels(name, reason)  # 0 is something to show, and to compare with
+            self._rejections.labels(name, reason)  # shows 0, for rates to start from
 
     def _own(self, metric: OfModel) -> OfModel:
-        """The metric with the served model's label; looked up once, as that costs more than counting."""
+        """Returns the metric with the served model's label, cached: the lookup costs more than counting."""
         own = self._of_model.get(metric)
         if own is None:
             own = self._of_model[metric] = metric.labels(self._model)
         return cast(OfModel, own)
 
     def rejected(self, reason: str) -> None:
-        """A request was answered with 429."""
+        """Counts a request that was answered with 429."""
         self._rejections.labels(self._model, reason).inc()
 
     def ignored(self, names: Sequence[str]) -> None:
-        """A request's fields of these names had no effect; each name is logged once.
+        """Counts fields of a request that had no effect; each name is logged once.
 
-        Names are the clients': the first `MAX_IGNORED_NAMES` that look like names are kept, all others are
-        one.
+        Clients choose the names: the first `MAX_IGNORED_NAMES` that look like names are kept, all others
+        count as one.
         """
         for name in names:
             known = self._ignored_names
@@ -222,15 +222,15 @@ class GatewayMetrics:
             self._ignored.labels(name).inc()
 
     def failed(self, status: int) -> None:
-        """An admitted request ended with an error of this HTTP status, in its answer or in its stream."""
+        """Counts an admitted request that ended with this HTTP status, in its answer or its stream."""
         self._errors.labels(self._model, str(status)).inc()
 
     def first_token(self, seconds: float) -> None:
-        """The first token of a request came after `seconds`."""
+        """Counts a request whose first token came after `seconds`."""
         self._own(self._first_token).observe(seconds)
 
     def tokens(self, seconds: float, count: int) -> None:
-        """`count` further tokens came `seconds` after the ones before, in even distances."""
+        """Counts `count` further tokens that came `seconds` after the ones before, evenly spaced."""
         histogram = self._own(self._token)
         if count == 1:
             histogram.observe(seconds)
@@ -238,19 +238,19 @@ class GatewayMetrics:
             histogram.observe_many(seconds, count)
 
     def in_flight(self, change: int) -> None:
-        """A request was admitted (+1) or ended (-1)."""
+        """Counts a request that was admitted (+1) or ended (-1)."""
         self._own(self._in_flight).inc(change)
 
     def connection_closed(self, reason: str) -> None:
-        """A connection was closed because its client was too slow, or for want of places."""
+        """Counts a connection that was closed because its client was too slow, or its place was needed."""
         self._closed.labels(reason).inc()
 
     def count_connections(self, count: Callable[[], int]) -> None:
-        """Where the number of connections is read from."""
+        """Sets the function that returns the number of connections."""
         self._connections.set_function(count)
 
     def described(self, params: engine_pb2.SamplingParams) -> None:
-        """What a request asked for."""
+        """Counts the parameters of a request."""
         self._own(self._wanted).observe(params.n or 1)
         self._own(self._limit).observe(params.max_tokens)
 
@@ -262,8 +262,8 @@ class GatewayMetrics:
         reasons: list[str],
         first_token_s: float = 0.0,
     ) -> None:
-        """A request ended well; `reasons` has one finish reason per output, `first_token_s` is after its
-        arrival (0: there was none)."""
+        """Counts a request that ended well; `reasons` has one finish reason per output, `first_token_s` is
+        after its arrival (0: there was no token)."""
         per_token = time_per_token(seconds, first_token_s, completion_tokens, len(reasons))
         if per_token is not None:
             self._own(self._per_token).observe(per_token)
@@ -274,12 +274,12 @@ class GatewayMetrics:
         self._own(self._generation).observe(completion_tokens)
 
     def render(self) -> bytes:
-        """The exposition text."""
+        """Returns the exposition text."""
         return generate_latest(self.registry)
 
 
 def time_per_token(seconds: float, first_token_s: float, tokens: int, outputs: int) -> float | None:
-    """Mean time between tokens of one output, seconds; None: none had a second one."""
+    """Returns the mean time between tokens of one output, seconds; None: no output had a second one."""
     later = tokens - outputs
     if not first_token_s or later <= 0:
         return None
@@ -287,10 +287,10 @@ def time_per_token(seconds: float, first_token_s: float, tokens: int, outputs: i
 
 
 class GenAiMetrics:
-    """Metrics of OpenTelemetry's conventions for generative AI, sent over OTLP when that is configured."""
+    """Metrics of OpenTelemetry's conventions for generative AI, exported over OTLP if that is configured."""
 
     def __init__(self, meter: Meter | None = None) -> None:
-        """`meter`: None takes the process's."""
+        """`meter`: None is the process's."""
         meter = meter or metrics.get_meter("moebius", __version__)
         self._duration = _seconds(meter, "request.duration", "Arrival to the last token")
         self._first = _seconds(meter, "time_to_first_token", "Arrival to the first token")
@@ -311,8 +311,8 @@ class GenAiMetrics:
         tokens: tuple[int, int],
         outputs: int,
     ) -> None:
-        """A request of so many `outputs` ended well; `tokens` of the prompt and of all outputs, times from
-        its arrival, of the first token 0 if there was none."""
+        """Counts a request that ended well; `tokens` of the prompt and of all `outputs`, times from its
+        arrival, that of the first token 0 if there was none."""
         attributes = _genai_attributes(operation, model)
         self._duration.record(seconds, attributes)
         if first_token_s:
@@ -324,7 +324,7 @@ class GenAiMetrics:
             self._usage.record(count, {**attributes, "gen_ai.token.type": kind})
 
     def failed(self, operation: str, model: str, seconds: float, error: str) -> None:
-        """A request ended with an error of this code."""
+        """Counts a request that ended with an error of this code."""
         self._duration.record(seconds, {**_genai_attributes(operation, model), "error.type": error})
 
 
@@ -346,7 +346,7 @@ def _genai_attributes(operation: str, model: str) -> dict[str, str]:
 def describe_request(
     span: Span, operation: str, body: GenerationFields, params: engine_pb2.SamplingParams, model: str
 ) -> None:
-    """Names the span `{operation} {model}` and records what was asked for; never the content.
+    """Names the span `{operation} {model}` and records the request's parameters, never the content.
 
     `model` is the served one, for requests that name none.
     """
@@ -379,7 +379,7 @@ def describe_request(
 def describe_response(
     span: Span, response_id: str, model: str, reasons: list[str], usage: dict[str, int]
 ) -> None:
-    """Records what came out; `usage` has input, output and cache_read token counts."""
+    """Records the result; `usage` has input, output and cache_read token counts."""
     span.set_attributes(
         {
             "gen_ai.response.id": response_id,
@@ -393,7 +393,7 @@ def describe_response(
 
 
 def describe_first_token(span: Span, seconds: float) -> None:
-    """Records how long the first token took."""
+    """Records the time to the first token."""
     span.set_attribute("gen_ai.response.time_to_first_chunk", seconds)
 
 

@@ -1,7 +1,7 @@
-"""HTTPS: connections are secured before they become HTTP, with the certificate of that moment.
+"""HTTPS: secures connections before they become HTTP, with the certificate files' present contents.
 
-The event loop's own way (`create_server(ssl=…)`) would read the certificate once, and would not say which
-client could not be secured, or why.
+The event loop's own TLS (`create_server(ssl=…)`) would read the certificate once, and would not report
+which client failed, or why.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from moebius.config import MoebiusConfig
 from moebius.tls import RenewedFiles, http_files
 
 logger = structlog.get_logger(__name__)
-# Between two lines about clients of one address, seconds; and addresses that are remembered for that.
+# Seconds between two log lines about clients of one address; and addresses that are remembered.
 REPORT_EVERY_S = 60.0
-_MOST_ADDRESSES = 1024
-# What OpenSSL calls things that operators know by another name.
+_MAX_ADDRESSES = 1024
+# OpenSSL's terms, and those that operators know.
 _REASONS = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the client showed no certificate (http_client_ca_file)",
     "HTTP_REQUEST": "the client speaks plain HTTP",
@@ -39,7 +39,7 @@ ProtocolFactory = Callable[..., asyncio.Protocol]
 
 
 class HttpsContext:
-    """The TLS context of the present files."""
+    """Provides the TLS context for the present contents of the files."""
 
     def __init__(self, files: RenewedFiles) -> None:
         self._files = files
@@ -47,13 +47,13 @@ class HttpsContext:
         self._context = self._made()
 
     def current(self) -> ssl.SSLContext:
-        """Made anew when the files have changed."""
+        """Returns the context, rebuilt when the files have changed."""
         self._files.current()
         if self._generation != self._files.generation:
             self._generation = self._files.generation
             try:
                 self._context = self._made()
-            except (OSError, ssl.SSLError) as error:  # replaced again while it was read
+            except (OSError, ssl.SSLError) as error:  # replaced again during the read
                 logger.warning("the certificate stays as it was", reason=str(error))
         return self._context
 
@@ -68,17 +68,17 @@ class HttpsContext:
 
 
 class FailedHandshakes:
-    """Says who could not be secured and why, once a minute per address; all of them are counted."""
+    """Logs failed handshakes with their reason, once a minute per address; counts all of them."""
 
     def __init__(self, on_failed: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`on_failed` gets the reason's short name of each."""
+        """`on_failed` gets the short name of each failure's reason."""
         self._on_failed = on_failed
         self._clock = clock
         self._reported: dict[str, float] = {}
         self._left_out = 0
 
     def note(self, client: str, error: BaseException) -> None:
-        """A handshake with the client at this address has failed."""
+        """Notes a failed handshake with the client at this address."""
         self._on_failed("tls_handshake")
         if isinstance(error, ConnectionError | EOFError):
             logger.debug("a client left before the TLS handshake had ended", client=client)
@@ -89,7 +89,7 @@ class FailedHandshakes:
             return
         self._reported.pop(client, None)
         self._reported[client] = now
-        if len(self._reported) > _MOST_ADDRESSES:
+        if len(self._reported) > _MAX_ADDRESSES:
             del self._reported[next(iter(self._reported))]
         left_out, self._left_out = self._left_out, 0
         more = {"lines_left_out": left_out} if left_out else {}
@@ -97,7 +97,7 @@ class FailedHandshakes:
 
 
 def failure_words(error: BaseException) -> str:
-    """Why a handshake failed, for an operator."""
+    """Returns why a handshake failed, for an operator."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the client's certificate is refused: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
@@ -109,9 +109,9 @@ def failure_words(error: BaseException) -> str:
 
 
 class TlsAcceptor(asyncio.Protocol):
-    """What a new connection is until it is secured: hands its socket to a handshake, then to HTTP."""
+    """A new connection until it is secured: passes its socket to a handshake, then to HTTP."""
 
-    # Of all acceptors of the process.
+    # All running handshakes of the process.
     handshakes: ClassVar[set[asyncio.Task[None]]] = set()
 
     def __init__(
@@ -127,7 +127,7 @@ class TlsAcceptor(asyncio.Protocol):
         self._failed = failed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Before anything was read."""
+        """Takes the socket over before anything is read."""
         address = transport.get_extra_info("peername")
         client = str(address[0]) if address else "unknown"
         connection = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
@@ -159,7 +159,7 @@ def secured(
     limits: ConnectionLimits,
     on_failed: Callable[[str], None],
 ) -> ProtocolFactory:
-    """`protocol`, within TLS when the settings have a certificate.
+    """Returns `protocol`, within TLS if the settings have a certificate.
 
     `on_failed` is called for each handshake that fails. Raises ConfigError for files that cannot be used.
     """

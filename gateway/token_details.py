@@ -1,4 +1,4 @@
-"""What requests ask to see of tokens: ids, and log-probabilities of the prompt, in vLLM's shapes."""
+"""The token details that requests can ask for, in vLLM's shapes: ids, and the prompt's log-probabilities."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class TokenDetails:
 
     @property
     def wants_ids(self) -> bool:
-        """Whether ids of output tokens are given."""
+        """Whether ids of output tokens are returned."""
         return self._with_ids
 
     def of_output(self, token_ids: Sequence[int], whole: bool = False) -> dict[str, Any]:
-        """What the choice with these tokens says in addition; `whole`: in an answer that is no stream."""
+        """Returns the details for a choice with these tokens; `whole`: in a non-streamed answer."""
         if self._with_ids:
             return {"token_ids": list(token_ids)}
         return {"token_ids": None} if whole else {}
 
     def of_prompt(self, index: int, whole: bool = False) -> dict[str, Any]:
-        """What is said of the prompt of output `index`; `whole`: in an answer that is no stream."""
+        """Returns the details of the prompt of output `index`; `whole`: in a non-streamed answer."""
         job = self._jobs[index // self._outputs_per_prompt]
         details: dict[str, Any] = {"prompt_token_ids": list(job.prompt_ids)} if self._with_ids else {}
         if whole:
@@ -44,7 +44,7 @@ class TokenDetails:
         return details
 
     def _prompt_logprobs(self, job: PromptJob, count: int) -> list[dict[str, Any] | None]:
-        """Per prompt token: null for the first, else itself and the `count` likeliest by their ids."""
+        """Returns per prompt token: null for the first, else itself and the `count` likeliest by id."""
         scored = job.input_logprobs
         entries: list[dict[str, Any] | None] = []
         for position, token_id in enumerate(scored.token_ids if scored is not None else ()):

@@ -1,4 +1,4 @@
-"""Tool calls as the engine's `Constraint`: the model's own framing, around arguments of their schemas."""
+"""Builds the `Constraint` for tool calls: the model's own framing, around arguments of their schemas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from protos.engine_pb2 import Constraint
 
 @dataclass(frozen=True)
 class ToolFraming:
-    """How a model writes tool calls; each tool parser gives its own.
+    """The format of a model's tool calls; each tool parser has one.
 
     `{name}` stands for the tool's name, in a parameter's texts for the parameter's; `{index}` for the call's
     number; `{string}` for true where the parameter is written raw, else false. Tokens of the tokenizer that
@@ -32,17 +32,17 @@ class ToolFraming:
     begin: str = ""  # before the first call
     separator: str = ""  # between two calls
     end: str = ""  # after the last call
-    # One JSON object, or each argument with a text of its own before and after it.
+    # One JSON object, or each argument with text of its own before and after it.
     arguments: Literal["json", "parameters"] = "json"
     parameter_begin: str = ""
     parameter_end: str = ""
     parameter_separator: str = ""
-    # How values of parameters are written: strings without quotes, all else as JSON; all as JSON; or as
-    # Python's literals.
+    # The format of parameter values: strings without quotes, all else as JSON; all as JSON; or Python
+    # literals.
     values: Literal["raw", "json", "python"] = "raw"
     quote: str = ""  # around raw strings
-    # How calls and other text are told apart where the model chooses. `marked`: calls begin with `begin`, or
-    # with `call_begin`, wherever they are. `bare`: the whole output is calls if it begins as they do; after
+    # How calls are distinguished from text if the model decides. `marked`: calls begin with `begin`, or with
+    # `call_begin`, anywhere. `bare`: the whole output is calls if it begins as they do; after
     # a `marker` they may also come later. `channels`: harmony's messages.
     place: Literal["marked", "bare", "channels"] = "marked"
     marker: str = ""
@@ -59,20 +59,20 @@ def tool_call_constraint(
     openers: Sequence[str] = (),
     answer_schema: JsonSchema | None = None,
 ) -> Constraint:
-    """Calls of `tools`, as the model writes them, whose arguments satisfy their schemas.
+    """Returns a constraint: calls of `tools`, in the model's format, whose arguments satisfy their schemas.
 
     Args:
         framing: of the model's tool parser.
-        tools: those that may be called; of a named choice just that one. Calls of those that are not strict
-            have any arguments, unless calls are all there may be.
+        tools: those that may be called; for a named choice only that one. Calls of those that are not strict
+            may have any arguments, unless only calls are allowed.
         at_least_one: the output consists of calls; else text may come before the calls, or instead.
         parallel: whether more than one call may be made.
         added_tokens: ids of the tokenizer's added tokens by their text (`Tokenizer.added_tokens`).
-        special_ids: which of them no text spells (`Tokenizer.special_ids`).
-        openers: texts that the parser takes for a call's beginning.
-        answer_schema: instead of calls there may be JSON of this schema, and no other text.
+        special_ids: those of them that no text spells (`Tokenizer.special_ids`).
+        openers: texts that the parser reads as a call's beginning.
+        answer_schema: instead of calls, JSON of this schema is allowed, and no other text.
 
-    The caller sets `after_token_ids` and what belongs to it where the model thinks first.
+    The caller sets `after_token_ids` and the related fields if the model thinks first.
 
     Raises:
         ApiError: 400 naming the tool and the keyword of its schema that cannot be enforced.
@@ -90,7 +90,7 @@ def tool_call_constraint(
 
 
 def _check_parameters(tool: ToolSpec, param: str) -> None:
-    """The schema alone, so that the tool is named."""
+    """Checks the schema alone, so that the error names the tool."""
     try:
         check_constraint(json_constraint(_object_schema(tool)), param)
     except ApiError as error:
@@ -104,18 +104,18 @@ def _object_schema(tool: ToolSpec) -> dict[str, Any]:
 _ANY_NAME = "/[A-Za-z0-9_.$-]{1,128}/"  # of a parameter
 _INPUT = "input"  # the parameter of a tool that takes text
 _FREE_OBJECT: dict[str, Any] = {"type": "object"}
-# Keywords of the arguments' object that a framing with a place for each parameter cannot follow.
+# Keywords of the arguments' object that a framing with separate parameters cannot enforce.
 _OF_OBJECTS = (
     "not", "if", "minProperties", "maxProperties", "patternProperties", "propertyNames", "dependentRequired",
     "dependentSchemas", "dependencies", "enum", "const",
 )  # fmt: skip
 
 
-_MOST_FORMS = 256  # of the arguments' object
+_MAX_FORMS = 256  # of the arguments' object
 
 
 class _Calls:
-    """The grammar of calls in one framing."""
+    """Builds the grammar of calls in one framing."""
 
     def __init__(
         self,
@@ -130,24 +130,24 @@ class _Calls:
         self._special = special_ids
         self._openers = openers
         self._holds_all = holds_all
-        # What ends a value or its call for the parser, however it is spelled.
+        # Texts that end a value or its call for the parser, in any spelling.
         ends = [grammar.added_pieces(text) for text in (framing.call_end, framing.end)]
         close = framing.quote or framing.parameter_end.partition("{name}")[0].strip()
         self._not_in_text = [*dict.fromkeys([*([close] if close else []), *ends[0], *ends[1]])]
 
     def holds_to_schema(self, tool: ToolSpec) -> bool:
-        """Whether the arguments satisfy the tool's schema, rather than being any."""
+        """Returns whether the arguments must satisfy the tool's schema; otherwise any are allowed."""
         return tool.text is None and (tool.strict or self._holds_all)
 
     def grammar(
         self, tools: Sequence[ToolSpec], at_least_one: bool, parallel: bool, answer: JsonSchema | None
     ) -> str:
-        """Lark's text: of calls, of text and calls, or of calls or a JSON answer."""
+        """Returns Lark's text: of calls, of text and calls, or of calls or a JSON answer."""
         framing, lark = self._framing, self._lark
         if framing.place == "channels" and not at_least_one:
             return lark.render(self._channels(tools, answer))
         call = lark.any_of([self._call(tool) for tool in tools])
-        may_go_on = parallel and framing.place != "channels"  # where the model stops after a call
+        may_go_on = parallel and framing.place != "channels"  # channels: the model stops after a call
         more = f"({lark.literal(framing.separator)} {call})*" if may_go_on else ""
         calls = lark.rule(f"{lark.literal(framing.begin)} {call} {more} {lark.literal(framing.end)}")
         if at_least_one:
@@ -156,7 +156,7 @@ class _Calls:
             return lark.render(f"{calls} | {lark.json(answer)}")
         if framing.place == "bare":
             return lark.render(self._bare(calls))
-        # Text in which calls may begin: what begins as they do is one.
+        # Text that may contain calls: whatever begins like a call is one.
         marker = lark.first_piece((framing.begin or framing.call_begin).split("{name}")[0], self._special)
         if framing.begin:
             first = f"{lark.literal(framing.begin[len(marker) :])} {call}"
@@ -164,7 +164,7 @@ class _Calls:
             first = lark.any_of([self._call(tool, len(marker)) for tool in tools])
         calls = lark.rule(f"{first} {more} {lark.literal(framing.end)}")
         prefix, token = lark.split_at(marker, self._special)
-        if prefix and token:  # one rule for both: the lexer would take all of it for a text that goes on
+        if prefix and token:  # one rule for both: the lexer would read all of it as continuing text
             return lark.render(f"{_pieces(prefix)} ({quoted(prefix)} {lark.literal(token)} {calls})?")
         spelled = [text for text in self._openers if not self._is_token(text)]
         before = self._up_to(None, marker, [text for text in spelled if text != marker])
@@ -172,21 +172,21 @@ class _Calls:
         return lark.render(f"{before} {calls} | {free}")
 
     def _is_token(self, text: str) -> bool:
-        """Whether some of it is a token that no text spells."""
+        """Returns whether part of the text is a token that no text spells."""
         return self._lark.split_at(text, self._special)[1] != ""
 
     def _text(self, without: Sequence[str]) -> str:
-        """A rule for any text without some."""
+        """Returns a rule for any text that contains none of `without`."""
         if not without:
             return self._lark.rule(ANY_TEXT)
         return self._lark.rule(f"{self._lark.terminal(f'{literal(ANYTHING)} & {_lacks(without)}')}")
 
     def _up_to(self, body: str | None, end: str, without: Sequence[str]) -> str:
-        """A rule for text and the `end` after it, which is not in it.
+        """Returns a rule for text followed by `end`, which the text does not contain.
 
         Args:
-            body: a terminal's; None: any text.
-            without: what else is not in the text.
+            body: a terminal's body; None: any text.
+            without: further substrings that are excluded.
         """
         lark = self._lark
         prefix, token = lark.split_at(end, self._special)
@@ -203,7 +203,7 @@ class _Calls:
         return lark.rule(f"{_pieces(prefix)} {quoted(prefix)} {lark.literal(token)}")
 
     def _bare(self, calls: str) -> str:
-        """An output that is calls if it begins as they do: the start rule's body."""
+        """Returns the start rule's body for output that is calls if it begins like them."""
         framing, lark = self._framing, self._lark
         first = (framing.begin or framing.call_begin).split("{name}")[0][:1]
         text = literal(r"\s*([^\s" + escaped(first) + "](?s:.*))?")
@@ -215,7 +215,7 @@ class _Calls:
         return f"{calls} | {plain} | {plain} {lark.literal(framing.marker)} {calls}"
 
     def _channels(self, tools: Sequence[ToolSpec], answer: JsonSchema | None) -> str:
-        """Harmony's messages up to the first call or the answer: the start rule's body."""
+        """Returns the start rule's body for harmony's messages up to the first call or the answer."""
         lark = self._lark
         silent = " | ".join(
             lark.literal(f"<|channel|>{name}<|message|>") for name in ("analysis", "commentary")
@@ -228,10 +228,10 @@ class _Calls:
         return f"{before}* {lark.any_of([final, *map(self._call, tools)])}"
 
     def _call(self, tool: ToolSpec, skipped: int = 0) -> str:
-        """`skipped`: characters of the beginning that were read already."""
+        """Returns a rule for a call; `skipped`: characters of its beginning that were matched already."""
         begin, end = self._framing.call_begin[skipped:].replace("{name}", tool.name), self._framing.call_end
         end = self._indexed(end)
-        if self._framing.place == "channels":  # a call's end also ends the output, which no grammar spells
+        if self._framing.place == "channels":  # a call's end also ends the output, and need not be generated
             end = f"({end})?"
         return self._lark.rule(f"{self._indexed(begin)} {self._arguments(tool)} {end}")
 
@@ -254,7 +254,7 @@ class _Calls:
             ) from None
 
     def _text_argument(self, syntax: str, definition: str) -> str:
-        """The one parameter of a tool that takes text of a grammar."""
+        """Returns a rule for the one parameter of a tool that takes text of a grammar."""
         framing, lark = self._framing, self._lark
         if framing.arguments == "json":
             begin, end = f'{{{quoted(_INPUT)}: "', '"}'
@@ -271,7 +271,7 @@ class _Calls:
         return lark.rule(f"{lark.literal(begin)} {text} {lark.literal(token)}")
 
     def _free_parameters(self) -> str:
-        """Any parameters, with any values."""
+        """Returns a rule for any parameters, with any values."""
         framing, lark = self._framing, self._lark
         before, _, after = framing.parameter_begin.partition("{name}")
         if framing.quote:
@@ -281,7 +281,7 @@ class _Calls:
             value = f"{lark.any_of([text, others])} {lark.literal(framing.parameter_end)}"
             name = f"{_ANY_NAME} {lark.literal(after)}"
         elif framing.values == "raw":
-            # An end that has the name is read by its beginning alone, and may have any.
+            # An end with the name is recognised by its beginning alone, and may have any name.
             end, named, rest = framing.parameter_end.partition("{name}")
             value = self._up_to(None, end, self._other_ends(end))
             if named:
@@ -296,12 +296,12 @@ class _Calls:
         return lark.rule(f"({one} ({lark.literal(framing.parameter_separator)} {one})*)?")
 
     def _other_ends(self, end: str) -> list[str]:
-        """What the parser takes for a value's end besides `end`."""
+        """Returns further texts that the parser reads as a value's end."""
         prefix, token = self._lark.split_at(end, self._special)
         return [] if token and prefix else [text for text in self._not_in_text if not self._is_token(text)]
 
     def _parameters(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-        """Each parameter in its own text, in the schema's order, from the last one on."""
+        """Returns a rule for the parameters in the schema's order, built from the last one on."""
         lark = self._lark
         forms = _object_forms(schema, root)
         if len(forms) > 1:
@@ -309,7 +309,7 @@ class _Calls:
         (form,) = forms
         required = form["required"]
         separator = lark.literal(self._framing.parameter_separator)
-        # What may follow where nothing was written yet, and where something was.
+        # The rules for what follows if nothing has been written yet, and if something has.
         fresh = later = lark.rule("")
         for name in reversed(list(form["properties"])):
             one = self._parameter(name, form["properties"][name], root)
@@ -343,7 +343,7 @@ class _Calls:
         return lark.rule(f"{begin} {lark.json(described)} {lark.literal(end)}")
 
     def _python(self, schema: Any, root: Mapping[str, Any]) -> str:
-        """A value as Python's literals have it: JSON, but for three words."""
+        """Returns a rule for a value as a Python literal: JSON, except for three words."""
         kinds = kinds_of(schema, root) or ALL_KINDS
         ways = [quoted(_PYTHON_WORDS[word]) for word in valid_words(schema, root, kinds)]
         others = sorted(kinds - {"boolean", "null"} - ({"integer"} if "number" in kinds else set()))
@@ -352,7 +352,7 @@ class _Calls:
         return self._lark.any_of(ways)
 
     def _raw(self, name: str, schema: Any, root: Mapping[str, Any]) -> str:
-        """A parameter that may be a string without quotes, in all the ways in which it may be written."""
+        """Returns a rule for a parameter that may be an unquoted string, with all its spellings."""
         framing, lark = self._framing, self._lark
         has_kind = bool(framing.quote) or "{string}" in framing.parameter_begin
         end, plain_end = self._end_of(name, True), self._end_of(name, False)
@@ -375,22 +375,22 @@ class _Calls:
 
 
 def _pieces(prefix: str) -> str:
-    """Any text, of which `prefix` is a piece: its token says whether it is the beginning of a marker."""
+    """Returns a rule for any text with `prefix` as one piece: its token may begin a marker."""
     pieces = [f"/[^{escaped(prefix[0])}]+/", *dict.fromkeys((quoted(prefix[0]), quoted(prefix)))]
     return f"({' | '.join(pieces)})*"
 
 
 def _lacks(texts: Sequence[str]) -> str:
-    """A condition of terminals: without any of the texts."""
+    """Returns a condition for terminals: none of the texts occurs."""
     found = "|".join(map(escaped, dict.fromkeys(texts)))
     return f"~{literal(f'{ANYTHING}(?:{found}){ANYTHING}')}"
 
 
 def _object_forms(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 8) -> list[dict[str, Any]]:
-    """The sets of properties that arguments may have, one of which they have.
+    """Returns the alternative sets of properties of arguments.
 
     Raises:
-        GrammarError: naming a keyword that is about the object as a whole.
+        GrammarError: naming a keyword about the object as a whole.
     """
     if depth == 0:
         raise GrammarError("references and combinations of more than 8 levels")
@@ -412,8 +412,8 @@ def _object_forms(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
             if isinstance(part, Mapping)
             for form in _object_forms(part, root, depth - 1)
         ]
-        if len(forms) * len(inner) > _MOST_FORMS:
-            raise GrammarError(f"combinations of more than {_MOST_FORMS} sets of properties")
+        if len(forms) * len(inner) > _MAX_FORMS:
+            raise GrammarError(f"combinations of more than {_MAX_FORMS} sets of properties")
         forms = [_merged(one, other) for one in forms for other in inner]
     return forms
 

@@ -1,7 +1,7 @@
-"""The span of an HTTP request, the root of what a trace shows of it.
+"""The span of an HTTP request, the root of its trace.
 
-OpenTelemetry's instrumentation of ASGI would do it, too, at a tenth of a millisecond per request and a call
-per event of a stream; a gateway that answers a thousand requests a second has no time for that.
+OpenTelemetry's instrumentation of ASGI costs a tenth of a millisecond per request and a call per event of a
+stream, which is too much for a gateway that answers a thousand requests a second.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moebius.telemetry import tracer
 
-# Probes and scrapes come every few seconds for ever.
+# Probes and scrapes repeat every few seconds.
 _UNTRACED = frozenset({"/health", "/ping", "/ready", "/metrics", "/v1/live"})
 
 
 class _Headers(Getter[list[tuple[bytes, bytes]]]):
-    """Reads trace context from the headers of a scope."""
+    """Reads the trace context from a scope's headers."""
 
     def get(self, carrier: list[tuple[bytes, bytes]], key: str) -> list[str] | None:
         wanted = key.lower().encode("latin-1")
@@ -32,8 +32,8 @@ _HEADERS = _Headers()
 
 
 class TracingMiddleware:
-    """Makes the request's span, under the caller's, and current; names and values as OpenTelemetry's HTTP
-    conventions have them."""
+    """Makes the request's span current, as a child of the caller's; names and values follow OpenTelemetry's
+    HTTP conventions."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,7 +62,7 @@ class TracingMiddleware:
 
 
 def _attributes(scope: Scope) -> dict[str, str | int]:
-    """What is known before the request is answered."""
+    """Returns the attributes that are known before the request is answered."""
     values: dict[str, str | int] = {
         "http.request.method": scope["method"],
         "url.path": scope["path"],

@@ -1,4 +1,4 @@
-# `make chart` writes what is generated of the Helm chart: the settings in its schema, and the kustomize bases.
+# `make chart` writes the generated parts of the Helm chart: the settings in its schema, and the kustomize bases.
 .PHONY: chart helm crds
 chart: setup
 	$(BIN)/python -m tests.helpers.chart

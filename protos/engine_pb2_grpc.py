@@ -113,17 +113,17 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Any number of Generate calls over one stream: what all of them have new goes in one message per step,
-        for a fraction of what a gRPC call of its own costs both sides. Each call begins, is cancelled and ends
-        by itself, as if it were one of Generate; all end with the stream. Large requests have calls of their
-        own: they would hold up the others.
+        """Any number of Generate calls over one stream: the updates of all of them are one message per step,
+        for a fraction of the cost of a gRPC call of its own. Each call begins, is cancelled and ends
+        by itself, like a Generate call; all end with the stream. Large requests have calls of their
+        own: they would delay the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateWithImages(self, request_iterator, context):
-        """Generate for a prompt with images, whose files come in pieces: neither side stands still for tens of
+        """Generate for a prompt with images, whose files come in pieces: neither side is blocked for tens of
         milliseconds to write or read one message of tens of megabytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -152,52 +152,52 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLive(self, request, context):
-        """What a live view shows: queues, latencies, and who computes the experts of each layer. Nothing is
-        counted or asked for it unless it is called; expert servers that do not answer are left out.
+        """The live view's figures: queues, latencies, and where the experts of each layer are computed. They are
+        collected only when it is called; expert servers that do not answer are left out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """Everything that this engine and its expert servers count, for whoever is scraped in their place.
+        """All counters of this engine and its expert servers, for a process that is scraped in their place.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """Watches this process and its expert servers for some seconds: GPU kernels or CPU operations, calls to expert
-        servers, what each of their threads computed. Nothing is noted otherwise, and whoever asks makes one trace of
-        it, so that this process does not. FAILED_PRECONDITION while another profile runs; INVALID_ARGUMENT for seconds that are not allowed.
+        """Profiles this process and its expert servers for some seconds: GPU kernels or CPU operations, calls to expert
+        servers, and the work of each of their threads. Nothing is recorded otherwise; the caller merges the parts
+        into one trace. FAILED_PRECONDITION while another profile runs; INVALID_ARGUMENT for seconds out of range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Drops every cached prefix that no running request holds; running requests are not touched.
+        """Drops every cached prefix that no running request holds; running requests are not affected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartExpertRecorder(self, request, context):
-        """Drops what was recorded of routing and counts chosen experts from the next step on.
+        """Drops recorded routing counts and counts chosen experts from the next step on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopExpertRecorder(self, request, context):
-        """Ends recording; what was recorded stays until the next start.
+        """Ends recording; the counts stay until the next start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DumpExpertRecorder(self, request, context):
-        """What was recorded since the last start, running or stopped; FAILED_PRECONDITION before any start.
+        """The counts since the last start, running or stopped; FAILED_PRECONDITION before any start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -102,36 +102,36 @@ class ExpertServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """What the process's metrics port shows.
+        """The text of the process's metrics port.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """Notes for some seconds what each thread computes. FAILED_PRECONDITION before a load and while another such
-        call runs; INVALID_ARGUMENT for seconds that are not allowed.
+        """Records each thread's work for some seconds. FAILED_PRECONDITION before a load and while another such
+        call runs; INVALID_ARGUMENT for seconds out of range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetClock(self, request, context):
-        """What this process's clock says, for whoever puts its spans next to others.
+        """This process's clock, for aligning its spans with those of others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops accepting new work, finishes what is in flight, answers when idle.
+        """Stops accepting new work, finishes work in flight, answers when idle.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Compute(self, request_iterator, context):
-        """One record in, one record out, in order; the same numbers as the mailbox gives. With metadata
+        """One record in, one record out, in order; the same numbers as over the mailbox. With metadata
         "moebius-instance-id" only that instance computes, and another one answers UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -155,7 +155,7 @@ class VllmEngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeKvEvents(self, request, context):
-        """UNIMPLEMENTED: what the cache holds is not published.
+        """UNIMPLEMENTED: the cache's contents are not published.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

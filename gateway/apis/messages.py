@@ -1,4 +1,4 @@
-"""Anthropic's Messages: the translation of a request to a chat's, and the message that answers it."""
+"""Anthropic's Messages: translates a request to a chat request, and builds the message that answers it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gateway.apis.messages_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from gateway.apis.parts import Part, PartList, Step, parts_of
+from gateway.apis.parts import Part, PartList, PartStep, parts_of
 from gateway.apis.translation import (
     Context,
     MessageList,
@@ -43,7 +43,7 @@ from gateway.parsers.events import Finish, ParsedDelta
 from gateway.schemas.common import MAX_LABEL_CHARACTERS
 from gateway.streaming import event
 
-# The chat's parameters, by what they come from.
+# The chat's parameters, with the API's parameter for each.
 NAMES = {
     "max_tokens": "max_tokens",
     "messages": "messages",
@@ -60,7 +60,7 @@ _BILLING = "x-anthropic-billing-header:"
 
 @dataclass(frozen=True)
 class MessagesReply:
-    """What a message is made from besides the output; filled by `translate`."""
+    """The data besides the output that a message is made from; filled by `translate`."""
 
     # The name that was asked for: Claude Code gives thoughts back to a model of the same name only.
     model: str
@@ -69,9 +69,9 @@ class MessagesReply:
 
 
 def translate(body: CountTokensRequest, context: Context) -> Translation:
-    """The chat request of a body of either path."""
+    """Returns the chat request for a body of either path."""
     if body.thread is not None:
-        # Ignored, it would cost a conversation its history. Clients then send all of it.
+        # Ignoring it would drop a conversation's history. Clients then send all of it.
         raise bad_request(
             "conversations are not kept here: send all messages, without 'thread'",
             "thread",
@@ -141,13 +141,13 @@ def _add_answer(messages: MessageList, blocks: Sequence[ContentBlock], place: st
 def _result_parts(block: ToolResultBlock, place: str, context: Context) -> list[dict[str, Any]]:
     content = block.content or ""
     parts = [text_part(content)] if isinstance(content, str) else _parts(content, place, context)
-    if block.is_error:  # chat templates know no other place for it
+    if block.is_error:  # chat templates have no other place for it
         parts.insert(0, text_part("Error:"))
     return parts
 
 
 def _parts(blocks: Iterable[Any], place: str, context: Context) -> list[dict[str, Any]]:
-    """Blocks of a user, or of a tool's result, as a chat's parts."""
+    """Returns a user's or a tool result's blocks as a chat's parts."""
     parts: list[dict[str, Any]] = []
     for block in blocks:
         match block:
@@ -188,7 +188,7 @@ def _document(block: DocumentBlock) -> str:
 
 
 def _is_own(tool: AnthropicTool) -> bool:
-    """Whether the body says what the tool is: Anthropic's own have a type instead."""
+    """Returns whether the body describes the tool: Anthropic's own tools have a type instead."""
     return tool.type in (None, "custom")
 
 
@@ -217,14 +217,14 @@ def _tools(body: CountTokensRequest, context: Context) -> dict[str, Any]:
 
 
 def _thinking(body: CountTokensRequest, model: ServedModel) -> dict[str, Any]:
-    """Templates have switches of different names; without `thinking` Anthropic's models do not think."""
+    """Returns the chat's thinking fields; templates name the switch differently, and it defaults to off."""
     asked = body.thinking
     effort = body.output_config.effort if body.output_config is not None else None
     on = asked is not None and asked.type != "disabled"
     fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": on, "thinking": on}}
     if on and effort is not None:
         fields["reasoning_effort"] = effort
-    # The budget of a model that does not think is no error: agents always send one.
+    # The budget is no error for a model that does not think: agents always send one.
     budget = None if asked is None or asked.type != "enabled" else asked.budget_tokens
     if budget is not None and model.reasoning_parser is not None:
         fields["thinking_token_budget"] = budget
@@ -245,7 +245,7 @@ def _sampling(body: MessagesRequest) -> dict[str, Any]:
         "max_tokens": body.max_tokens,
         "temperature": body.temperature,
         "top_k": body.top_k,
-        "top_p": body.top_p or None,  # 0, which the chat's does not take, is given up for greedy choices
+        "top_p": body.top_p or None,  # 0 means greedy; the chat API does not accept it
         "stop": body.stop_sequences or None,
         "stream": body.stream,
         "user": None if user is None else user[:MAX_LABEL_CHARACTERS],
@@ -253,29 +253,29 @@ def _sampling(body: MessagesRequest) -> dict[str, Any]:
 
 
 def sse(name: str, payload: dict[str, Any]) -> bytes:
-    """An event with a name, which its data repeats as `type`."""
+    """Returns a named event, whose data repeats the name as `type`."""
     return event({"type": name, **payload}, name)
 
 
-# Signatures prove nothing here. Clients must have one, and give back what it holds.
+# Signatures prove nothing here. Clients require one, and send back what it holds.
 _SHOWN = "shown:"
 _HIDDEN = "hidden:"
 
 
 def signature(thought: str, hidden: bool = False) -> str:
-    """What comes back with a thought; of a hidden one the thought itself."""
+    """Returns the signature of a thought; that of a hidden one contains the thought itself."""
     if hidden:
         return _HIDDEN + base64.b64encode(thought.encode()).decode()
     return _SHOWN + hashlib.sha256(thought.encode()).hexdigest()[:16]
 
 
 def _signed(text: str) -> str:
-    """The thought in the signature of a hidden one; empty: there is none."""
+    """Returns the thought in a hidden thought's signature, or an empty string if there is none."""
     if not text.startswith(_HIDDEN):
         return ""
     try:
         return base64.b64decode(text.removeprefix(_HIDDEN), validate=True).decode()
-    except ValueError:  # somebody else's
+    except ValueError:  # another server's
         return ""
 
 
@@ -283,7 +283,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessagesFormat(ResponseFormat):
-    """One message of content blocks, or the events that build it."""
+    """Builds one message of content blocks, or the events that stream it."""
 
     operation = "chat"
     keep_alive = sse("ping", {})
@@ -298,26 +298,26 @@ class MessagesFormat(ResponseFormat):
         self._has_begun = False
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """The message."""
+        """Returns the whole message."""
         blocks = [self._block(part) for part in parts_of(outputs[0])]
         return self._message(blocks, self._ending(outputs[0].finish, usage), usage)
 
     def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
-        """The beginning of the message before the first content; then blocks one after the other."""
+        """Returns the message's start before the first content, then the events of its blocks."""
         data = b"" if self._has_begun else self._opening(usage())
         self._finish = delta.finish or self._finish
         steps = self._parts.feed(delta.events)
         return data + b"".join(map(self._step, steps))
 
     def stream_end(self, usage: Usage) -> bytes:
-        """The end of the last block and of the message."""
+        """Returns the events that end the last block and the message."""
         data = b"" if self._has_begun else self._opening(usage)
         data += b"".join(map(self._step, self._parts.end()))
         data += sse("message_delta", {"delta": self._ending(self._finish, usage), "usage": _usage(usage)})
         return data + sse("message_stop", {})
 
     def stream_failure(self, error: ApiError) -> bytes:
-        """The error; nothing follows."""
+        """Returns the error event, which is the last one."""
         _, body = anthropic_error(error, self._request_id)
         return sse("error", {key: value for key, value in body.items() if key != "type"})
 
@@ -338,7 +338,7 @@ class MessagesFormat(ResponseFormat):
         }
 
     def _ending(self, finish: Finish | None, usage: Usage) -> dict[str, Any]:
-        """Why the message ended; a stop sequence is named."""
+        """Returns the stop reason, and the stop sequence if there was one."""
         reason = "stop" if finish is None else finish.reason
         if finish is not None and reason == "stop" and isinstance(finish.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_reason}
@@ -351,7 +351,7 @@ class MessagesFormat(ResponseFormat):
         return usage.prompt_tokens + usage.completion_tokens >= self._reply.context_length
 
     def _block(self, part: Part) -> dict[str, Any]:
-        """A complete content block."""
+        """Returns a complete content block."""
         block = _opened(part)
         if part.kind == "tool_call":
             block["input"] = part.arguments()
@@ -362,7 +362,7 @@ class MessagesFormat(ResponseFormat):
             block["signature"] = signature(part.text, self._reply.hides_thinking)
         return block
 
-    def _step(self, step: Step) -> bytes:
+    def _step(self, step: PartStep) -> bytes:
         part, index = step.part, step.part.number
         if step.what == "start":
             return sse("content_block_start", {"index": index, "content_block": _opened(part)})
@@ -379,7 +379,7 @@ class MessagesFormat(ResponseFormat):
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Anthropic counts the prompt's cached tokens apart from the others."""
+    """Returns token counts; Anthropic counts cached prompt tokens apart from the others."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -390,7 +390,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _opened(part: Part) -> dict[str, Any]:
-    """A content block as it begins."""
+    """Returns the content block as it is when it begins."""
     if part.kind == "tool_call":
         return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
     if part.kind == "reasoning":

@@ -1,4 +1,4 @@
-"""The body of POST /v1/messages and /v1/messages/count_tokens, Anthropic's API."""
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens, Anthropic's API."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MAX_TOOLS = 1024
 
 
 class Block(StrictModel):
-    """What all blocks may have."""
+    """The fields that all blocks have."""
 
     cache_control: Any = Field(default=None, description="No effect: equal prefixes are always computed once")
 
 
 class TextBlock(Block):
-    """Text; citations are left out."""
+    """A text block; citations are ignored."""
 
     place = "content[]."
     type: Literal["text"]
@@ -29,7 +29,7 @@ class TextBlock(Block):
 
 
 class ImageSource(StrictModel):
-    """Bytes of an image, or where it is."""
+    """The bytes of an image, or its URL."""
 
     place = "content[].source."
     type: Literal["base64", "url"]
@@ -47,7 +47,7 @@ class ImageBlock(Block):
 
 
 class DocumentSource(StrictModel):
-    """A document's text; other kinds of documents cannot be read here."""
+    """The text of a document; other kinds of documents are not supported."""
 
     place = "content[].source."
     type: Literal["text", "content"]
@@ -57,7 +57,7 @@ class DocumentSource(StrictModel):
 
 
 class DocumentBlock(Block):
-    """A document, as text."""
+    """A document, read as text."""
 
     place = "content[]."
     type: Literal["document"]
@@ -68,7 +68,7 @@ class DocumentBlock(Block):
 
 
 class SearchResultBlock(Block):
-    """Something found, as text."""
+    """A search result, read as text."""
 
     place = "content[]."
     type: Literal["search_result"]
@@ -79,7 +79,7 @@ class SearchResultBlock(Block):
 
 
 class ThinkingBlock(Block):
-    """A thought of a former answer; one that was not shown is in its signature."""
+    """A thought of an earlier answer; that of a hidden one is in its signature."""
 
     place = "content[]."
     type: Literal["thinking"]
@@ -118,7 +118,7 @@ ResultBlock = Annotated[
 
 
 class ToolResultBlock(Block):
-    """What a tool gave, or how it failed."""
+    """The result of a tool call, or its error."""
 
     place = "content[]."
     type: Literal["tool_result"]
@@ -141,7 +141,7 @@ ContentBlock = Annotated[
 
 
 class AnthropicMessage(StrictModel):
-    """One turn."""
+    """One turn of the conversation."""
 
     place = "messages[]."
     role: Literal["user", "assistant", "system"]
@@ -158,7 +158,7 @@ class Thinking(StrictModel):
 
 
 class AnthropicTool(StrictModel):
-    """A tool; one with a `type` other than custom is Anthropic's own and left out."""
+    """A tool; one whose `type` is not custom is Anthropic's own and ignored."""
 
     place = "tools[]."
     type: str | None = None
@@ -174,7 +174,7 @@ class AnthropicTool(StrictModel):
 
 
 class ToolChoice(StrictModel):
-    """Whether tools are called; `name` of the one with type tool."""
+    """Whether tools are called; `name` is that of the tool for type tool."""
 
     place = "tool_choice."
     type: Literal["auto", "any", "tool", "none"]
@@ -183,7 +183,7 @@ class ToolChoice(StrictModel):
 
 
 class OutputFormat(StrictModel):
-    """The JSON schema that the answer satisfies."""
+    """The JSON schema that the answer must satisfy."""
 
     place = "output_config.format."
     type: Literal["json_schema"]
@@ -191,7 +191,7 @@ class OutputFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """How the answer is made."""
+    """How the answer is generated."""
 
     place = "output_config."
     effort: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
@@ -199,14 +199,14 @@ class OutputConfig(StrictModel):
 
 
 class RequestMetadata(StrictModel):
-    """Who asks."""
+    """The end user of the request."""
 
     place = "metadata."
     user_id: str | None = None
 
 
 class CountTokensRequest(StrictModel):
-    """What a prompt is made of."""
+    """The fields that make the prompt."""
 
     model: str = Field(max_length=MAX_LABEL_CHARACTERS)
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -216,14 +216,14 @@ class CountTokensRequest(StrictModel):
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="As in `output_config`, its older place")
-    thread: Any = Field(None, description="A conversation that the server would keep: none is, so 400")
+    thread: Any = Field(None, description="Not supported, 400: the server stores no conversations")
 
 
 class MessagesRequest(CountTokensRequest):
-    """A request for the next message; further fields have no effect and are counted."""
+    """A request for the next message; unknown fields have no effect and are counted."""
 
     max_tokens: int = Field(
-        ge=1, le=2**31, description="Most output tokens; no more are made than there is room for"
+        ge=1, le=2**31, description="Most output tokens; reduced to what fits in the context"
     )
     stop_sequences: list[str] | None = None
     stream: bool | None = None

@@ -19,7 +19,7 @@ from gateway.apis.ollama_schema import (
     OllamaRequest,
     Options,
 )
-from gateway.apis.parts import Part, PartList, Step
+from gateway.apis.parts import Part, PartList, PartStep
 from gateway.apis.translation import (
     Context,
     MessageList,
@@ -35,10 +35,10 @@ from gateway.output import chat_logprobs
 from gateway.parsers.events import Finish, ParsedDelta, TokenLogprob
 from gateway.text.tokenizer import Tokenizer
 
-# The version whose API this is: clients ask for it, and refuse old ones.
+# The version whose API this is: clients query it, and refuse old ones.
 VERSION = "0.20.0"
 _LATEST = ":latest"
-_AS_FIT = 2**31  # output tokens, cut to what there is room for
+_UNLIMITED = 2**31  # output tokens, reduced to what fits in the context
 NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
@@ -51,14 +51,14 @@ NAMES = {
 
 @dataclass(frozen=True)
 class OllamaReply:
-    """What an answer is made from besides the output; filled by the translations."""
+    """The data besides the output that an answer is made from; filled by the translations."""
 
-    model: str  # the name that was asked for, which is the answer's
+    model: str  # as the request has it; repeated in the answer
     is_chat: bool
 
 
 def translate_chat(body: OllamaChatRequest, context: Context) -> Translation:
-    """The chat request of a chat."""
+    """Returns the chat request for an Ollama chat."""
     reply = OllamaReply(body.model, is_chat=True)
     if not body.messages:
         return _loaded(body, reply, context)
@@ -78,7 +78,7 @@ def translate_chat(body: OllamaChatRequest, context: Context) -> Translation:
 
 
 def translate_generate(body: OllamaGenerateRequest, context: Context) -> Translation:
-    """The chat request of a prompt; a text completion of a raw one.
+    """Returns a chat request for a prompt, or a text completion for a raw one.
 
     Raises:
         ApiError: 400; a template was sent, or images with a raw prompt.
@@ -113,33 +113,33 @@ def _raw(body: OllamaGenerateRequest, reply: OllamaReply) -> Translation:
 
 
 def _loaded(body: OllamaRequest, reply: OllamaReply, context: Context) -> Translation:
-    """The answer to a request that only wants the model to be there."""
+    """Returns the answer to a request without input, which only loads the model."""
     context.model.check_name(served_name(body.model))
     ending = {"done": True, "done_reason": "unload" if body.keep_alive == 0 else "load"}
     return Translation({}, answer={**_line(reply, {"content": ""}), **ending})
 
 
 def served_name(name: str) -> str:
-    """The name without the tag that stands for the newest."""
+    """Returns the name without the tag `latest`."""
     return name.removesuffix(_LATEST)
 
 
 class _CallIds:
-    """Ids of calls: Ollama's clients mostly send none, and results in the order of the calls."""
+    """Assigns ids to calls: Ollama's clients rarely send any, and send results in the order of the calls."""
 
     def __init__(self) -> None:
         self._count = 0
         self._open: list[tuple[str, str]] = []  # name and id of calls without a result
 
     def call(self, name: str, given: str | None) -> str:
-        """The id of a call."""
+        """Returns the id of a call, `given` or a new one."""
         self._count += 1
         call_id = given or f"call_{self._count}"
         self._open.append((name, call_id))
         return call_id
 
     def result(self, message: OllamaMessage) -> str:
-        """The id of the call that a result is of: the first of the same name, or else the first."""
+        """Returns the id of the call that a result answers: the first of its name, else the first."""
         if message.tool_call_id:
             return message.tool_call_id
         of_name = [one for one in self._open if one[0] == message.tool_name]
@@ -171,7 +171,7 @@ def _add_message(messages: MessageList, message: OllamaMessage, calls: _CallIds)
 
 
 def _images(images: list[str] | None) -> list[dict[str, Any]]:
-    """Images of base64 without a name of their type, which their bytes tell."""
+    """Returns image parts for base64 data, whose type is detected from its bytes."""
     return [base64_image("image/*", data) for data in images or ()]
 
 
@@ -180,10 +180,10 @@ def _common(body: OllamaRequest) -> dict[str, Any]:
     limit = options.num_predict
     return {
         "model": served_name(body.model),
-        "max_tokens": limit if limit is not None and limit > 0 else _AS_FIT,
+        "max_tokens": limit if limit is not None and limit > 0 else _UNLIMITED,
         "temperature": options.temperature,
         "top_k": options.top_k,
-        "top_p": options.top_p or None,  # 0, which chats do not take, is given up for greedy choices
+        "top_p": options.top_p or None,  # 0 means greedy; the chat API does not accept it
         "min_p": options.min_p,
         "repetition_penalty": options.repeat_penalty,
         "presence_penalty": options.presence_penalty,
@@ -220,7 +220,7 @@ def _chat_only(body: OllamaRequest) -> dict[str, Any]:
 
 
 def _line(reply: OllamaReply, message: dict[str, Any]) -> dict[str, Any]:
-    """What every object of an answer has; `message`: content, thinking and tool_calls."""
+    """Returns the fields that every object of an answer has; `message`: content, thinking and tool_calls."""
     now = datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
     line: dict[str, Any] = {"model": reply.model, "created_at": now}
     if reply.is_chat:
@@ -230,7 +230,7 @@ def _line(reply: OllamaReply, message: dict[str, Any]) -> dict[str, Any]:
 
 
 class OllamaFormat(ResponseFormat):
-    """Lines of JSON, or one object; calls come whole."""
+    """Builds lines of JSON, or one object; each call is one line."""
 
     media_type = "application/x-ndjson"
 
@@ -244,11 +244,11 @@ class OllamaFormat(ResponseFormat):
         self._parts = PartList()
         self._calls = 0
         self._finish: Finish | None = None
-        # Clients read every line as JSON: one without content is what there is instead of a comment.
+        # Clients read every line as JSON, so keep-alives are lines without content instead of comments.
         self.keep_alive = _ndjson({**_line(reply, {"content": ""}), "done": False})
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """The answer as one object."""
+        """Returns the answer as one object."""
         output = outputs[0]
         self._finish = output.finish
         parts = PartList()
@@ -263,20 +263,20 @@ class OllamaFormat(ResponseFormat):
         return {**_line(self._reply, message), **self._scores(output.logprobs), **self._ending(usage)}
 
     def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
-        """A line for each piece of text and each complete call."""
+        """Returns a line for each piece of text and each complete call."""
         self._finish = delta.finish or self._finish
         return b"".join(map(self._step, self._parts.feed(delta.events, delta.logprobs)))
 
     def stream_end(self, usage: Usage) -> bytes:
-        """A call that ended last, and the line with the counts."""
+        """Returns the line of a call that ended last, and the line with the counts."""
         data = b"".join(map(self._step, self._parts.end()))
         return data + _ndjson({**_line(self._reply, {"content": ""}), **self._ending(usage)})
 
     def stream_failure(self, error: ApiError) -> bytes:
-        """The error; nothing follows."""
+        """Returns the error, which is the last line."""
         return _ndjson(ollama_error(error))
 
-    def _step(self, step: Step) -> bytes:
+    def _step(self, step: PartStep) -> bytes:
         part = step.part
         if part.kind == "tool_call":
             if step.what != "end":
@@ -302,7 +302,7 @@ class OllamaFormat(ResponseFormat):
         return {"logprobs": chat_logprobs(self._tokenizer, logprobs, self._logprobs)["content"]}
 
     def _ending(self, usage: Usage) -> dict[str, Any]:
-        """Why it ended, counts, and times in nanoseconds."""
+        """Returns the stop reason, token counts, and times in nanoseconds."""
         is_cut = self._finish is not None and self._finish.reason == "length"
         return {
             "done": True,
@@ -321,7 +321,7 @@ def _ndjson(value: dict[str, Any]) -> bytes:
 
 
 def card(model: ServedModel) -> dict[str, Any]:
-    """The entry of /api/tags. What the server does not know of the checkpoint is empty or 0."""
+    """Returns the entry of /api/tags; facts that are unknown are empty or 0."""
     name = model.name if ":" in model.name else model.name + _LATEST
     return {
         "name": name,
@@ -334,7 +334,7 @@ def card(model: ServedModel) -> dict[str, Any]:
 
 
 def running_card(model: ServedModel) -> dict[str, Any]:
-    """The entry of /api/ps; the model stays loaded."""
+    """Returns the entry of /api/ps; the model stays loaded."""
     never = _time(model.created + 100 * 365 * 86400)
     return {**card(model), "expires_at": never, "size_vram": 0, "context_length": model.max_context_length}
 
@@ -356,7 +356,7 @@ def _details(model: ServedModel) -> dict[str, Any]:
 
 
 def translate_show(body: OllamaModelRequest, context: Context) -> Translation:
-    """The answer of /api/show: what the model can do, and how long its context is."""
+    """Returns the answer of /api/show: what the model can do, and how long its context is."""
     model = context.model
     model.check_name(served_name(body.model))
     template = model.tokenizer.chat_template
@@ -386,6 +386,6 @@ def translate_show(body: OllamaModelRequest, context: Context) -> Translation:
 
 
 def translate_pull(body: OllamaModelRequest, context: Context) -> Translation:
-    """The answer of /api/pull: the served model is there, others cannot be had."""
+    """Returns the answer of /api/pull: success for the served model, an error for any other."""
     context.model.check_name(served_name(body.model))
     return Translation({}, answer={"status": "success"})

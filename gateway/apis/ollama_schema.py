@@ -23,8 +23,8 @@ class CalledFunction(StrictModel):
     index: int | None = None
 
 
-class Call(StrictModel):
-    """A tool call of a former answer."""
+class OllamaCall(StrictModel):
+    """A tool call of an earlier answer."""
 
     place = "messages[].tool_calls[]."
     id: Label | None = None
@@ -40,16 +40,18 @@ class OllamaMessage(StrictModel):
     content: str | None = None
     thinking: str | None = None
     images: Images | None = None
-    tool_calls: list[Call] | None = Field(None, max_length=MAX_PARTS, fail_fast=True)
+    tool_calls: list[OllamaCall] | None = Field(None, max_length=MAX_PARTS, fail_fast=True)
     tool_name: Label | None = None
     tool_call_id: Label | None = None
 
 
 class Options(StrictModel):
-    """How tokens are chosen; what concerns memory and threads has no effect."""
+    """Sampling options; those about memory and threads have no effect."""
 
     place = "options."
-    num_predict: int | None = Field(None, ge=-2, le=2**31, description="Most output tokens; below 1: as fit")
+    num_predict: int | None = Field(
+        None, ge=-2, le=2**31, description="Most output tokens; below 1: no limit"
+    )
     temperature: float | None = Field(None, ge=0)
     top_k: int | None = Field(None, ge=-1)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -63,7 +65,7 @@ class Options(StrictModel):
 
 
 class OllamaRequest(StrictModel):
-    """What both ways to generate have."""
+    """The fields that both ways to generate share."""
 
     model: Label = Field(description="Name as in /api/tags; :latest may follow it")
     format: str | dict[str, Any] | None = Field(None, description="json, or a JSON schema")
@@ -73,19 +75,19 @@ class OllamaRequest(StrictModel):
     keep_alive: Any = Field(None, description="No effect: the model stays loaded")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    truncate: Any = Field(None, description="No effect: what is too long is refused")
+    truncate: Any = Field(None, description="No effect: too long prompts are refused")
     shift: Any = Field(None, description="No effect")
 
 
 class OllamaChatRequest(OllamaRequest):
-    """The next message of a conversation; of an empty one, whether the model is there."""
+    """A request for the next message; without messages it only checks that the model is there."""
 
     messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES, fail_fast=True)
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
 
 
 class OllamaGenerateRequest(OllamaRequest):
-    """The answer to a prompt, by way of the chat template unless it is raw or has a suffix."""
+    """A request that continues a prompt, with the chat template unless it is raw or has a suffix."""
 
     prompt: str = ""
     suffix: str | None = None
@@ -97,7 +99,7 @@ class OllamaGenerateRequest(OllamaRequest):
 
 
 class OllamaModelRequest(StrictModel):
-    """Names the model."""
+    """A request that names the model."""
 
     model: Label = Field(validation_alias=AliasChoices("model", "name"))
     verbose: Any = None

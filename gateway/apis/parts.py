@@ -1,4 +1,4 @@
-"""The parts of an output (thoughts, texts, tool calls) one after the other, as items show them."""
+"""Splits an output into its parts (thoughts, texts, tool calls), one after the other, as APIs show them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gateway.text.conversation import map_strings
 
 @dataclass
 class Part:
-    """One part of an output, as far as it is known; filled by `PartList`."""
+    """One part of an output, as far as it was generated; filled by `PartList`."""
 
     number: int  # of the output's parts
     kind: Literal["reasoning", "content", "tool_call"]
@@ -32,17 +32,17 @@ class Part:
 
     @property
     def text(self) -> str:
-        """All of the part so far; of a call the arguments."""
+        """The part's text so far; of a call its arguments."""
         return "".join(self.pieces)
 
     def arguments(self) -> dict[str, Any]:
-        """A call's arguments; an empty object where the call was cut off."""
+        """Returns a call's arguments, or an empty object where the call was cut off."""
         return parsed_arguments(self.text)
 
 
 @dataclass(frozen=True)
-class Step:
-    """What happens to a part; made by `PartList.feed`."""
+class PartStep:
+    """One change of a part; made by `PartList.feed`."""
 
     part: Part
     what: Literal["start", "text", "end"]
@@ -51,17 +51,17 @@ class Step:
 
 
 class PartList:
-    """Cuts an output's events into parts; at most one of them is open."""
+    """Splits an output's events into parts; at most one of them is open."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self._open: Part | None = None
         self._logprobs: tuple[TokenLogprob, ...] = ()  # not yet with a text
 
-    def feed(self, events: Iterable[OutputEvent], logprobs: tuple[TokenLogprob, ...] = ()) -> list[Step]:
-        """What the events do, in order; `logprobs` are those of their content."""
+    def feed(self, events: Iterable[OutputEvent], logprobs: tuple[TokenLogprob, ...] = ()) -> list[PartStep]:
+        """Returns the steps that the events cause; `logprobs` are those of their content."""
         self._logprobs = logprobs
-        steps: list[Step] = []
+        steps: list[PartStep] = []
         for event in events:
             match event:
                 case ReasoningDelta():
@@ -75,40 +75,40 @@ class PartList:
                     self._add(steps, event.text)
         return steps
 
-    def end(self) -> list[Step]:
-        """The end of what is open, at the output's end."""
+    def end(self) -> list[PartStep]:
+        """Returns the step that closes the open part, at the output's end."""
         opened, self._open = self._open, None
-        return [] if opened is None else [Step(opened, "end")]
+        return [] if opened is None else [PartStep(opened, "end")]
 
-    def _text(self, steps: list[Step], kind: Literal["reasoning", "content"], text: str) -> None:
+    def _text(self, steps: list[PartStep], kind: Literal["reasoning", "content"], text: str) -> None:
         if self._open is None or self._open.kind != kind:
             self._start(steps, Part(len(self.parts), kind))
         self._add(steps, text)
 
-    def _start(self, steps: list[Step], part: Part) -> None:
+    def _start(self, steps: list[PartStep], part: Part) -> None:
         steps += self.end()
         self._open = part
         self.parts.append(part)
-        # As it is then: what follows within the same message is added before anybody looks at the step.
-        steps.append(Step(replace(part, pieces=[], logprobs=[]), "start"))
+        # The part is copied: later events of the same message may extend it before the step is read.
+        steps.append(PartStep(replace(part, pieces=[], logprobs=[]), "start"))
 
-    def _add(self, steps: list[Step], text: str) -> None:
+    def _add(self, steps: list[PartStep], text: str) -> None:
         assert self._open is not None
         self._open.pieces.append(text)
         logprobs: tuple[TokenLogprob, ...] = ()
         if self._open.kind == "content":
             logprobs, self._logprobs = self._logprobs, ()
         self._open.logprobs.extend(logprobs)
-        steps.append(Step(self._open, "text", text, logprobs))
+        steps.append(PartStep(self._open, "text", text, logprobs))
 
 
 def well_formed(text: str) -> str:
-    """`text` without halves of surrogate pairs, which JSON can spell and no answer can hold."""
+    """Returns `text` without halves of surrogate pairs, which JSON can spell but UTF-8 cannot encode."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """The object that a model's arguments spell; an empty one where they are none."""
+    """Returns the object that a model's arguments spell, or an empty one where they are no object."""
     try:
         value = json.loads(text)
         return map_strings(value, well_formed) if isinstance(value, dict) else {}
@@ -117,7 +117,7 @@ def parsed_arguments(text: str) -> dict[str, Any]:
 
 
 def parts_of(output: Output) -> list[Part]:
-    """The parts of a whole output."""
+    """Returns the parts of a whole output."""
     parts = PartList()
     for delta in output.deltas:
         parts.feed(delta.events)

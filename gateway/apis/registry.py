@@ -1,4 +1,4 @@
-"""The APIs by the kind of request that prompt processes know them by: the body's schema, the translation."""
+"""Maps each kind of request to its body's schema and its translation."""
 
 from __future__ import annotations
 

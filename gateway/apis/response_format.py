@@ -1,4 +1,4 @@
-"""OpenAI's Responses: the object that answers a request, and the events that build it."""
+"""OpenAI's Responses: builds the object that answers a request, and the events that stream it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gateway.apis.parts import Part, PartList, Step, parsed_arguments, well_formed
+from gateway.apis.parts import Part, PartList, PartStep, parsed_arguments, well_formed
 from gateway.apis.responses import INPUT, ResponsesReply, ToolName, encrypted
 from gateway.apis.stored_responses import ResponseStore
 from gateway.errors import ApiError
@@ -22,10 +22,10 @@ from gateway.text.tokenizer import Tokenizer
 
 
 class InputText:
-    """Reads the text for a custom tool out of the function's arguments, `{"input": "..."}`, as they come."""
+    """Extracts a custom tool's text from the function's arguments, `{"input": "..."}`, as they arrive."""
 
     _START = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
-    # A piece that can be decoded: no half of an escape, and no half of a pair of surrogates, at its end.
+    # A piece that can be decoded: it ends in no half of an escape and no half of a surrogate pair.
     _WHOLE = re.compile(
         r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
         r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*"
@@ -40,7 +40,7 @@ class InputText:
         self.given: list[str] = []
 
     def feed(self, arguments: str) -> str:
-        """What is certain with this piece."""
+        """Returns the text that is certain after this piece."""
         if self._has_ended:
             return ""
         self._held += arguments
@@ -58,7 +58,7 @@ class InputText:
         return self._give(text)
 
     def finish(self, arguments: str) -> str:
-        """The rest, once all `arguments` are known: where they are no such object, all of them."""
+        """Returns the rest, once all `arguments` are known: where they are no such object, all of them."""
         if self._is_open:
             is_broken = not self._has_ended and len(self._held) > self._LONGEST_ESCAPE
             return self._give(self._held, is_escaped=False) if is_broken else ""
@@ -67,14 +67,14 @@ class InputText:
 
     def _give(self, text: str, is_escaped: bool = True) -> str:
         if is_escaped and "\\" in text:
-            with contextlib.suppress(ValueError):  # an escape that JSON has not
+            with contextlib.suppress(ValueError):  # an escape that JSON does not have
                 text = well_formed(str(json.loads(f'"{text}"', strict=False)))
         self.given.append(text)
         return text
 
 
 class ResponsesFormat(ResponseFormat):
-    """One response of items: thoughts, messages and calls."""
+    """Builds one response of items: thoughts, messages and calls."""
 
     operation = "chat"
 
@@ -102,7 +102,7 @@ class ResponsesFormat(ResponseFormat):
         self._done: dict[str, Any] | None = None
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """The response that the events of a stream build."""
+        """Returns the whole response."""
         for delta in outputs[0].deltas:
             self.stream_delta(delta, lambda: usage)
         self.stream_end(usage)
@@ -110,19 +110,19 @@ class ResponsesFormat(ResponseFormat):
         return self._done
 
     def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
-        """The response's beginning before the first content; then the events of each item in its turn."""
+        """Returns the response's start before the first content, then the events of each item in order."""
         self._finish = delta.finish or self._finish
         steps = self._parts.feed(delta.events, delta.logprobs)
         return self._opening() + b"".join(map(self._step, steps))
 
     def stream_end(self, usage: Usage) -> bytes:
-        """The end of the last item, and the whole response."""
+        """Returns the events that end the last item and the response."""
         data = self._opening() + b"".join(map(self._step, self._parts.end()))
         self._done = self._ended(usage)
         return data + self._event(f"response.{self._done['status']}", response=self._done)
 
     def stream_failure(self, error: ApiError) -> bytes:
-        """The response, failed, with the items that were complete."""
+        """Returns the failed response, with the items that were complete."""
         said = error.body()["error"]
         code = "rate_limit_exceeded" if error.status == 429 else said["code"]
         shown = {"code": "server_error" if error.status >= 500 else code, "message": said["message"]}
@@ -130,7 +130,7 @@ class ResponsesFormat(ResponseFormat):
         return self._opening() + self._event("response.failed", response=response)
 
     async def settle(self) -> None:
-        """Stores the response where that is wanted."""
+        """Stores the response if the request asked for that."""
         items = self._reply.input_items
         if items is not None and self._done is not None:
             await asyncio.to_thread(self._store.put, self._done, items)
@@ -180,8 +180,8 @@ class ResponsesFormat(ResponseFormat):
     def _is_cut(self) -> bool:
         return self._finish is not None and self._finish.reason == "length"
 
-    def _step(self, step: Step) -> bytes:
-        """The events of one step, in the order that OpenAI's clients build items by."""
+    def _step(self, step: PartStep) -> bytes:
+        """Returns the events of one step, in the order in which OpenAI's clients expect them."""
         part = step.part
         if part.kind == "reasoning":
             return self._thought_step(step)
@@ -199,7 +199,7 @@ class ResponsesFormat(ResponseFormat):
         self._items.append(item)
         return self._event("response.output_item.done", output_index=part.number, item=item)
 
-    def _text_step(self, step: Step) -> bytes:
+    def _text_step(self, step: PartStep) -> bytes:
         part, where = step.part, {**self._place(step.part), "content_index": 0}
         if step.what == "text":
             return self._event(
@@ -226,7 +226,7 @@ class ResponsesFormat(ResponseFormat):
             "content": content,
         }
 
-    def _thought_step(self, step: Step) -> bytes:
+    def _thought_step(self, step: PartStep) -> bytes:
         part, summarises = step.part, self._reply.summarises
         kind, part_kind, index = (
             ("reasoning_summary_text", "reasoning_summary_part", "summary_index")
@@ -251,7 +251,7 @@ class ResponsesFormat(ResponseFormat):
             + self._finished({**item, "status": self._status(part)}, part)
         )
 
-    def _call_step(self, step: Step) -> bytes:
+    def _call_step(self, step: PartStep) -> bytes:
         part, where = step.part, self._place(step.part)
         if step.what == "start":
             return self._started(self._call(part, "in_progress"), part)
@@ -266,7 +266,7 @@ class ResponsesFormat(ResponseFormat):
     def _call(self, part: Part, status: str) -> dict[str, Any]:
         return {**self._named(part), "type": "function_call", "arguments": part.text, "status": status}
 
-    def _custom_step(self, step: Step) -> bytes:
+    def _custom_step(self, step: PartStep) -> bytes:
         part, where = step.part, self._place(step.part)
         text = self._inputs.setdefault(part.number, InputText())
         item = {**self._named(part), "type": "custom_tool_call"}
@@ -281,7 +281,7 @@ class ResponsesFormat(ResponseFormat):
         return data + done + self._finished(item, part)
 
     def _named(self, part: Part) -> dict[str, Any]:
-        """A call as clients know its tool."""
+        """Returns a call under its tool's name at the client."""
         tool = self._tool(part)
         named = {"id": self._item_id(part), "call_id": part.call_id, "name": tool.name}
         return named if tool.namespace is None else {**named, "namespace": tool.namespace}
@@ -294,14 +294,14 @@ class ResponsesFormat(ResponseFormat):
         return "incomplete" if is_last and self._is_cut else "completed"
 
     def _scores(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        """Log-probabilities of tokens as the API has them."""
+        """Returns the log-probabilities of tokens in the shape of the API."""
         if self._logprobs is None or not logprobs:
             return []
         content: list[dict[str, Any]] = chat_logprobs(self._tokenizer, logprobs, self._logprobs)["content"]
         return content
 
     def _item_id(self, part: Part) -> str:
-        """An id by which the item is found again: it holds the response's."""
+        """Returns an item id that contains the response's, by which the item is found again."""
         kind = self._tool(part).kind if part.kind == "tool_call" else part.kind
         return f"{_PREFIXES[kind]}_{self.id.removeprefix('resp_')}_{part.number}"
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: the translation of a request to a chat's."""
+"""OpenAI's Responses: translates a request to a chat request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from gateway.apis.translation import (
 )
 from gateway.errors import bad_request
 
-# The API's parameters for those of the chat.
+# The chat's parameters, with the API's parameter for each.
 NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -50,12 +50,12 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 INPUT = "input"  # the one parameter of the function that stands for a custom tool
-_THOUGHT = "thought:"  # before a thought in what OpenAI encrypts, and clients only give back
+_THOUGHT = "thought:"  # prefix of a thought in `encrypted_content`, which clients return as it is
 
 
 @dataclass(frozen=True)
 class ToolName:
-    """What a function of the chat is to the client; filled by `_ToolList`."""
+    """The client's name and kind of a function of the chat; filled by `_ToolList`."""
 
     kind: str  # function or custom
     name: str
@@ -64,18 +64,18 @@ class ToolName:
 
 @dataclass(frozen=True)
 class ResponsesReply:
-    """What a response is made from besides the output; filled by `translate`."""
+    """The data besides the output that a response is made from; filled by `translate`."""
 
     response_id: str
     fields: dict[str, Any]  # of the request, which the response repeats
     tools: Mapping[str, ToolName]
     summarises: bool = False  # thoughts are shown as summaries
     encrypts: bool = False  # thoughts come with `encrypted_content`
-    input_items: bytes | None = None  # JSON of what came before, to be stored; None: it is not
+    input_items: bytes | None = None  # JSON of the items before, to be stored; None: not stored
 
 
 def translate(body: ResponsesRequest, context: Context) -> Translation:
-    """The chat request of a response's.
+    """Returns the chat request for a Responses request.
 
     Raises:
         ApiError: 400 for what cannot be done; 404 for responses and items that are not stored.
@@ -114,7 +114,7 @@ def translate(body: ResponsesRequest, context: Context) -> Translation:
 
 
 def _check_possible(body: ResponsesRequest) -> None:
-    """ApiError 400 for what would make another answer and is not done here."""
+    """Raises ApiError 400 for fields that change the answer and are not implemented."""
     instead = {
         "background": "leave it false",
         "conversation": "send the input itself, or 'previous_response_id'",
@@ -132,7 +132,7 @@ def _wants_summary(body: ResponsesRequest) -> bool:
 
 
 def _all_items(body: ResponsesRequest, context: Context) -> list[Any]:
-    """The conversation's items: those before, then those sent, references replaced by what they name."""
+    """Returns the conversation's items: stored ones, then those sent, with references resolved."""
     sent = body.input
     if isinstance(sent, str):
         sent = [MessageItem(role="user", content=sent)]
@@ -145,7 +145,7 @@ def _all_items(body: ResponsesRequest, context: Context) -> list[Any]:
 
 
 def _former_items(response_id: str, context: Context) -> list[Any]:
-    """The conversation up to the end of a stored response; ApiError 404 when it is gone."""
+    """Returns the conversation up to the end of a stored response. Raises ApiError 404 when it is gone."""
     found = None if context.responses is None else context.responses.find(response_id)
     if found is None:
         raise not_found(
@@ -155,7 +155,7 @@ def _former_items(response_id: str, context: Context) -> list[Any]:
 
 
 def _referenced(item_id: str, context: Context) -> Any:
-    """The output item with this id, which has its response's id in it."""
+    """Returns the output item with this id, which contains its response's id."""
     response_id = f"resp_{item_id.partition('_')[2].partition('_')[0]}"
     found = None if context.responses is None else context.responses.find(response_id)
     items = [] if found is None else [item for item in found.response["output"] if item["id"] == item_id]
@@ -173,7 +173,7 @@ def _read_items(items: list[dict[str, Any]]) -> list[Any]:
 
 
 def _stored_items(items: Iterable[Any]) -> bytes:
-    """The items as they are given back, each with an id."""
+    """Returns the items as clients get them, each with an id."""
     listed = []
     for item in items:
         value = item.model_dump(exclude_none=True, by_alias=True)
@@ -222,7 +222,7 @@ def _add_message(messages: MessageList, item: MessageItem, place: str, context: 
 
 
 def _parts(content: str | list[Any], place: str, context: Context) -> list[dict[str, Any]]:
-    """Text and images as a chat's parts; ApiError 400 for files."""
+    """Returns text and images as a chat's parts. Raises ApiError 400 for files."""
     if isinstance(content, str):
         return [text_part(content)]
     parts: list[dict[str, Any]] = []
@@ -245,12 +245,12 @@ def _parts(content: str | list[Any], place: str, context: Context) -> list[dict[
 
 
 def encrypted(thought: str) -> str:
-    """A thought as `encrypted_content`; nothing is secret in it."""
+    """Returns a thought as `encrypted_content`; it is encoded, not secret."""
     return base64.b64encode(f"{_THOUGHT}{thought}".encode()).decode()
 
 
 def _thought(item: ReasoningItem) -> str:
-    """The text of a former thought, in whichever place it is."""
+    """Returns the text of an earlier thought, from whichever field has it."""
     try:
         decoded = base64.b64decode(item.encrypted_content or "", validate=True).decode()
     except ValueError:  # encrypted by another server
@@ -262,14 +262,14 @@ def _thought(item: ReasoningItem) -> str:
 
 
 def _function_name(name: str, namespace: str | None) -> str:
-    """The chat's name of a tool; names of a namespace would otherwise meet one another's."""
+    """Returns a tool's name in the chat; the namespace is a part of it, to keep names apart."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 class _ToolList:
-    """The tools that the model can call, as a chat has them."""
+    """Collects the tools that the model can call, as the chat API has them."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -278,7 +278,7 @@ class _ToolList:
         self.texts: dict[str, tuple[str, str]] = {}
 
     def add(self, tools: Iterable[Any], param: str, namespace: NamespaceTool | None = None) -> None:
-        """Takes tools; those that servers of OpenAI run themselves are left out."""
+        """Adds tools; those that OpenAI's servers run themselves are ignored."""
         prefix = None if namespace is None else namespace.name
         for tool in tools:
             match tool:
@@ -308,7 +308,7 @@ class _ToolList:
         self._tools.append(function_tool(name, description, schema, strict))
 
     def fields(self, body: ResponsesRequest) -> dict[str, Any]:
-        """The chat's fields about tools.
+        """Returns the chat's fields about tools.
 
         Raises:
             ApiError: 400; the choice is of a tool that cannot be called.
@@ -363,7 +363,7 @@ _INPUT_SCHEMA = {
 
 
 def _described(tool: CustomTool) -> str:
-    """What the prompt says about a tool that takes text."""
+    """Returns the prompt's description of a tool that takes text."""
     given = tool.format
     words = [tool.description or "", f"The tool takes free text, which goes into {INPUT!r}."]
     if given is not None and given.type == "grammar":
@@ -390,7 +390,7 @@ def _sampling(body: ResponsesRequest) -> dict[str, Any]:
     wants_logprobs = "message.output_text.logprobs" in (body.include or ()) or body.top_logprobs
     return {
         **{name: getattr(body, name) for name in names},
-        "top_p": body.top_p or None,  # 0, which chats do not take, is given up for greedy choices
+        "top_p": body.top_p or None,  # 0 means greedy; the chat API does not accept it
         "max_tokens": body.max_output_tokens,
         "logprobs": True if wants_logprobs else None,
         "top_logprobs": body.top_logprobs or None,
@@ -414,7 +414,7 @@ def _format(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _repeated(body: ResponsesRequest, stores: bool) -> dict[str, Any]:
-    """The request's fields as the response repeats them."""
+    """Returns the request's fields that the response repeats."""
 
     def dumped(value: Any) -> Any:
         return value.model_dump(exclude_none=True, by_alias=True)

@@ -17,14 +17,14 @@ Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
 
 class Other(BaseModel):
-    """An item, a part or a tool of a kind that has no effect here."""
+    """An item, a part or a tool of a kind that is ignored."""
 
     model_config = ConfigDict(extra="allow")
     type: str | None = None
 
 
 class TextPart(StrictModel):
-    """Text of whichever side, also of a refusal or of a thought."""
+    """A text of either side, also of a refusal or a thought."""
 
     place = "input[].content[]."
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
@@ -35,7 +35,7 @@ class TextPart(StrictModel):
     prompt_cache_breakpoint: Any = None
 
     def words(self) -> str:
-        """The text, or the words of the refusal."""
+        """Returns the text, or that of the refusal."""
         return self.refusal if self.refusal is not None else self.text
 
 
@@ -51,7 +51,7 @@ class ImagePart(StrictModel):
 
 
 class FilePart(StrictModel):
-    """A file, which cannot be read here."""
+    """A file, which is not supported."""
 
     place = "input[].content[]."
     type: Literal["input_file", "input_audio"]
@@ -74,7 +74,7 @@ Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class Item(StrictModel):
-    """What all items of an input may have."""
+    """The fields that all items of an input share."""
 
     place = "input[]."
     id: Label | None = None
@@ -91,7 +91,7 @@ class MessageItem(Item):
 
 
 class AgentItem(Item):
-    """What another agent said to this one."""
+    """A message from another agent."""
 
     type: Literal["agent_message"]
     author: Label
@@ -100,7 +100,7 @@ class AgentItem(Item):
 
 
 class CallItem(Item):
-    """A function that the model called."""
+    """A call of a function in the history."""
 
     type: Literal["function_call"]
     call_id: Label
@@ -111,7 +111,7 @@ class CallItem(Item):
 
 
 class CustomCallItem(Item):
-    """A custom tool that the model called, with text."""
+    """A call of a custom tool in the history, with text."""
 
     type: Literal["custom_tool_call"]
     call_id: Label
@@ -122,7 +122,7 @@ class CustomCallItem(Item):
 
 
 class OutputItem(Item):
-    """What a called tool gave."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Label
@@ -133,7 +133,7 @@ class OutputItem(Item):
 
 
 class ReasoningItem(Item):
-    """A thought of a former answer."""
+    """A thought of an earlier answer."""
 
     type: Literal["reasoning"]
     summary: Parts = Field(default_factory=list)
@@ -142,7 +142,7 @@ class ReasoningItem(Item):
 
 
 class ReferenceItem(Item):
-    """An item of a stored response, by its id."""
+    """A reference to an item of a stored response."""
 
     type: Literal["item_reference"] | None = None
     id: Label
@@ -163,7 +163,7 @@ class FunctionTool(StrictModel):
 
 
 class CustomFormat(StrictModel):
-    """What the text for a custom tool looks like."""
+    """The format of the text for a custom tool."""
 
     place = "tools[].format."
     type: Literal["text", "grammar"] = "text"
@@ -180,7 +180,7 @@ class CustomFormat(StrictModel):
 
 
 class CustomTool(StrictModel):
-    """A tool that takes text; a grammar of that text is enforced, and shown to the model."""
+    """A tool that takes text; its grammar is enforced, and shown to the model."""
 
     place = "tools[]."
     type: Literal["custom"]
@@ -192,7 +192,7 @@ class CustomTool(StrictModel):
 
 
 class NamespaceTool(StrictModel):
-    """Tools with a common name before theirs."""
+    """Tools whose names share a prefix."""
 
     place = "tools[]."
     type: Literal["namespace"]
@@ -219,7 +219,7 @@ NamespaceTool.model_rebuild()
 
 
 class ToolsItem(Item):
-    """Further tools, which come with the input."""
+    """Further tools, sent as an item of the input."""
 
     type: Literal["additional_tools"]
     role: Any = None
@@ -240,7 +240,7 @@ _ITEMS = {
 
 
 def _untyped(value: dict[str, Any]) -> str:
-    """Items without a type: a message, or a reference, which has nothing but an id."""
+    """Returns the type of an item without one: a reference has nothing but an id, all else is a message."""
     return "a-reference" if "id" in value and "role" not in value else "a-message"
 
 
@@ -261,7 +261,7 @@ ITEMS: TypeAdapter[list[Any]] = TypeAdapter(Items)
 
 
 class Reasoning(StrictModel):
-    """How the model thinks, and where its thought is shown."""
+    """How much the model thinks, and where its thought is shown."""
 
     place = "reasoning."
     effort: Label | None = None
@@ -271,7 +271,7 @@ class Reasoning(StrictModel):
 
 
 class TextFormat(StrictModel):
-    """What the answer has to be."""
+    """The format that the answer must have."""
 
     place = "text.format."
     type: Literal["text", "json_object", "json_schema"]
@@ -290,14 +290,12 @@ class Text(StrictModel):
 
 
 class ResponsesRequest(StrictModel):
-    """A request for a response; further fields have no effect and are counted."""
+    """A request for a response; unknown fields have no effect and are counted."""
 
     model: Label | None = None
-    input: str | Items = Field(description="Text, or items: messages, calls and what they gave, thoughts")
+    input: str | Items = Field(description="Text, or items: messages, calls and their results, thoughts")
     instructions: str | None = None
-    previous_response_id: Label | None = Field(
-        None, description="Of a stored response, which this one follows"
-    )
+    previous_response_id: Label | None = Field(None, description="Id of a stored response to continue")
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -315,7 +313,7 @@ class ResponsesRequest(StrictModel):
     conversation: Any = Field(None, description="Only unset: the server keeps responses, not conversations")
     prompt: Any = Field(None, description="Only unset: the server has no stored prompts")
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    truncation: Label | None = Field(None, description="No effect: what is too long is refused")
+    truncation: Label | None = Field(None, description="No effect: too long inputs are refused")
     max_tool_calls: int | None = Field(None, ge=0, description="No effect: the server calls no tools")
     service_tier: Label | None = Field(None, description="No effect")
     user: Label | None = None

@@ -28,14 +28,14 @@ router = APIRouter()
 
 
 async def _respond(request: Request, prepared: Prepared, form: ResponseFormat) -> Response:
-    """Answers a prepared request in the form of its API."""
+    """Answers a prepared request in the format of its API."""
     gateway = gateway_of(request)
     await add_images(prepared.jobs[0], prepared.images, gateway.config.images)
     return await RequestRun(gateway, gateway.model(), prepared, form).respond(request)
 
 
 async def _answered(request: Request, kind: Kind) -> Response:
-    """The JSON of what needs no engine."""
+    """Returns the JSON answer of a request that needs no engine."""
     answer = await gateway_of(request).prepare(request, kind)
     assert isinstance(answer, bytes)
     return Response(answer, media_type="application/json")
@@ -43,7 +43,7 @@ async def _answered(request: Request, kind: Kind) -> Response:
 
 @router.post("/v1/messages", **takes(MessagesRequest))
 async def create_message(request: Request) -> Response:
-    """Anthropic's Messages: the next message of a conversation, whole or as a stream of events."""
+    """Answers Anthropic's Messages with the next message, whole or as a stream of events."""
     gateway = gateway_of(request)
     prepared = await gateway.generation(request, "messages")
     form = MessagesFormat(request.state.request_id, prepared.reply)
@@ -52,13 +52,13 @@ async def create_message(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", **takes(CountTokensRequest))
 async def count_tokens(request: Request) -> Response:
-    """How many tokens a conversation with its tools takes; each image counts as one."""
+    """Counts the tokens of a conversation with its tools; each image counts as one."""
     return await _answered(request, "count_tokens")
 
 
 @router.post("/v1/responses", **takes(ResponsesRequest))
 async def create_response(request: Request) -> Response:
-    """OpenAI's Responses: an answer of items, whole or as a stream of events."""
+    """Answers OpenAI's Responses: generates items, whole or as a stream of events."""
     gateway = gateway_of(request)
     prepared = await gateway.generation(request, "responses")
     model = gateway.model()
@@ -67,7 +67,7 @@ async def create_response(request: Request) -> Response:
 
 
 async def _stored(request: Request, response_id: str) -> StoredResponse:
-    """A stored response; ApiError 404 when it is gone."""
+    """Returns a stored response. Raises ApiError 404 when it is gone."""
     found = await asyncio.to_thread(gateway_of(request).responses.find, response_id)
     if found is None:
         raise not_found("response", response_id, "response_id", "response_not_found")
@@ -76,7 +76,7 @@ async def _stored(request: Request, response_id: str) -> StoredResponse:
 
 @router.get("/v1/responses/{response_id}", **refuses(400, 401, 404))
 async def retrieve_response(request: Request, response_id: str) -> JSONResponse:
-    """A stored response, as it was answered."""
+    """Returns a stored response as it was sent."""
     if request.query_params.get("stream", "false").lower() not in ("false", "0"):
         raise bad_request("a stored response is not streamed again", "stream", "unsupported_parameter")
     return JSONResponse((await _stored(request, response_id)).response)
@@ -84,7 +84,7 @@ async def retrieve_response(request: Request, response_id: str) -> JSONResponse:
 
 @router.delete("/v1/responses/{response_id}", **refuses(401, 404))
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-    """Forgets a stored response."""
+    """Deletes a stored response."""
     if not await asyncio.to_thread(gateway_of(request).responses.delete, response_id):
         raise not_found("response", response_id, "response_id", "response_not_found")
     return {"id": response_id, "object": "response", "deleted": True}
@@ -92,7 +92,7 @@ async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
 
 @router.post("/v1/responses/{response_id}/cancel", **refuses(400, 401, 404))
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """Refused: only responses in the background can be cancelled; others end with their connection."""
+    """Refuses: only background responses can be cancelled; others end with their connection."""
     await _stored(request, response_id)
     raise bad_request(
         "Cannot cancel a synchronous response. Close its connection to end it",
@@ -109,7 +109,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> JSONResponse:
-    """The items before a stored response's output, those of former responses included, newest first."""
+    """Lists the items before a stored response's output, earlier responses included, newest first."""
     items = (await _stored(request, response_id)).input
     if order == "desc":
         items.reverse()
@@ -132,7 +132,7 @@ async def list_input_items(
 async def _generated(request: Request, kind: Kind) -> Response:
     gateway = gateway_of(request)
     prepared = await gateway.prepare(request, kind)
-    if isinstance(prepared, bytes):  # whether the model is there
+    if isinstance(prepared, bytes):  # the request only checked that the model is there
         return Response(prepared, media_type="application/json")
     gateway.metrics.ignored(prepared.ignored)
     form = OllamaFormat(gateway.model().tokenizer, prepared.logprobs, prepared.reply)
@@ -141,45 +141,45 @@ async def _generated(request: Request, kind: Kind) -> Response:
 
 @router.post("/api/chat", **takes(OllamaChatRequest))
 async def ollama_chat(request: Request) -> Response:
-    """Ollama's chat: lines of JSON, or one object with `stream` false."""
+    """Answers Ollama's chat: lines of JSON, or one object with `stream` false."""
     return await _generated(request, "ollama_chat")
 
 
 @router.post("/api/generate", **takes(OllamaGenerateRequest))
 async def ollama_generate(request: Request) -> Response:
-    """Ollama's answer to a prompt: lines of JSON, or one object with `stream` false."""
+    """Answers Ollama's generate: lines of JSON, or one object with `stream` false."""
     return await _generated(request, "ollama_generate")
 
 
 @router.post("/api/show", **takes(OllamaModelRequest))
 async def ollama_show(request: Request) -> Response:
-    """What the model can do, as Ollama tells it."""
+    """Returns the model's capabilities in Ollama's format."""
     return await _answered(request, "ollama_show")
 
 
 @router.post("/api/pull", **takes(OllamaModelRequest))
 async def ollama_pull(request: Request) -> Response:
-    """Success for the served model, which is there; others cannot be had."""
+    """Reports success for the served model; other models cannot be pulled."""
     return await _answered(request, "ollama_pull")
 
 
 @router.get("/api/tags", **refuses(401, 503))
 @router.head("/api/tags", include_in_schema=False)
 async def ollama_tags(request: Request) -> dict[str, Any]:
-    """The one served model."""
+    """Lists the served model."""
     return {"models": [ollama.card(gateway_of(request).model())]}
 
 
 @router.get("/api/ps", **refuses(401, 503))
 async def ollama_running(request: Request) -> dict[str, Any]:
-    """The one served model, which is always loaded."""
+    """Lists the served model, which is always loaded."""
     return {"models": [ollama.running_card(gateway_of(request).model())]}
 
 
 @router.get("/api/version")
 @router.head("/api/version", include_in_schema=False)
 async def ollama_version() -> dict[str, str]:
-    """The version of Ollama whose API this is."""
+    """Returns the Ollama version whose API this is."""
     return {"version": ollama.VERSION}
 
 
@@ -187,7 +187,7 @@ async def ollama_version() -> dict[str, str]:
 @router.post("/api/embeddings", **refuses(400, 401))
 @router.post("/v1/embeddings", **refuses(400, 401))
 async def create_embedding() -> Response:
-    """Refused: the model writes text and has no embeddings to give."""
+    """Refuses: the model generates text and has no embeddings."""
     raise ApiError(
         400,
         "this server's model generates text: it has no embeddings; ask a server of an embedding model",

@@ -1,6 +1,6 @@
-"""Responses that clients may go on from: kept for a while, within bounds, in one file for all processes.
+"""Stores responses that clients may continue: for a while, within bounds, in one file for all processes.
 
-Prompt processes read what came before in it, gateway processes write: an SQLite file in a directory that all
+Prompt processes read earlier items in it, gateway processes write: an SQLite file in a directory that all
 of them share, so that it does not matter which process a request reaches.
 """
 
@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS responses (
     response BLOB NOT NULL
 )
 """
-# The newest that fit stay.
+# The newest responses that fit are kept.
 _TRIM = """
 DELETE FROM responses WHERE created < ? OR id IN (
     SELECT id FROM (
@@ -50,7 +50,7 @@ DELETE FROM responses WHERE created < ? OR id IN (
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """How much is kept; filled from the configuration."""
+    """The store's limits; filled from the configuration."""
 
     count: int  # responses; 0: none
     size: int  # bytes of all together
@@ -59,22 +59,22 @@ class StoreLimits:
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """One response; filled by `ResponseStore.find`."""
+    """One stored response; filled by `ResponseStore.find`."""
 
-    response: dict[str, Any]  # as it was answered
+    response: dict[str, Any]  # as it was sent
     input: list[dict[str, Any]]  # all items before its output, those of former responses included
 
     def items(self) -> list[dict[str, Any]]:
-        """The conversation up to the response's end."""
+        """Returns the conversation up to the response's end."""
         return [*self.input, *self.response["output"]]
 
 
 @dataclass(frozen=True)
 class ResponseStore:
-    """The file, made by `of`; every method opens it anew and may be called in any thread and process.
+    """The file, made by `of`; every method opens it again and may be called in any thread and process.
 
-    What cannot be read or written because of the file is as if it were not there, and is logged: a response
-    less is no reason to refuse an answer.
+    Errors of the file are logged and treated as if nothing were stored: they are no reason to refuse an
+    answer.
     """
 
     directory: str
@@ -83,7 +83,7 @@ class ResponseStore:
 
     @classmethod
     def of(cls, settings: GatewayConfig) -> ResponseStore:
-        """The store in the configured directory, or else in a private one; without room for that, none.
+        """Returns the store in the configured directory or a private one; without room, one that stores none.
 
         Raises ConfigError when the configured directory cannot be used.
         """
@@ -99,7 +99,7 @@ class ResponseStore:
         return cls(own, limits if own else replace(limits, count=0), is_own=bool(own))
 
     def close(self) -> None:
-        """Removes what nobody can go on from any more."""
+        """Removes the private directory, if there is one."""
         if self.is_own:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -109,7 +109,7 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is stored."""
+        """Whether responses are stored."""
         return self.limits.count > 0
 
     @contextlib.contextmanager
@@ -126,9 +126,9 @@ class ResponseStore:
             connection.close()
 
     def put(self, response: dict[str, Any], input_items: bytes) -> bool:
-        """Stores a response and what came before it (JSON), and drops the oldest that do not fit any more.
+        """Stores a response and the items before it (JSON), and drops the oldest that no longer fit.
 
-        Returns whether it is stored; one that is larger than all together may be is not.
+        Returns whether it is stored; a response larger than the whole store is not.
         """
         data = json.dumps(response, ensure_ascii=False).encode()
         size = len(data) + len(input_items)
@@ -147,7 +147,7 @@ class ResponseStore:
         return True
 
     def find(self, response_id: str) -> StoredResponse | None:
-        """The response with this id; None: it is not here, or not any more."""
+        """Returns the response with this id, or None if it is not stored, or not any more."""
         if not self.keeps or not self._path.exists():
             return None
         try:
@@ -162,7 +162,7 @@ class ResponseStore:
         return None if found is None else StoredResponse(json.loads(found[0]), json.loads(found[1]))
 
     def delete(self, response_id: str) -> bool:
-        """Forgets a response; whether it was there."""
+        """Deletes a response. Returns whether it was stored."""
         if not self.keeps or not self._path.exists():
             return False
         try:
@@ -175,7 +175,7 @@ class ResponseStore:
 
 
 def check_store(settings: GatewayConfig) -> None:
-    """Makes the configured directory unless it is there; ConfigError when nothing can be written in it."""
+    """Creates the configured directory if needed. Raises ConfigError when it cannot be written."""
     directory = settings.stored_responses_dir
     if not directory or not settings.stored_responses:
         return
@@ -191,7 +191,7 @@ def check_store(settings: GatewayConfig) -> None:
 
 
 def _private_directory() -> str:
-    """A new one that only this user can read; empty: there is no place for it."""
+    """Returns a new directory that only this user can read, or an empty string if there is no room."""
     try:
         return tempfile.mkdtemp(prefix=_PREFIX)
     except OSError as error:
@@ -201,7 +201,7 @@ def _private_directory() -> str:
 
 @contextlib.contextmanager
 def shared_store(config: MoebiusConfig) -> Iterator[MoebiusConfig]:
-    """The settings with a directory for stored responses, which all processes that get them share.
+    """Yields the settings with a directory for stored responses, which all processes that get them share.
 
     Raises ConfigError when the configured directory cannot be used.
     """
@@ -214,7 +214,7 @@ def shared_store(config: MoebiusConfig) -> Iterator[MoebiusConfig]:
 
 
 def not_found(what: str, response_id: str, param: str, code: str) -> ApiError:
-    """A 404 for a response or an item that is not stored, or not any more."""
+    """Returns a 404 for a response or an item that is not stored, or not any more."""
     return ApiError(
         404,
         f"{what.capitalize()} with id {response_id[:100]!r} not found: it was not stored, or is gone by now",

@@ -1,7 +1,7 @@
-"""What the translations of all APIs give, and what they share: messages of a chat, tools and images.
+"""The result of all APIs' translations, and what they share: messages of a chat, tools and images.
 
-A translation runs in a prompt process. It makes of a validated body a chat request, as its JSON would be, and
-what the API's format needs to know later, in the gateway.
+A translation runs in a prompt process. It turns a validated body into a chat request's JSON, and the data
+that the API's format needs later, in the gateway.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gateway.schemas.parameters import Tolerance
 
 @dataclass(frozen=True)
 class Translation:
-    """One request in the terms of the chat; filled by an API's `translate`."""
+    """One request as a chat request; filled by an API's `translate`."""
 
     request: dict[str, Any]  # body of a chat request; of a text completion where `is_text`
     names: Mapping[str, str] = field(default_factory=dict)  # the API's parameter for each of the chat's
-    reply: Any = None  # what the API's format is made from in addition; picklable
-    # Ask for no more output tokens than there is room, instead of refusing.
+    reply: Any = None  # further data for the API's format; picklable
+    # Reduces the output tokens asked for to the room there is, instead of refusing.
     fits_limit: bool = False
     is_text: bool = False
     # Syntax and definition of the grammars that texts for tools follow, by the tool's name in the chat.
@@ -35,7 +35,7 @@ class Translation:
     answer: dict[str, Any] | None = None  # JSON of what needs no engine; then there is no request
 
     def softened(self) -> Translation | None:
-        """With later instructions as the user's, for templates that refuse them; None: there are none."""
+        """Returns a copy whose later instructions are the user's, for templates that refuse them, or None."""
         messages = self.request["messages"]
         later = [message["role"] in ("system", "developer") for message in messages[1:]]
         if not any(later):
@@ -47,24 +47,24 @@ class Translation:
         return replace(self, request={**self.request, "messages": [messages[0], *spoken]})
 
     def named(self, error: ApiError) -> ApiError:
-        """An error about the chat request, in the words of the API that was used."""
+        """Returns an error about the chat request, with the parameter names of the API that was used."""
         if error.param is None:
             return error
         root = error.param.split(".")[0].split("[")[0]
         name = self.names.get(root)
         if name is None:
             return error
-        # Where in a message something was is another place in the body that was sent.
+        # The place within a message is a different one in the body that was sent.
         message = error.message.replace(repr(error.param), repr(name)).replace(repr(root), repr(name))
         return ApiError(error.status, message, param=name, code=error.code, retry_after_s=error.retry_after_s)
 
 
 def tagged(tags: Mapping[str, str], untyped: str | Callable[[dict[str, Any]], str]) -> Discriminator:
-    """Picks a union's member by the value's `type`; of unknown ones the member tagged "an-other".
+    """Picks a union's member by the value's `type`; "an-other" tags the member for unknown types.
 
     Args:
         tags: the member's tag for each type; tags have hyphens, by which errors leave them out.
-        untyped: the tag, or what gives it, of values without a type.
+        untyped: the tag of values without a type, or a function that returns it.
     """
 
     def tag(value: Any) -> str:
@@ -80,14 +80,14 @@ def tagged(tags: Mapping[str, str], untyped: str | Callable[[dict[str, Any]], st
 
 @dataclass(frozen=True)
 class Context:
-    """What a translation may need besides the body; made by the request's preparation."""
+    """Data that a translation may need besides the body; made by the request's preparation."""
 
     tolerance: Tolerance
     model: ServedModel
-    responses: ResponseStore | None = None  # None: there is none
+    responses: ResponseStore | None = None  # None: nothing is stored
 
     def leave_out(self, what: str, param: str) -> None:
-        """Counts a part of the body, named `what`, that has no effect; ApiError 400 if that is not wanted."""
+        """Counts an ignored part of the body, named `what`. Raises ApiError 400 in strict mode."""
         if self.tolerance.strict:
             raise bad_request(
                 f"{what[:100]} is not supported (strict_parameters)", param, "unsupported_parameter"
@@ -96,14 +96,14 @@ class Context:
 
 
 class MessageList:
-    """A chat's messages as they are put together from an API's items."""
+    """Builds a chat's messages from an API's items."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._shown: list[dict[str, Any]] = []  # images that tools gave, not yet in a message
+        self._shown: list[dict[str, Any]] = []  # images of tool results, not yet in a message
 
     def system(self, text: str, role: str = "system") -> None:
-        """Instructions; those at the beginning become one message, which is all that most templates take."""
+        """Adds instructions; leading ones become one message, which is all that most templates accept."""
         first = self.messages[0] if len(self.messages) == 1 else None
         if not self.messages:
             self.messages.append({"role": "system", "content": text})
@@ -114,7 +114,7 @@ class MessageList:
             self.messages.append({"role": role, "content": text})
 
     def user(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Text and images of the user; what follows on another one's is the same message."""
+        """Adds text and images of the user; consecutive ones become one message."""
         self._close_results()
         if self.messages and self.messages[-1]["role"] == "user":
             self.messages[-1]["content"] += parts
@@ -122,40 +122,40 @@ class MessageList:
             self.messages.append({"role": "user", "content": list(parts)})
 
     def assistant(self) -> dict[str, Any]:
-        """The message of the model that is being put together, a new one after anybody else's."""
+        """Returns the open message of the model; begins one after any other role's."""
         self._close_results()
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant"})
         return self.messages[-1]
 
     def reasoning(self, text: str) -> None:
-        """A thought: it begins a new message where the last one has said something."""
+        """Adds a thought; it begins a new message when the last one has text or calls."""
         message = self.assistant()
         if "content" in message or "tool_calls" in message:
             message = self.new_assistant()
         message["reasoning_content"] = _joined(message.get("reasoning_content"), text)
 
     def new_assistant(self) -> dict[str, Any]:
-        """A further message of the model."""
+        """Begins a further message of the model and returns it."""
         self._close_results()
         self.messages.append({"role": "assistant"})
         return self.messages[-1]
 
     def answer(self, text: str) -> None:
-        """Text of the model: it begins a new message where the last one has called tools."""
+        """Adds text of the model; it begins a new message when the last one has called tools."""
         message = self.assistant()
         if "tool_calls" in message:
             message = self.new_assistant()
         message["content"] = _joined(message.get("content"), text)
 
     def call(self, call_id: str, name: str, arguments: Any) -> None:
-        """A tool was called; `arguments`: an object, or the text that should have been one."""
+        """Adds a tool call; `arguments`: an object, or the text that should have been one."""
         function = {"name": name, "arguments": call_arguments(arguments)}
         calls = self.assistant().setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def result(self, call_id: str, parts: Sequence[dict[str, Any]]) -> None:
-        """What a tool gave. Templates show text in such messages; images follow as the user's."""
+        """Adds a tool's result. Templates show text in such messages; images follow as the user's."""
         texts = [part["text"] for part in parts if part["type"] == "text"]
         self._shown += [part for part in parts if part["type"] != "text"]
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)})
@@ -166,7 +166,7 @@ class MessageList:
             self.messages.append({"role": "user", "content": shown})
 
     def finished(self) -> list[dict[str, Any]]:
-        """All messages, each with content; contents of text alone as one string."""
+        """Returns all messages, each with content; content of text alone is one string."""
         self._close_results()
         for message in self.messages:
             message.setdefault("content", "")
@@ -180,7 +180,7 @@ def _joined(before: str | None, text: str) -> str:
 
 
 def call_arguments(arguments: Any) -> dict[str, Any]:
-    """A call's arguments as an object; text that is none, as a model may have written it, is kept as text."""
+    """Returns a call's arguments as an object; text that is not one, as models write it, stays text."""
     if isinstance(arguments, str):
         try:
             arguments = parse_json(arguments) if arguments.strip() else {}
@@ -190,25 +190,25 @@ def call_arguments(arguments: Any) -> dict[str, Any]:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Text as a chat's messages have it."""
+    """Returns a text part of a chat's message."""
     return {"type": "text", "text": text}
 
 
 def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
-    """An image as a chat's messages have it; details that a chat does not know are the image's own."""
+    """Returns an image part of a chat's message; unknown details become the image's own."""
     image = {"url": url} if detail not in ("auto", "high", "low") else {"url": url, "detail": detail}
     return {"type": "image_url", "image_url": image}
 
 
 def base64_image(media_type: str, data: str) -> dict[str, Any]:
-    """An image whose bytes are in the request."""
+    """Returns an image part with the image's bytes as a data URL."""
     return image_part(f"data:{media_type};base64,{data}")
 
 
 def function_tool(
     name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None = None
 ) -> dict[str, Any]:
-    """A tool as a chat has it."""
+    """Returns a tool as a chat has it."""
     function: dict[str, Any] = {
         "name": name,
         "parameters": parameters or {"type": "object", "properties": {}},
@@ -221,12 +221,12 @@ def function_tool(
 
 
 def named_choice(name: str, tools: Sequence[Mapping[str, Any]], param: str = "tool_choice") -> dict[str, Any]:
-    """The choice of one tool; ApiError 400 when there is no such tool."""
+    """Returns the choice of one tool. Raises ApiError 400 when there is no such tool."""
     if not any(tool["function"]["name"] == name for tool in tools):
         raise bad_request(f"{param!r} names the tool {name!r:.100}, which is not one of 'tools'", param)
     return {"type": "function", "function": {"name": name}}
 
 
 def without_none(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that are set."""
+    """Returns the entries that are set."""
     return {key: item for key, item in value.items() if item is not None}

@@ -1,1 +1,1 @@
-"""What models write besides content: reasoning and tool calls, read from their output as it grows."""
+"""Reads what models write besides content: reasoning and tool calls, from their output as it grows."""

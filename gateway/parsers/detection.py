@@ -1,4 +1,4 @@
-"""Which parsers a model needs, by what its chat template teaches it to write and by its family."""
+"""Detects a model's parsers from the formats in its chat template and from its family."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from moebius.parser_names import AUTO, NONE
 
-# The first text that a template contains tells its format of tool calls.
+# The first text that a template contains determines its format of tool calls.
 _TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<minimax:tool_call>", "minimax_m2"),
@@ -46,7 +46,7 @@ _REASONING_OF_TOOLS = {
     "deepseek_v4": "deepseek_v31",
 }
 _REASONING_OF_FAMILIES = {"step3p5": "step3p5", "step3p7": "step3p5", "minimax_m2": "minimax_m2"}
-# What a template writes around thoughts, where no other parser has it.
+# The texts around thoughts in a template, for formats that no other parser has.
 _REASONING_SIGNS = (
     ("<|channel|>", "gpt_oss"),
     ("<|channel>", "gemma4"),
@@ -55,7 +55,7 @@ _REASONING_SIGNS = (
     ("<think:", "hy_v4"),
     ("<longcat_think>", "longcat"),
 )
-# Families whose lists of calls are called as another one's, or whose answers stand in tags.
+# Families whose lists of calls have another family's format, or whose answers are in tags.
 _LISTS_OF_FAMILIES = {
     "hunyuan_v1_moe": "hunyuan_a13b",
     "jamba": "jamba",
@@ -65,17 +65,17 @@ _LISTS_OF_FAMILIES = {
 _ANSWERS = (("<response>", "ernie45"), ("<answer>", "hunyuan_a13b"))
 
 
-# Formats whose tags end in a suffix of the checkpoint's own, and where it is seen.
+# Formats whose tags end in a suffix of the checkpoint's own, with the text that shows it.
 _SUFFIXED = frozenset({"hy_v3", "hy_v4"})
 _SUFFIX = re.compile(r"<(?:think|tool_calls?|tool_sep|arg_key|arg_value):([\w.-]+)>")
 
 
 def detected_tool_parser(model_type: str, template: str) -> str | None:
-    """The tool parser for a model; None: its template shows no format that is known.
+    """Returns the tool parser for a model, or None if its template shows no format that is known.
 
     Args:
         model_type: config.json's.
-        template: the chat template's source, with the tags that it puts together; empty: there is none.
+        template: the chat template's source, with the tags that it composes; empty: none.
     """
     if "<｜tool▁sep｜>" in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
@@ -92,7 +92,7 @@ def detected_tool_parser(model_type: str, template: str) -> str | None:
 
 
 def detected_reasoning_parser(model_type: str, template: str) -> str | None:
-    """The reasoning parser for a model; None: its template shows no thoughts. Arguments as above."""
+    """Returns the reasoning parser, or None if the template shows no thoughts. Arguments as above."""
     found = next((name for sign, name in _REASONING_SIGNS if sign in template), None)
     if found is not None:
         return found
@@ -104,14 +104,14 @@ def detected_reasoning_parser(model_type: str, template: str) -> str | None:
         return None
     if model_type in _REASONING_OF_FAMILIES:
         return _REASONING_OF_FAMILIES[model_type]
-    in_tags = next((name for sign, name in _ANSWERS if sign in template and _has_such(model_type)), None)
+    in_tags = next((name for sign, name in _ANSWERS if sign in template and _uses_tags(model_type)), None)
     if in_tags is not None:
         return in_tags
     return _REASONING_OF_TOOLS.get(detected_tool_parser(model_type, template) or "", "qwen3")
 
 
-def _has_such(model_type: str) -> bool:
-    """Whether the tags are the family's; elsewhere they are examples of something else."""
+def _uses_tags(model_type: str) -> bool:
+    """Returns whether the family uses the tags; in other templates they are examples."""
     return model_type.startswith(("ernie4_5", "hunyuan", "granite"))
 
 
@@ -122,13 +122,13 @@ def chosen_parsers(
     template: str,
     added_tokens: Iterable[str] = (),
 ) -> tuple[str | None, str | None]:
-    """Tool and reasoning parser, as an `OutputPlan` has them; None: none.
+    """Returns tool and reasoning parser, as an `OutputPlan` has them, each None if there is none.
 
     Args:
         tool_setting: `tool_call_parser`.
         reasoning_setting: `reasoning_parser`.
         model_type: config.json's.
-        template: the chat template's source, with the tags that it puts together; empty: there is none.
+        template: the chat template's source, with the tags that it composes; empty: none.
         added_tokens: texts of the tokenizer's added tokens, for a suffix that the template does not show.
     """
     tools = detected_tool_parser(model_type, template) if tool_setting == AUTO else tool_setting

@@ -1,6 +1,6 @@
-"""What an output consists of, once its reasoning and its tool calls are separated from its content.
+"""The parts of an output once its reasoning and its tool calls are separated from its content.
 
-`OutputState` (gateway/output.py) gives out a `ParsedDelta` per message of the engine; the response formats
+`OutputState` (gateway/output.py) returns a `ParsedDelta` per message of the engine; the response formats
 of all APIs consume it.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A piece of the thought; filled by reasoning parsers."""
+    """A piece of the reasoning; filled by reasoning parsers."""
 
     text: str
 
@@ -26,11 +26,11 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A tool call begins; once per call, before its arguments. Filled by tool parsers."""
+    """The beginning of a tool call; once per call, before its arguments. Filled by tool parsers."""
 
     index: int  # of the output's calls, from 0 without gaps
     call_id: str  # unique; as the model wrote it where its format has ids
-    name: str  # as the model wrote it: a client has to refuse what it has not got
+    name: str  # as the model wrote it: clients refuse unknown names
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +61,29 @@ class TokenLogprob:
 class Finish:
     """Why an output ended; filled by `OutputState`."""
 
-    reason: str  # stop, length, abort; tool_calls: it made calls and ended by itself
+    reason: str  # stop, length, abort, or tool_calls if it ended by itself with calls
     stop_reason: str | int | None = None  # the stop string or stop token found
 
 
-@dataclass(slots=True)  # as ContentDelta
+@dataclass(slots=True)  # not frozen, as ContentDelta
 class ParsedDelta:
     """New content of one output, in the order in which the model wrote it; filled by `OutputState`."""
 
     index: int
     events: tuple[OutputEvent, ...]  # texts are never empty
     logprobs: tuple[TokenLogprob, ...]  # of tokens whose text is content
-    token_ids: tuple[int, ...]  # of this message, whatever they became
+    token_ids: tuple[int, ...]  # of this message, of any kind of text
     new_tokens: int
     reasoning_tokens: int = 0  # of new_tokens
     finish: Finish | None = None
 
     @property
     def content(self) -> str:
-        """The text of all `ContentDelta`s."""
+        """The text of all its `ContentDelta`s."""
         return "".join(event.text for event in self.events if isinstance(event, ContentDelta))
 
     def after(self, earlier: ParsedDelta | None) -> ParsedDelta:
-        """Both as one; `earlier` came before, and did not end the output."""
+        """Returns this delta joined to `earlier`, which came before and did not end the output."""
         if earlier is None:
             return self
         return ParsedDelta(
@@ -103,8 +103,8 @@ class ToolSpec:
 
     name: str
     parameters: dict[str, Any] = field(default_factory=dict)  # JSON schema of the arguments object
-    strict: bool = True  # calls satisfy the schema also where the model chose to make them
-    # Syntax (lark or regex) and definition of a grammar: of the text that is the only parameter, "input".
+    strict: bool = True  # calls satisfy the schema even if the model may choose to call
+    # Syntax (lark or regex) and definition of a grammar for the text that is the only parameter, "input".
     text: tuple[str, str] | None = None
 
 
@@ -119,6 +119,6 @@ class OutputPlan:
     tool_parser: str | None = None
     starts_in_reasoning: bool = False  # the prompt's end opened the thought
     tools: tuple[ToolSpec, ...] = ()
-    forced: bool = False  # required or named: a grammar makes the output, after the thought, calls alone
+    forced: bool = False  # required or named: a grammar allows only calls after the thought
     max_calls: int | None = None  # 1 without parallel_tool_calls: generation ends after it; None: any number
-    show_reasoning: bool = True  # False: thoughts are counted and dropped
+    show_reasoning: bool = True  # False: reasoning is counted and dropped

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.parsers.json_reader import MOST_LABEL, pass_value, read_label
+from gateway.parsers.json_reader import MAX_LABEL, pass_value, read_label
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps, run_of
 from gateway.parsers.typed_values import as_json, kinds_of_property, spelled
@@ -17,8 +17,8 @@ _QUOTE = '<|"|>'
 _NAME = run_of(re.compile(r"[\w.\-/:]*"))
 _KEY = run_of(re.compile(r"[^:,{}\[\]\"<\n]*"))
 _SCALAR = run_of(re.compile(r"[^,{}\[\]\"<]*"))
-_DEPTH = 64  # of objects and arrays; what is deeper is left out
-_MOST_SCALAR = 2**16  # characters
+_DEPTH = 64  # of objects and arrays; deeper values are left out
+_MAX_SCALAR = 2**16  # characters
 
 
 class Gemma4(ToolFormat):
@@ -44,24 +44,24 @@ class Gemma4(ToolFormat):
         self._cut = False  # the call ended within a value
 
     def read(self, opener: str) -> Steps[bool]:
-        """After the token that begins a call."""
+        """Reads a call after the token that begins it."""
         yield from self.scan.skip_space()
         if not (yield from self.scan.accept("call:")):
             return False
-        name = yield from self.scan.collect_while(_NAME, MOST_LABEL)
+        name = yield from self.scan.collect_while(_NAME, MAX_LABEL)
         if not name or (yield from self.scan.skip_space()) != "{":
             return False
         if opener not in self.tokens and name not in self.tools:
             return False
         self._cut = False
         self.sink.start_call(name, self.new_id())
-        self.scan.forget()  # no way back
+        self.scan.forget()  # from here on it is a call
         if (yield from self._object(self.tools[name].parameters if name in self.tools else {}, 0)):
             self.sink.end_call()
         return True
 
     def _object(self, root: Mapping[str, Any], depth: int) -> Steps[bool]:
-        """Gives out an object, its bracket not taken yet; whether it was whole. `root`: {} in inner ones."""
+        """Emits an object from its bracket on; returns whether it was complete. `root`: {} in nested ones."""
         yield from self.scan.accept("{")
         opening = "{"
         while True:
@@ -84,7 +84,7 @@ class Gemma4(ToolFormat):
                 return False
 
     def _array(self, depth: int) -> Steps[bool]:
-        """Gives out an array, as `_object` does."""
+        """Emits an array, as `_object` does an object."""
         yield from self.scan.accept("[")
         opening = "["
         while True:
@@ -102,7 +102,7 @@ class Gemma4(ToolFormat):
                 return False
 
     def _next(self) -> Steps[str]:
-        """The next character that is no space and no comma; notes where the call ends."""
+        """Returns the next character that is no space and no comma; notes when the call ends."""
         while not self._cut:
             first = yield from self.scan.skip_space()
             if first == ",":
@@ -112,31 +112,31 @@ class Gemma4(ToolFormat):
         return END
 
     def _call_ends(self) -> Steps[bool]:
-        """Takes the text that ends calls, if it is what follows."""
+        """Takes a text that ends calls, if it follows; returns whether it did."""
         for text in self.closers:
             if (yield from self.scan.accept(text)):
                 self._cut = True
         return self._cut
 
     def _skip_one(self) -> Steps[None]:
-        """A character that has no place here."""
+        """Skips a character that is not allowed here."""
         first = yield from self.scan.peek()
         if first != END:
             yield from self.scan.accept(first)
 
     def _key(self, first: str) -> Steps[str | None]:
-        """A key, as it is or in quotes; None: there is none."""
+        """Returns a key, with or without quotes, or None if there is none."""
         if first == '"':
             return (yield from read_label(self.scan, self._ends))
         if first == "<" and (yield from self.scan.accept(_QUOTE)):
-            text, marker = yield from self.scan.collect(self._string_end, MOST_LABEL)
+            text, marker = yield from self.scan.collect(self._string_end, MAX_LABEL)
             self._cut = marker in self.closers
             return text if marker == _QUOTE else None
-        key = (yield from self.scan.collect_while(_KEY, MOST_LABEL, self._ends)).strip()
+        key = (yield from self.scan.collect_while(_KEY, MAX_LABEL, self._ends)).strip()
         return key or None
 
     def _value(self, kinds: frozenset[str], depth: int) -> Steps[bool]:
-        """Gives out a value as JSON; whether it was whole."""
+        """Emits a value as JSON; returns whether it was complete."""
         first = yield from self.scan.skip_space()
         if first == END:
             return False
@@ -153,10 +153,10 @@ class Gemma4(ToolFormat):
         return True
 
     def _scalar(self) -> Steps[str | None]:
-        """A number or a word; None: the output ended in it."""
+        """Returns a number or a word, or None if the output ended in it."""
         pieces: list[str] = []
         while True:
-            pieces.append((yield from self.scan.collect_while(_SCALAR, _MOST_SCALAR, self._ends)))
+            pieces.append((yield from self.scan.collect_while(_SCALAR, _MAX_SCALAR, self._ends)))
             first = yield from self.scan.peek()
             if first == END:
                 return None
@@ -166,7 +166,7 @@ class Gemma4(ToolFormat):
             yield from self.scan.accept(first)
 
     def _string(self) -> Steps[bool]:
-        """Gives out what stands up to the next quote."""
+        """Emits the text up to the next quote; returns whether it was complete."""
         self.sink.arguments('"')
         while True:
             piece, marker = yield from self.scan.until(self._string_end)

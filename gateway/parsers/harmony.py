@@ -12,7 +12,7 @@ import re
 import structlog
 
 from gateway.parsers.events import OutputPlan
-from gateway.parsers.json_reader import MOST_LABEL
+from gateway.parsers.json_reader import MAX_LABEL
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Markers, Steps
 from gateway.parsers.sink import OutputParser, Sink, new_call_id
@@ -28,7 +28,7 @@ _FUNCTION = "functions."
 
 
 class Harmony(ToolFormat):
-    """How gpt-oss writes calls; `HarmonyParser` reads them with all else."""
+    """The format of gpt-oss's calls, for grammars; `HarmonyParser` reads them with everything else."""
 
     framing = ToolFraming(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>", place="channels"
@@ -36,13 +36,13 @@ class Harmony(ToolFormat):
     inner = ALL
 
     def read(self, opener: str) -> Steps[bool]:
-        """Never called."""
+        """Is never called."""
         raise AssertionError("harmony outputs are read by HarmonyParser")
         yield
 
 
 class HarmonyParser(OutputParser):
-    """Analysis is reasoning, messages to functions are calls, all else is content."""
+    """Reads the channel analysis as reasoning, messages to functions as calls, and all else as content."""
 
     def __init__(self, plan: OutputPlan, tokens: frozenset[str]) -> None:
         """`tokens`: texts of the format that the tokenizer has tokens for."""
@@ -56,7 +56,7 @@ class HarmonyParser(OutputParser):
 
     def _run(self) -> Steps[None]:
         marker: str | None = None
-        # The prompt ends within a header: the recipient of a call may come before its channel.
+        # The prompt ends within a header: a call's recipient may precede its channel.
         for begun in (" to=", "to="):
             if (yield from self.scan.accept(begun)):
                 marker = yield from self._message(begun)
@@ -74,9 +74,9 @@ class HarmonyParser(OutputParser):
                 return
 
     def _message(self, begun: str = "") -> Steps[str | None]:
-        """A message whose header has begun, with the text `begun`; the marker after it."""
+        """Reads a message whose header has begun with `begun`; returns the marker after it."""
         self.scan.record()
-        header, marker = yield from self.scan.collect(self._headers, MOST_LABEL)
+        header, marker = yield from self.scan.collect(self._headers, MAX_LABEL)
         header = begun + header
         if marker != MESSAGE:
             if marker is None or begun:  # too long for a header, or text that only looked like one
@@ -107,7 +107,7 @@ class HarmonyParser(OutputParser):
                 if is_empty and marker != END:
                     self.sink.arguments("{}")
                 self.sink.end_call()
-                if marker == CALL:  # where the model's own end of output does not include it
+                if marker == CALL:  # for models whose stop tokens do not include it
                     self.sink.is_full = True
                 return marker
 

@@ -1,11 +1,11 @@
-"""Tool calls whose arguments are JSON: they pass through as they are produced."""
+"""Reads tool calls whose arguments are JSON: they pass through as they are generated."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 
-from gateway.parsers.json_reader import MOST_LABEL, pass_value, read_label
+from gateway.parsers.json_reader import MAX_LABEL, pass_value, read_label
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Markers, Steps, run_of
 from gateway.parsers.sink import new_call_id
@@ -17,12 +17,12 @@ _OTHER = ("type", "id", "function", "call_id")  # of calls as APIs write them
 
 
 class NamedObject(ToolFormat):
-    """A call is one object with its name and its arguments, in any order."""
+    """Reads calls that are one object with name and arguments, in any order."""
 
     framing = ToolFraming('{"name": "{name}", "arguments": ', "}")
 
     def object(self) -> Steps[bool]:
-        """Reads the object, `{` not taken yet; False: it is no call."""
+        """Reads the object, whose `{` is not taken yet; returns False if it is no call."""
         if not (yield from self.scan.accept("{")):
             return False
         name: str | None = None
@@ -57,7 +57,7 @@ class NamedObject(ToolFormat):
                 return False
 
     def _rest(self) -> Steps[bool]:
-        """What the object has after the arguments."""
+        """Skips the object's entries after the arguments; returns True."""
         while not self.sink.is_full:
             first = yield from self.scan.skip_space()
             if first != ",":
@@ -74,7 +74,7 @@ class NamedObject(ToolFormat):
         return True
 
     def _whole(self, name: str | None, arguments: list[str]) -> bool:
-        """The object is over and its arguments were not given out."""
+        """Emits the call of a complete object whose arguments were held back; False: it is no call."""
         text = "".join(arguments) or "{}"
         if name is None or not text.startswith("{"):
             return False
@@ -84,7 +84,7 @@ class NamedObject(ToolFormat):
         return True
 
     def _cut_off(self, name: str | None) -> Steps[bool]:
-        """The text is not an object's: where it just ends, what is known is a call."""
+        """Returns whether an object that breaks off is a call: it is when the output ends there."""
         if name is None or (yield from self.scan.peek()) != END:
             return False
         self.sink.start_call(name, self.new_id())
@@ -92,14 +92,14 @@ class NamedObject(ToolFormat):
 
 
 class Hermes(NamedObject):
-    """An object in tags: Hermes, Qwen 2.5 and 3, and many that learned from them."""
+    """Hermes, Qwen 2.5 and 3, and many derived models: an object in tags."""
 
     framing = ToolFraming('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", separator="\n")
     openers = ("<tool_call>",)
     closers = ("</tool_call>",)
 
     def read(self, opener: str) -> Steps[bool]:
-        """After the opening tag; some models write several objects in one pair."""
+        """Reads calls after the opening tag; some models write several objects in one pair."""
         yield from self.scan.skip_space()
         if not (yield from self.object()):
             return False
@@ -110,7 +110,7 @@ class Hermes(NamedObject):
 
 
 class MinimaxM1(Hermes):
-    """MiniMax-M1: an object a line, all in one pair of tags."""
+    """MiniMax-M1: one object per line, all in one pair of tags."""
 
     framing = ToolFraming(
         '{"name": "{name}", "arguments": ', "}", begin="<tool_calls>\n", separator="\n", end="\n</tool_calls>"
@@ -120,7 +120,7 @@ class MinimaxM1(Hermes):
 
 
 class LlamaJson(NamedObject):
-    """Llama 3.1 and later: bare objects with `parameters`, several apart by semicolons."""
+    """Llama 3.1 and later: bare objects with `parameters`, separated by semicolons."""
 
     framing = ToolFraming(
         '{"name": "{name}", "parameters": ', "}", separator="; ", place="bare", marker="<|python_tag|>"
@@ -129,7 +129,7 @@ class LlamaJson(NamedObject):
     bare = "{"
 
     def read(self, opener: str) -> Steps[bool]:
-        """At the beginning of the answer, or after the tag."""
+        """Reads calls at the beginning of the answer, or after the tag."""
         yield from self.scan.skip_space()
         if not (yield from self.object()):
             return False
@@ -144,7 +144,7 @@ class LlamaJson(NamedObject):
 
 
 class JsonList(NamedObject):
-    """A list of objects: what is forced of models whose own way is not known."""
+    """A list of objects: the format that is forced on models whose own format is unknown."""
 
     framing = ToolFraming(
         '{"name": "{name}", "parameters": ', "}", begin="[", separator=", ", end="]", place="bare"
@@ -152,14 +152,14 @@ class JsonList(NamedObject):
     bare = "["
 
     def read(self, opener: str) -> Steps[bool]:
-        """At the list's beginning."""
+        """Reads a list from its beginning."""
         yield from self.scan.skip_space()
         if not (yield from self.scan.accept("[")):
             return False
         return (yield from self.objects())
 
     def objects(self) -> Steps[bool]:
-        """The objects of a list, after its beginning; False: the first is no call."""
+        """Reads a list's objects, after its beginning; returns False if the first is no call."""
         calls = self.sink.calls
         while not self.sink.is_full:
             first = yield from self.scan.skip_space()
@@ -175,7 +175,7 @@ class JsonList(NamedObject):
 
 
 class Granite(JsonList):
-    """Granite 3: a list of objects after a token, or after a tag that is none."""
+    """Granite 3: a list of objects after a token, or after a tag that is not a token."""
 
     framing = ToolFraming(
         '{"name": "{name}", "arguments": ', "}", begin="<|tool_call|>[", separator=", ", end="]"
@@ -185,7 +185,7 @@ class Granite(JsonList):
 
 
 class Jamba(JsonList):
-    """A list of objects in tags: Jamba 1.5 and later."""
+    """Jamba 1.5 and later: a list of objects in tags."""
 
     framing = ToolFraming(
         '{"name": "{name}", "arguments": ', "}", begin="<tool_calls>[", separator=", ", end="]</tool_calls>"
@@ -196,11 +196,11 @@ class Jamba(JsonList):
 
 
 class HunyuanA13b(Jamba):
-    """Hunyuan-A13B: as Jamba."""
+    """Hunyuan-A13B: Jamba's format."""
 
 
 class Longcat(Hermes):
-    """LongCat-Flash: as Hermes, with tags of its own."""
+    """LongCat-Flash: Hermes's format with its own tags."""
 
     framing = ToolFraming(
         '<longcat_tool_call>\n{"name": "{name}", "arguments": ', "}\n</longcat_tool_call>", separator="\n"
@@ -213,12 +213,12 @@ _UP_TO_BRACKET = run_of(re.compile(r"[^\[{]*"))
 
 
 def mistral_id(seed: str) -> str:
-    """An id as Mistral's templates demand: nine letters and digits, the same for the same `seed`."""
+    """Returns an id as Mistral's templates require: nine letters and digits, determined by `seed`."""
     return hashlib.sha256(seed.encode()).hexdigest()[:9]
 
 
 class Mistral(JsonList):
-    """A token, then a list of objects or, since 2025, name and arguments with a token between them."""
+    """Mistral: a token, then a list of objects or, since 2025, name and arguments around a token."""
 
     framing = ToolFraming("[TOOL_CALLS]{name}[ARGS]", "")
     openers = ("[TOOL_CALLS]",)
@@ -226,19 +226,19 @@ class Mistral(JsonList):
     bare = ""
 
     def new_id(self) -> str:
-        """Nine letters and digits."""
+        """Returns nine letters and digits."""
         return mistral_id(new_call_id())
 
     def read(self, opener: str) -> Steps[bool]:
-        """After the token."""
+        """Reads calls after the token."""
         first = yield from self.scan.skip_space()
         if first == "[" and (yield from self.scan.accept("[")):
             return (yield from self.objects())
         if first == "{":
             return (yield from self.object())
-        name, call_id = (yield from self.scan.collect_while(_UP_TO_BRACKET, MOST_LABEL)).strip(), ""
+        name, call_id = (yield from self.scan.collect_while(_UP_TO_BRACKET, MAX_LABEL)).strip(), ""
         if (yield from self.scan.accept("[CALL_ID]")):
-            call_id = (yield from self.scan.collect_while(_UP_TO_BRACKET, MOST_LABEL)).strip()
+            call_id = (yield from self.scan.collect_while(_UP_TO_BRACKET, MAX_LABEL)).strip()
         is_complete = yield from self.scan.accept("[ARGS]")
         first = yield from self.scan.peek()
         if not name or (first != "{" and not (is_complete and first == END)):
@@ -247,7 +247,7 @@ class Mistral(JsonList):
 
 
 class KimiK2(ToolFormat):
-    """Kimi K2: every call has an id of function and number, which its next turn has to repeat."""
+    """Kimi K2: every call has an id of function and number, which the next turn has to repeat."""
 
     framing = ToolFraming(
         "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
@@ -261,9 +261,9 @@ class KimiK2(ToolFormat):
     inner = ("<|tool_call_argument_begin|>",)
 
     def read(self, opener: str) -> Steps[bool]:
-        """After the call's beginning."""
+        """Reads a call after its beginning."""
         markers = self.markers(*self.inner, *self.closers)
-        head, marker = yield from self.scan.collect(markers, MOST_LABEL)
+        head, marker = yield from self.scan.collect(markers, MAX_LABEL)
         if marker not in self.inner:
             return False
         call_id = head.strip()
@@ -287,26 +287,26 @@ class SolarOpen(ToolFormat):
     inner = ("<|tool_call:name|>", "<|tool_call:args|>")
 
     def new_id(self) -> str:
-        """Ten letters and digits."""
+        """Returns ten letters and digits."""
         return hashlib.sha256(new_call_id().encode()).hexdigest()[:10]
 
     def read(self, opener: str) -> Steps[bool]:
-        """After the call's beginning."""
+        """Reads a call after its beginning."""
         before_name, before_arguments = self.inner
         ends = (*self.inner, *self.closers)
-        call_id, marker = yield from self.scan.collect(self.markers(*ends), MOST_LABEL)
+        call_id, marker = yield from self.scan.collect(self.markers(*ends), MAX_LABEL)
         if marker != before_name:
             return False
-        name, marker = yield from self.scan.collect(self.markers(*ends), MOST_LABEL)
+        name, marker = yield from self.scan.collect(self.markers(*ends), MAX_LABEL)
         name, call_id = name.strip(), call_id.strip()
         if marker != before_arguments or not name:
             return False
-        # Grammars number the calls, which is no id.
+        # The number that grammars give to a call is no id.
         return (yield from self.call_with_json(name, call_id if len(call_id) > 3 else "", self.closers))
 
 
 class DeepseekV31(ToolFormat):
-    """DeepSeek V3.1: name, token, JSON."""
+    """DeepSeek V3.1: a name, a token, JSON."""
 
     framing = ToolFraming(
         "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
@@ -320,13 +320,13 @@ class DeepseekV31(ToolFormat):
     inner = ("<｜tool▁sep｜>",)
 
     def read(self, opener: str) -> Steps[bool]:
-        """After the call's beginning."""
+        """Reads a call after its beginning."""
         name = yield from self._head()
         return bool(name) and (yield from self.call_with_json(name, ends=self.closers))
 
     def _head(self) -> Steps[str]:
-        """What stands before the separator; empty when there is none."""
-        text, marker = yield from self.scan.collect(self.markers(*self.inner, *self.closers), MOST_LABEL)
+        """Returns the text before the separator; empty when there is none."""
+        text, marker = yield from self.scan.collect(self.markers(*self.inner, *self.closers), MAX_LABEL)
         return text.strip() if marker in self.inner else ""
 
 
@@ -334,7 +334,7 @@ _LINE = Markers(("\n",))
 
 
 class DeepseekV3(DeepseekV31):
-    """DeepSeek V3 and R1: the kind of tool, its name, and the arguments in a block of Markdown."""
+    """DeepSeek V3 and R1: the kind of tool, its name, and the arguments in a Markdown block."""
 
     framing = ToolFraming(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
@@ -345,10 +345,10 @@ class DeepseekV3(DeepseekV31):
     )
 
     def read(self, opener: str) -> Steps[bool]:
-        """After the call's beginning."""
+        """Reads a call after its beginning."""
         if not (yield from self._head()):
             return False
-        name, marker = yield from self.scan.collect(_LINE, MOST_LABEL)
+        name, marker = yield from self.scan.collect(_LINE, MAX_LABEL)
         if marker != "\n" or not name.strip():
             return False
         yield from self.scan.skip_space()

@@ -1,4 +1,4 @@
-"""JSON in a text that still grows: values are handed on as they come, understood only as far as needed."""
+"""Reads JSON from a growing text: values pass through as they arrive, parsed only as far as needed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _STRING_SYNTAX = re.compile(r'"|\\(?:.|\Z)', re.DOTALL)
 _INSIDE = re.compile(r'["\\]')
 _SCALAR = run_of(re.compile(r"[^\s,:\]}\"{\[]*"))
 _CLOSING = {"{": "}", "[": "]"}
-MOST_LABEL = 4096  # characters of a key or a name; longer ones are no call
+MAX_LABEL = 4096  # characters of a key or a name; longer ones are no call
 
 
 class JsonStrings:
-    """Whether a JSON text that still grows ends within a string."""
+    """Tracks whether a growing JSON text ends within a string."""
 
     def __init__(self) -> None:
         self.is_open = False
         self._escaped = False
 
     def feed(self, piece: str) -> None:
-        """The next piece of the text."""
+        """Takes the next piece of the text."""
         if self._escaped and piece:
             self._escaped, piece = False, piece[1:]
         for found in _STRING_SYNTAX.finditer(piece):
@@ -35,7 +35,7 @@ class JsonStrings:
 
 
 class _Value:
-    """Where one JSON value ends; brackets have to match, all else may be anything."""
+    """Finds the end of one JSON value; brackets have to match, everything else is unchecked."""
 
     def __init__(self) -> None:
         self.is_whole = False
@@ -46,7 +46,7 @@ class _Value:
         self._is_scalar = False
 
     def advance(self, text: str, start: int, limit: int) -> tuple[int, bool]:
-        """How far the value reaches in `text[start:limit]`, and whether it is over."""
+        """Returns how far the value reaches in `text[start:limit]`, and whether it is over."""
         place = start
         if not self._began and place < limit:
             self._began, self._is_scalar = True, text[place] not in '"{['
@@ -68,7 +68,7 @@ class _Value:
         return place, False
 
     def _take(self, character: str) -> bool:
-        """Takes a character that counts; False for a bracket that closes another one."""
+        """Takes a structural character; returns False for a bracket that closes another kind."""
         if character == '"':
             self._in_string = not self._in_string
         elif character == "\\":
@@ -86,12 +86,12 @@ class _Value:
 
 
 def pass_value(scan: Scanner, give: Callable[[str], None], tokens: Collection[str] = ()) -> Steps[bool]:
-    """Hands one JSON value on as it comes; whether it was whole.
+    """Passes one JSON value on as it arrives; returns whether it was complete.
 
     Args:
         scan: at the value's first character.
-        give: takes the pieces.
-        tokens: the value is over where one of these is, whatever is missing.
+        give: called with each piece.
+        tokens: the value ends at one of these, complete or not.
     """
     value = _Value()
     while True:
@@ -103,7 +103,7 @@ def pass_value(scan: Scanner, give: Callable[[str], None], tokens: Collection[st
 
 
 def read_value(scan: Scanner, tokens: Collection[str] = (), most: int | None = None) -> Steps[str | None]:
-    """The text of one JSON value; None when it is not whole or longer than `most` characters."""
+    """Returns the text of one JSON value; None when it is incomplete or longer than `most` characters."""
     pieces: list[str] = []
     is_whole = yield from pass_value(scan, pieces.append, tokens)
     text = "".join(pieces)
@@ -111,16 +111,16 @@ def read_value(scan: Scanner, tokens: Collection[str] = (), most: int | None = N
 
 
 def read_label(scan: Scanner, tokens: Collection[str] = ()) -> Steps[str | None]:
-    """A JSON string, decoded: a key or a name; None when there is none here."""
+    """Returns a JSON string, decoded: a key or a name; None when there is none here."""
     if (yield from scan.peek()) != '"':
         return None
-    text = yield from read_value(scan, tokens, MOST_LABEL)
+    text = yield from read_value(scan, tokens, MAX_LABEL)
     value = None if text is None else loaded(text)
     return value if isinstance(value, str) else None
 
 
 def loaded(text: str) -> object:
-    """The value of JSON that a model wrote, line breaks in strings allowed; `...` when it is none."""
+    """Returns the value of JSON from a model, line breaks in strings allowed; `...` when it is no JSON."""
     try:
         value: object = json.loads(text, strict=False)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The state machine of outputs that have one thought, content and tool calls, separated by markers."""
+"""The state machine for outputs with one thought, content and tool calls, separated by markers."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ logger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ThinkFormat:
-    """How a family writes its thoughts; one constant per reasoning parser."""
+    """The format of a family's thoughts; one constant per reasoning parser."""
 
     begin: str
     end: str
-    # The thought is also over where a tool call begins with a token: many models leave out its end at times.
+    # Whether a token that begins a tool call also ends the thought: many models leave out its end at times.
     ends_at_calls: bool = False
-    # The output begins with the thought unless the prompt closed it, whether or not `begin` was written.
+    # Whether the output begins with the thought unless the prompt closed it, with or without `begin`.
     always: bool = False
-    label: str = ""  # After `begin`, and no part of the thought.
-    # Around an answer, left out. What is no token counts before any content, and after one that began so.
+    label: str = ""  # After `begin`, not part of the thought.
+    # Texts around an answer, left out; those that are no tokens count before content, and after such a start.
     before_answer: tuple[str, ...] = ()
     after_answer: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()  # Further texts that may be tokens.
-    # What models write between a thought's end and an answer, or a call.
+    # Texts between a thought's end and an answer, or a call.
     to_answer: str = ""
     to_calls: str = ""
 
     @property
     def tokens(self) -> frozenset[str]:
-        """What may be a special token, kept for the parser."""
+        """The texts that may be special tokens, which are kept for the parser."""
         return frozenset((self.begin, self.end, *self.before_answer, *self.after_answer, *self.inner))
 
 
 @dataclass
 class Reading:
-    """What the parts of a parser share; made per output."""
+    """The state that the parts of a parser share; made per output."""
 
     scan: Scanner
     sink: Sink
     tools: dict[str, ToolSpec]
     tokens: frozenset[str]  # the format's texts that count only as tokens
-    is_forced: bool = False  # a grammar makes the output of calls alone
+    is_forced: bool = False  # a grammar allows only calls
 
 
 class ToolFormat(ABC):
-    """How a family writes tool calls; a class per tool parser, an instance per output."""
+    """The format of a family's tool calls; a class per tool parser, an instance per output."""
 
-    framing: ToolFraming  # as grammars make it
-    openers: tuple[str, ...] = ()  # begin a call; what follows is for `read`
-    # Around calls: dropped where an opener follows, else content.
+    framing: ToolFraming  # as grammars write it
+    openers: tuple[str, ...] = ()  # begin a call; `read` takes what follows
+    # Around calls: dropped if an opener follows, else content.
     sections: tuple[str, ...] = ()
     closers: tuple[str, ...] = ()  # after calls: dropped
-    bare: str = ""  # first characters of outputs that are a call without an opener
+    bare: str = ""  # first characters of calls without an opener
     inner: tuple[str, ...] = ()  # further texts that may be tokens
 
     def __init__(self, reading: Reading) -> None:
@@ -71,24 +71,24 @@ class ToolFormat(ABC):
         self.after_section = False  # whether `read` is called for an opener after one of `sections`
 
     def new_id(self) -> str:
-        """An id for a call that the model gave none."""
+        """Returns an id for a call that has none."""
         return new_call_id()
 
     @classmethod
     def texts(cls) -> frozenset[str]:
-        """All texts of the format that the tokenizer may have tokens for."""
+        """Returns all texts of the format that the tokenizer may have tokens for."""
         return frozenset((*cls.openers, *cls.sections, *cls.closers, *cls.inner))
 
     @abstractmethod
     def read(self, opener: str) -> Steps[bool]:
-        """Reads a call after its opener (empty: a bare one); False: it is none, and nothing was given out."""
+        """Reads a call after its opener (empty: a bare one); False: it is none, and nothing was emitted."""
 
     def markers(self, *texts: str) -> Markers:
-        """Some of the format's texts, to look for."""
+        """Returns a search for some of the format's texts."""
         return Markers(texts, self.tokens)
 
     def call_with_json(self, name: str, call_id: str = "", ends: Collection[str] = ()) -> Steps[bool]:
-        """Gives out a call whose arguments follow as a JSON object, or as a string that spells one.
+        """Emits a call whose arguments follow as a JSON object, or as a string that spells one.
 
         Args:
             name: of the tool.
@@ -102,7 +102,7 @@ class ToolFormat(ABC):
         tokens = self.tokens & frozenset(ends)
         if first == "{":
             self.sink.start_call(name, call_id)
-            self.scan.forget()  # no way back
+            self.scan.forget()  # from here on it is a call
             if (yield from pass_value(self.scan, self.sink.arguments, tokens)):
                 self.sink.end_call()
             return True
@@ -127,7 +127,7 @@ class ToolFormat(ABC):
 
 
 class StreamParser(OutputParser):
-    """Content, with a thought before it and calls in it."""
+    """Parses content, with a thought before it and calls in it."""
 
     def __init__(
         self,
@@ -136,17 +136,17 @@ class StreamParser(OutputParser):
         tools: type[ToolFormat] | None,
         tokens: Collection[str],
     ) -> None:
-        """`tokens`: texts that the tokenizer has tokens for."""
+        """`tokens`: the texts for which the tokenizer has tokens."""
         super().__init__(Sink(plan.max_calls, plan.show_reasoning))
         self._think = think
-        # Grammars may spell markers letter by letter: in forced outputs they count either way.
+        # Grammars may spell markers letter by letter: in forced outputs they count in either form.
         strict = frozenset() if plan.forced else frozenset(tokens)
         named = {tool.name: tool for tool in plan.tools}
         self._tools = (
             None if tools is None else tools(Reading(self.scan, self.sink, named, strict, plan.forced))
         )
         self._strict = strict
-        self._in_frame = False  # what begins an answer was left out
+        self._in_frame = False  # an answer's beginning frame was left out
         self._starts_in_reasoning = plan.starts_in_reasoning and think is not None
         if self._starts_in_reasoning:
             self.sink.begin_reasoning()  # before the first token, which counts as reasoning
@@ -187,18 +187,18 @@ class StreamParser(OutputParser):
                 yield from self._marked(tools, marker)
 
     def _frames(self, think: ThinkFormat, marker: str) -> bool:
-        """Whether a marker stands around the answer, and is no part of it."""
+        """Returns whether a marker frames the answer, and is not part of it."""
         if marker in think.before_answer and (marker in self._strict or not self.sink.has_content):
             self._in_frame = True
             return True
         return marker in think.after_answer and (marker in self._strict or self._in_frame)
 
     def _text(self, marker: str) -> None:
-        """A marker that is content: its characters were just taken."""
+        """Emits a marker as content: its characters were just taken."""
         self.sink.content(marker, self.scan.offset - len(marker))
 
     def _thought(self, think: ThinkFormat) -> Steps[str | None]:
-        """The thought, up to its end; the opener that ended it instead, if one did."""
+        """Reads the thought up to its end; returns the opener that ended it, if one did."""
         sink, scan = self.sink, self.scan
         sink.begin_reasoning()
         yield from scan.accept(think.label)
@@ -223,13 +223,13 @@ class StreamParser(OutputParser):
                 return marker if marker in openers else None
 
     def _is_certain(self, opener: str, tools: ToolFormat) -> bool:
-        """Whether no text that is meant as such reads so: it is a token, or one is in it."""
+        """Returns whether the opener cannot be ordinary text: it is a token, or contains one."""
         return opener in self._strict or any(text in opener for text in tools.inner if text in self._strict)
 
     def _bare_call(self, tools: ToolFormat) -> Steps[str | None]:
-        """A call that the output begins with, without an opener; anything else is left or becomes content.
+        """Reads a call without an opener at the output's beginning; anything else is left or becomes content.
 
-        The beginning of a thought, if that is what looked like a call.
+        Returns the beginning of a thought, if that is what looked like a call.
         """
         self.scan.record()
         first = yield from self.scan.skip_space()
@@ -244,7 +244,7 @@ class StreamParser(OutputParser):
         return None
 
     def _marked(self, tools: ToolFormat, marker: str) -> Steps[None]:
-        """What a marker of the tools' format begins."""
+        """Reads what a marker of the tools' format begins."""
         scan = self.scan
         scan.record()
         if marker in tools.closers and self.sink.calls:
@@ -263,7 +263,7 @@ class StreamParser(OutputParser):
             self._refused(raw, scan.recorded(), start)
 
     def _opener_after(self, tools: ToolFormat) -> Steps[str | None]:
-        """The opener that follows, after white space at most; None: there is none."""
+        """Returns the opener that follows, after white space at most, or None if there is none."""
         first = yield from self.scan.skip_space()
         if first == END:
             return None
@@ -273,7 +273,7 @@ class StreamParser(OutputParser):
         return None
 
     def _refused(self, marker: str, taken: str, start: int | None = None) -> None:
-        """What is no call after all is content."""
+        """Emits as content what turned out to be no call."""
         text = marker + taken
         if marker or taken.strip():
             logger.debug("no tool call", format=type(self._tools).__name__, text=text[:200])

@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are elements, and objects and arrays elements inside of them."""
+"""Reads tool calls whose arguments are elements, with objects and arrays as nested elements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.parsers.json_reader import MOST_LABEL
+from gateway.parsers.json_reader import MAX_LABEL
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps
 from gateway.parsers.typed_values import ValueWriter, as_json, kinds_of, referred
@@ -16,13 +16,13 @@ from gateway.tool_grammar import ToolFraming
 _NS = "]<]minimax[>["
 _ITEM = "item"
 _DEPTH = 64  # of elements; deeper ones are text
-# What was read after a token of the format.
+# Kinds of text after a token of the format.
 _OPEN, _CLOSE, _CALL_END, _NEXT_CALL = "open", "close", "call end", "next call"
 _TEXT, _OVER = "text", "over"
 
 
 class MinimaxM3(ToolFormat):
-    """MiniMax M3: a token before every tag. An argument's tag is its name, that of an array's part `item`."""
+    """MiniMax M3: a token before every tag. An argument's tag is its name, an array item's `item`."""
 
     framing = ToolFraming(
         _NS + '<invoke name="{name}">',
@@ -44,14 +44,14 @@ class MinimaxM3(ToolFormat):
         self._tag_end = self.markers(">")
 
     def read(self, opener: str) -> Steps[bool]:
-        """After the beginning of the opening tag."""
+        """Reads calls after the beginning of the opening tag."""
         head = yield from self._name()
         name = attributes(head).get("name", "")
         if not name or (not self.after_section and name not in self.tools):
             return False
         while name and not self.sink.is_full:
             self.sink.start_call(name, self.new_id())
-            self.scan.forget()  # no way back
+            self.scan.forget()  # from here on it is a call
             ended = yield from self._arguments(name)
             if ended != _NEXT_CALL:
                 break
@@ -59,12 +59,12 @@ class MinimaxM3(ToolFormat):
         return True
 
     def _name(self) -> Steps[str]:
-        """What a tag has up to its end; empty: it is too long, or the output is over."""
-        head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
+        """Returns a tag's text up to its end; empty: it is too long, or the output is over."""
+        head, marker = yield from self.scan.collect(self._tag_end, MAX_LABEL)
         return head if marker == ">" else ""
 
     def _after_tag(self) -> Steps[tuple[str, str]]:
-        """What follows a token of the format, and the name of the element that begins there, if one does."""
+        """Returns the kind of what follows a token of the format, and the name of an element that begins."""
         scan = self.scan
         for text, what in (("</invoke>", _CALL_END), ("</tool_call>", _CALL_END), ("<invoke ", _NEXT_CALL)):
             if (yield from scan.accept(text)):
@@ -77,7 +77,7 @@ class MinimaxM3(ToolFormat):
         return _OPEN, (yield from self._name())
 
     def _arguments(self, tool: str) -> Steps[str]:
-        """Gives out a call's arguments; what ended them."""
+        """Emits a call's arguments; returns what ended them."""
         root = self.tools[tool].parameters if tool in self.tools else {}
         opening = "{"
         while True:
@@ -99,7 +99,7 @@ class MinimaxM3(ToolFormat):
                 return what
 
     def _argument(self, schema: object, root: Mapping[str, Any]) -> Steps[str]:
-        """Gives out one value, a string while it comes; what ended it."""
+        """Emits one value, a string as it arrives; returns what ended it."""
         kinds = kinds_of(schema, root)
         if not kinds or kinds & {"object", "array"}:
             text, what = yield from self._element(schema, root, 1)
@@ -113,7 +113,7 @@ class MinimaxM3(ToolFormat):
             if marker == _NS:
                 what, name = yield from self._after_tag()
                 if what in (_TEXT, _OPEN):
-                    # In a value that has no elements it is text.
+                    # In a value without elements it is text.
                     piece, what = piece + _NS + (f"<{name}>" if name else ""), _TEXT
             written = writer.feed(piece)
             if written:
@@ -125,7 +125,7 @@ class MinimaxM3(ToolFormat):
                 return what
 
     def _element(self, schema: object, root: Mapping[str, Any], depth: int) -> Steps[tuple[str, str]]:
-        """JSON of what an element holds, and what ended it."""
+        """Returns JSON of an element's value, and what ended it."""
         texts: list[str] = []
         children: list[tuple[str, str]] = []
         while True:
@@ -137,7 +137,7 @@ class MinimaxM3(ToolFormat):
             if name and depth < _DEPTH:
                 value, what = yield from self._element(_inner(schema, name, root), root, depth + 1)
                 children.append((name, value))
-                what = _OPEN if what == _CLOSE else what  # that was the inner element's end
+                what = _OPEN if what == _CLOSE else what  # the nested element's end
             elif what == _TEXT or name:
                 texts.append(_NS + (f"<{name}>" if name else ""))
             if what not in (_OPEN, _TEXT):
@@ -145,7 +145,7 @@ class MinimaxM3(ToolFormat):
 
 
 def _inner(schema: object, name: str, root: Mapping[str, Any]) -> object:
-    """The schema of a property or of an array's elements; None: it is not said."""
+    """Returns the schema of a property or of an array's elements, or None if there is none."""
     if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
         schema = referred(schema["$ref"], root)
     if not isinstance(schema, Mapping):
@@ -157,7 +157,7 @@ def _inner(schema: object, name: str, root: Mapping[str, Any]) -> object:
 
 
 def _json_of(text: str, children: list[tuple[str, str]], kinds: frozenset[str]) -> str:
-    """JSON of an element: an array if all elements in it are items, an object of others, else its text."""
+    """Returns JSON of an element: an array if all in it are items, an object of others, else its text."""
     if children:
         if all(name == _ITEM for name, _ in children) and ("object" not in kinds or "array" in kinds):
             return f"[{', '.join(value for _, value in children)}]"

@@ -1,4 +1,4 @@
-"""The text of one output given to its parser, with its tokens: which are marks, think, or are content."""
+"""Feeds one output's text and tokens to its parser, and counts markers, reasoning and content."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gateway.text.tokenizer import Tokenizer
 
 
 class ParsedText:
-    """One output on its way through its parser; used by `OutputState`."""
+    """One output in its parser; used by `OutputState`."""
 
     def __init__(self, parser: OutputParser, marked: dict[int, str]) -> None:
-        """`marked`: tokens that belong to the formats, and their text."""
+        """`marked`: tokens that belong to the formats, with their texts."""
         self.marked = marked
         self._parser = parser
         self._length = 0  # characters detokenised, those held back by stop strings included
@@ -23,7 +23,7 @@ class ParsedText:
 
     @classmethod
     def of(cls, plan: OutputPlan, tokenizer: Tokenizer) -> ParsedText | None:
-        """None when the plan has no parser."""
+        """Returns None when the plan has no parser."""
         added = tokenizer.added_tokens
         parser = make_parser(plan, added)
         if parser is None:
@@ -32,20 +32,20 @@ class ParsedText:
 
     @property
     def calls(self) -> int:
-        """Tool calls so far."""
+        """The number of tool calls so far."""
         return self._parser.sink.calls
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing that follows counts."""
+        """Whether all that follows is ignored."""
         return self._parser.sink.is_full
 
     def feed(self, text: str, token_id: int | None = None, piece: str = "") -> None:
-        """More text.
+        """Takes more text.
 
         Args:
             text: what may be shown now; stop strings hold text back.
-            token_id: the token that was read for it; None: the output's end.
+            token_id: the token that it comes from; None: the output's end.
             piece: its text, shown or not.
         """
         sink = self._parser.sink
@@ -60,23 +60,23 @@ class ParsedText:
         self._reasoning_tokens += token_id is not None and (was_reasoning or sink.in_reasoning)
 
     def finish(self) -> None:
-        """The output has ended."""
+        """Ends the output."""
         self._parser.finish()
 
     def take(self) -> tuple[tuple[OutputEvent, ...], int]:
-        """Events since the last call, and how many tokens of those fed since then were reasoning."""
+        """Returns the events since the last call, and the number of reasoning tokens fed since then."""
         count, self._reasoning_tokens = self._reasoning_tokens, 0
         return tuple(self._parser.sink.take()), count
 
     def content_logprobs(
         self, pending: list[TokenLogprob], end: int, is_over: bool
     ) -> tuple[TokenLogprob, ...]:
-        """Takes out of `pending` the tokens whose text has become content, and drops those before them.
+        """Removes from `pending` the tokens whose text has become content, and drops those before them.
 
         Args:
             pending: tokens in order, with offsets.
             end: offset after the last of them.
-            is_over: nothing follows: a last token without text, which ended the content, belongs to it.
+            is_over: the output is over: a last token without text, which ended the content, belongs to it.
         """
         if self._offset is None and pending:
             self._offset = pending[0].offset

@@ -1,4 +1,4 @@
-"""Tool calls written as Python: a list of calls with keyword arguments, each given out once it is whole."""
+"""Reads tool calls written as Python: a list of calls with keyword arguments, each emitted when complete."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 
-from gateway.parsers.json_reader import MOST_LABEL
+from gateway.parsers.json_reader import MAX_LABEL
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Steps, run_of
 from gateway.parsers.typed_values import json_value, literal
@@ -14,12 +14,12 @@ from gateway.tool_grammar import ToolFraming
 
 _WORD = run_of(re.compile(r"[\w.\-/:]*"))
 _SYNTAX = re.compile(r"""["'()\[\]{},=\\]""")
-_MOST_ARGUMENT = 2**24  # characters
+_MAX_ARGUMENT = 2**24  # characters
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 class _Expression:
-    """Where an argument ends: at a comma or a bracket that is not its own."""
+    """Finds the end of an argument: a comma or a bracket that is not its own."""
 
     def __init__(self) -> None:
         self._closing: list[str] = []
@@ -27,7 +27,7 @@ class _Expression:
         self._escaped = False
 
     def advance(self, text: str, start: int, limit: int) -> tuple[int, bool]:
-        """How far it reaches in `text[start:limit]`, and whether it is over."""
+        """Returns how far the argument reaches in `text[start:limit]`, and whether it is over."""
         place = start
         while place < limit:
             if self._escaped:
@@ -77,21 +77,21 @@ class Pythonic(ToolFormat):
     bare = "["
 
     def read(self, opener: str) -> Steps[bool]:
-        """At the list's beginning; a list of other things is content."""
+        """Reads a list from its beginning; a list of other things is content."""
         yield from self.scan.skip_space()
         if not (yield from self.scan.accept("[")):
             return False
         calls = self.sink.calls
         while not self.sink.is_full:
             yield from self.scan.skip_space()
-            name = yield from self.scan.collect_while(_WORD, MOST_LABEL)
+            name = yield from self.scan.collect_while(_WORD, MAX_LABEL)
             if not name or (yield from self.scan.skip_space()) != "(":
                 break
             if not calls and name not in self.tools and self.sink.calls == calls:
                 break  # prose in brackets, a Markdown link
             yield from self.scan.accept("(")
             self.sink.start_call(name, self.new_id())
-            self.scan.forget()  # no way back
+            self.scan.forget()  # from here on it is a call
             if not (yield from self._arguments(name)):
                 break
             self.sink.end_call()
@@ -102,7 +102,7 @@ class Pythonic(ToolFormat):
         return self.sink.calls > calls
 
     def _arguments(self, name: str) -> Steps[bool]:
-        """Gives out the arguments, the opening bracket taken; whether they were whole."""
+        """Emits the arguments, whose opening bracket is taken; returns whether they were complete."""
         declared = self.tools[name].parameters.get("properties") if name in self.tools else None
         positions = iter(declared if isinstance(declared, dict) else ())
         opening = "{"
@@ -118,7 +118,7 @@ class Pythonic(ToolFormat):
                 yield from self.scan.accept(",")
                 continue
             expression = _Expression()
-            text = yield from self.scan.collect_while(expression.advance, _MOST_ARGUMENT)
+            text = yield from self.scan.collect_while(expression.advance, _MAX_ARGUMENT)
             if not text or (yield from self.scan.peek()) not in (",", ")"):
                 return False
             key, value = self._split(text)
@@ -130,7 +130,7 @@ class Pythonic(ToolFormat):
 
     @staticmethod
     def _split(text: str) -> tuple[str, str]:
-        """Keyword (empty: none) and value, as JSON, of an argument."""
+        """Returns an argument's keyword (empty: none) and its value, as JSON."""
         match = re.match(r"\s*([A-Za-z_][\w-]*)\s*=(?!=)", text)
         source = text if match is None else text[match.end() :]
         value = json_value(source)
@@ -141,7 +141,7 @@ class Pythonic(ToolFormat):
 
 
 class Lfm2(Pythonic):
-    """LFM2: the list stands between two tokens, anywhere in the answer."""
+    """LFM2: the list is between two tokens, anywhere in the answer."""
 
     framing = replace(
         Pythonic.framing, begin="<|tool_call_start|>[", end="]<|tool_call_end|>", place="marked", marker=""
@@ -152,6 +152,6 @@ class Lfm2(Pythonic):
 
 
 def _python(source: str) -> str:
-    """JSON's constants alone, which models mix in, as Python's."""
+    """Returns the source with JSON's constants, which models mix in, as Python's."""
     constants = {"true": "True", "false": "False", "null": "None"}
     return constants.get(source.strip(), source)

@@ -1,4 +1,4 @@
-"""The parsers by name, and how they are made."""
+"""Maps names to parsers, and makes parsers."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ TOOLS: dict[str, type[ToolFormat]] = {
     "pythonic": Pythonic,
     "lfm2": Lfm2,
 }
-HARMONY = "gpt_oss"  # one format for all: a reasoning parser, too
-# For forced calls of models whose own format is not known; nobody else writes it.
+HARMONY = "gpt_oss"  # one format for everything: a reasoning parser, too
+# For forced calls of models whose own format is unknown.
 JSON_LIST = "json"
 
 
 def tool_format(name: str) -> type[ToolFormat]:
-    """The tool format of a parser's name, as an `OutputPlan` has it: `hy_v3:suffix` has that in its tags."""
+    """Returns the tool format of a parser named in an `OutputPlan`; `hy_v3:suffix` has it in its tags."""
     if name == JSON_LIST:
         return JsonList
     base, _, suffix = name.partition(":")
@@ -121,7 +121,7 @@ def tool_format(name: str) -> type[ToolFormat]:
 
 
 def think_format(name: str) -> ThinkFormat | None:
-    """How the thoughts of a reasoning parser are written; None: a format that opens every part itself."""
+    """Returns a reasoning parser's format of thoughts; None: every part has its own opener."""
     base, _, suffix = name.partition(":")
     think = REASONING.get(base)
     if think is None or not suffix:
@@ -130,7 +130,7 @@ def think_format(name: str) -> ThinkFormat | None:
 
 
 def kept_tokens(plan: OutputPlan) -> frozenset[str]:
-    """The texts of the plan's formats, which tokenizers may have special tokens for."""
+    """Returns the texts of the plan's formats, for which tokenizers may have special tokens."""
     if HARMONY in (plan.reasoning_parser, plan.tool_parser):
         return Harmony.texts()
     think = think_format(plan.reasoning_parser or "")
@@ -139,7 +139,7 @@ def kept_tokens(plan: OutputPlan) -> frozenset[str]:
 
 
 def make_parser(plan: OutputPlan, added_tokens: Collection[str]) -> OutputParser | None:
-    """A parser for one output; None when the plan names none.
+    """Returns a parser for one output; None when the plan names none.
 
     `added_tokens`: the texts of the tokenizer's added tokens.
     """
@@ -155,28 +155,28 @@ def make_parser(plan: OutputPlan, added_tokens: Collection[str]) -> OutputParser
 
 @dataclass(frozen=True)
 class ThoughtBounds:
-    """Token ids around a thought, as `Constraint` has them; filled by `thought_bounds`."""
+    """The token ids around a thought, as `Constraint` has them; filled by `thought_bounds`."""
 
-    begin: tuple[int, ...]  # empty: the prompt opened it
+    begin: tuple[int, ...]  # empty: the prompt contains it
     end: tuple[int, ...]
-    forced: tuple[int, ...] = ()  # what ends a thought that is too long, where `end` alone would not do
+    forced: tuple[int, ...] = ()  # ends a thought that is too long, if `end` does not suffice
 
 
 def thought_bounds(parser: str, is_open: bool, calls_only: bool, tokenizer: Tokenizer) -> ThoughtBounds:
-    """What begins and ends the thought.
+    """Returns the token ids that begin and end the thought.
 
     Args:
         parser: the reasoning parser.
         is_open: the prompt opened the thought.
-        calls_only: tool calls follow, and no answer.
-        tokenizer: spells it.
+        calls_only: only tool calls follow.
+        tokenizer: encodes the texts.
     """
 
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
     if parser == HARMONY:
-        # An answer begins with the header of its channel; a call has a header of its own.
+        # An answer begins with its channel's header; a call has a header of its own.
         next_message = "<|end|><|start|>assistant"
         if calls_only:
             return ThoughtBounds(ids("<|channel|>analysis<|message|>"), ids(next_message))

@@ -1,7 +1,7 @@
-"""Reads a text that is still growing: parsers are written as if it were whole, and wait where it ends.
+"""Scans a growing text: parsers are written as if it were complete, and wait where it ends.
 
-A parser is a generator that `yield`s where it needs more text. What it asks for costs the characters it takes
-and the few that are held back because they may begin a marker, so a whole output is read in linear time.
+A parser is a generator that `yield`s where it needs more text. Each request costs the characters it takes
+and the few that are held back because they may begin a marker, so an output is read in linear time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # waits for text, returns T
-# Called with a text and where to begin and end in it: the end of what it takes, and whether it needs no more.
+# Called with a text, start and limit; returns the end of what it takes, and whether it is done.
 Advance = Callable[[str, int, int], tuple[int, bool]]
-END = ""  # in place of a marker: the text is over
+END = ""  # instead of a marker: the text is over
 
 
 def run_of(pattern: re.Pattern[str]) -> Advance:
-    """Goes over what the pattern, which matches any text, matches there; more is needed at the text's end."""
+    """Returns an `Advance` over the pattern, which matches any text; at the text's end it needs more."""
 
     def advance(text: str, start: int, limit: int) -> tuple[int, bool]:
         match = pattern.match(text, start, limit)
@@ -35,28 +35,28 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where the text has a token of the parser's; filled by `OutputState`."""
+    """The place of a parser's token in the text; filled by `OutputState`."""
 
     offset: int  # characters of text before it
     text: str
 
 
 class Markers:
-    """Texts to look for; those that the tokenizer has tokens for are found only as tokens."""
+    """Texts to search for; those for which the tokenizer has tokens match only as tokens."""
 
     def __init__(self, texts: Collection[str], tokens: Collection[str] = ()) -> None:
-        """`tokens`: the texts that count only where a `Mark` says so."""
+        """`tokens`: the texts that match only at a `Mark`."""
         self.tokens = frozenset(texts) & frozenset(tokens)
-        # Longest first: of two that begin alike, the longer one is meant.
+        # Longest first: of two with the same beginning, the longer one matches.
         spelled = sorted(set(texts) - self.tokens, key=lambda text: (-len(text), text))
         self.pattern = re.compile("|".join(map(re.escape, spelled))) if spelled else None
         self._starts = frozenset(text[:end] for text in spelled for end in range(1, len(text)))
         self._longest = max((len(text) - 1 for text in spelled), default=0)
         firsts = {text[0] for text in spelled}
-        self._first = firsts.pop() if len(firsts) == 1 else ""  # with which every marker begins
+        self._first = firsts.pop() if len(firsts) == 1 else ""  # common to all markers
 
     def held(self, text: str, first: int) -> int:
-        """How many characters at the end of `text[first:]` may begin a marker; the most, or 0."""
+        """Returns the length of the longest end of `text[first:]` that may begin a marker, or 0."""
         most = min(self._longest, len(text) - first)
         if self._first:
             place = text.find(self._first, len(text) - most) if most else -1
@@ -68,21 +68,21 @@ class Markers:
 
 
 class Scanner:
-    """The text, as far as it is there, and the place up to which it was taken."""
+    """The text that has arrived, and the position up to which it was taken."""
 
     def __init__(self) -> None:
         self.ended = False
-        self.piece_start = 0  # where in the whole text the piece taken last begins
-        self.work = 0  # characters looked at, for the test that this is linear
+        self.piece_start = 0  # in the whole text: where the piece taken last begins
+        self.work = 0  # characters scanned, for the test of linear time
         self._buffer = ""
         self._next = 0  # in the buffer: first character not taken
-        self._base = 0  # where in the whole text the buffer begins
+        self._base = 0  # in the whole text: where the buffer begins
         self._marks: deque[Mark] = deque()
         self._record: list[str] | None = None
         self.record_start = 0
 
     def add(self, text: str, marks: Collection[Mark] = ()) -> None:
-        """More text; marks may be ahead of it."""
+        """Adds text; marks may be ahead of it."""
         self._base += self._next
         self._buffer = self._buffer[self._next :] + text
         self._next = 0
@@ -90,25 +90,25 @@ class Scanner:
 
     @property
     def offset(self) -> int:
-        """Where in the whole text the next character is."""
+        """The position of the next character in the whole text."""
         return self._base + self._next
 
     def record(self) -> None:
-        """Keeps what is taken from now on, until `forget`."""
+        """Records what is taken from now on, until `forget`."""
         self._record, self.record_start = [], self.offset
 
     def recorded(self, since: str = "") -> str:
-        """What was taken since `record`, after `since`; keeps no more."""
+        """Returns `since` and what was taken since `record`; ends the recording."""
         taken = since + "".join(self._record or ())
         self._record = None
         return taken
 
     def forget(self) -> None:
-        """Ends `record`."""
+        """Ends the recording."""
         self._record = None
 
     def _take(self, end: int) -> str:
-        """The text up to `end`, an index into the buffer."""
+        """Returns the text up to `end`, an index into the buffer."""
         piece = self._buffer[self._next : end]
         self.piece_start = self.offset
         self._next = end
@@ -120,7 +120,7 @@ class Scanner:
         return piece
 
     def _token(self, tokens: Collection[str]) -> Mark | None:
-        """The next of these tokens whose text is there."""
+        """Returns the next of these tokens whose whole text has arrived."""
         for mark in self._marks if tokens else ():
             if mark.offset + len(mark.text) > self._base + len(self._buffer):
                 return None
@@ -129,9 +129,9 @@ class Scanner:
         return None
 
     def until(self, markers: Markers) -> Steps[tuple[str, str | None]]:
-        """The next piece of text, and the marker after it, which is taken too.
+        """Returns the next piece of text, and the marker after it, which is taken too.
 
-        None for the marker: more text follows; the piece is not empty then. `END`: nothing follows.
+        The marker is None if more text follows, with a piece that is not empty, and `END` if none does.
         """
         while True:
             token = self._token(markers.tokens)
@@ -158,7 +158,7 @@ class Scanner:
             yield
 
     def collect(self, markers: Markers, most: int) -> Steps[tuple[str, str | None]]:
-        """All text up to a marker, and the marker; None for it after more than `most` characters."""
+        """Returns the text up to a marker, and the marker; None for it after more than `most` characters."""
         pieces, size = [], 0
         while True:
             piece, marker = yield from self.until(markers)
@@ -168,7 +168,7 @@ class Scanner:
                 return "".join(pieces), None if size > most else marker
 
     def peek(self) -> Steps[str]:
-        """The next character, not taken; `END` when nothing follows."""
+        """Returns the next character, not taken; `END` when nothing follows."""
         while self._next >= len(self._buffer):
             if self.ended:
                 return END
@@ -176,7 +176,7 @@ class Scanner:
         return self._buffer[self._next]
 
     def skip_space(self) -> Steps[str]:
-        """Takes white space; the character after it, not taken."""
+        """Takes white space; returns the character after it, not taken."""
         while True:
             match = _SPACE.match(self._buffer, self._next)
             assert match is not None
@@ -188,7 +188,7 @@ class Scanner:
             yield
 
     def accept(self, text: str) -> Steps[bool]:
-        """Takes `text` if it is what follows."""
+        """Takes `text` if it follows; returns whether it does."""
         while True:
             rest = self._buffer[self._next : self._next + len(text)]
             if rest == text:
@@ -199,7 +199,7 @@ class Scanner:
             yield
 
     def collect_while(self, advance: Advance, most: int, tokens: Collection[str] = ()) -> Steps[str]:
-        """All that `advance` goes over; empty when it is more than `most` characters."""
+        """Returns the text that `advance` goes over; empty when it is more than `most` characters."""
         pieces: list[str] = []
         size, over = 0, False
         while not over and size <= most:
@@ -209,7 +209,7 @@ class Scanner:
         return "".join(pieces) if over and size <= most else ""
 
     def take_while(self, advance: Advance, tokens: Collection[str] = ()) -> Steps[tuple[str, bool]]:
-        """The next piece that `advance` goes over; whether it is over then, or where one of `tokens` is."""
+        """Returns the next piece that `advance` takes, and whether it ends there or at one of `tokens`."""
         while True:
             token = self._token(tokens)
             limit = len(self._buffer) if token is None else token.offset - self._base

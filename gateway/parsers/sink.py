@@ -1,5 +1,5 @@
-"""What every parser is, and where it puts what it reads: events, without the white space that frames
-thoughts and calls."""
+"""The base class of parsers, and the sink for their events, without the white space around thoughts
+and calls."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from gateway.parsers.scanner import Mark, Scanner, Steps
 
 
 def new_call_id() -> str:
-    """An id as OpenAI's look."""
+    """Returns a random id in OpenAI's format."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-# What a text becomes; a number: arguments of the call with this index.
+# The kind that a text becomes; a number: arguments of the call with this index.
 _Text = type[ReasoningDelta] | type[ContentDelta] | int
 
 
 class _Channel:
-    """Text of one kind, the white space at its end held back; and left out at its beginning, if wanted."""
+    """Text of one kind; its white space is held back at the end and, if wanted, dropped at the start."""
 
     def __init__(self) -> None:
-        self.has_text = False  # anything but white space that was left out
+        self.has_text = False  # more than dropped white space
         self._strip = False
         self._held: list[tuple[str, int]] = []
 
     def begin(self, strip: bool) -> None:
-        """A new text; `strip`: leaves out white space at its beginning."""
+        """Begins a new text; `strip` drops white space at its beginning."""
         self._strip, self._held = strip, []
 
     def add(self, text: str, start: int) -> list[tuple[str, int]]:
-        """The pieces, with their places, that may be given out."""
+        """Returns the pieces, with their positions, that may be emitted."""
         if self._strip:
             kept = text.lstrip()
             start += len(text) - len(kept)
@@ -54,7 +54,7 @@ class _Channel:
         return pieces
 
     def rest(self) -> list[tuple[str, int]]:
-        """The white space held back."""
+        """Returns the white space that was held back."""
         held, self._held = self._held, []
         return held
 
@@ -63,25 +63,25 @@ class Sink:
     """Collects the events of one output; filled by its parser."""
 
     def __init__(self, max_calls: int | None, show_reasoning: bool) -> None:
-        """`max_calls`: the output is over after so many; None: it is not. See `OutputPlan`."""
-        self.calls = 0  # begun
-        self.is_full = False  # `max_calls` were read: nothing that follows counts
+        """`max_calls`: calls after which the output is over; None: any number. See `OutputPlan`."""
+        self.calls = 0  # started
+        self.is_full = False  # `max_calls` were read: all that follows is ignored
         self.in_reasoning = False
-        self.content_ranges: list[tuple[int, int]] = []  # of the text, what became content; `take_ranges`
+        self.content_ranges: list[tuple[int, int]] = []  # of content in the text; see `take_ranges`
         self._max_calls = max_calls
         self._show_reasoning = show_reasoning
-        # Kind, pieces of text not joined yet, and where there is none, the event: joining is for `take`.
+        # Kind, and pieces of text not yet joined, or the event if there is no text: `take` joins them.
         self._texts: list[tuple[_Text, list[str]] | ToolCallStart] = []
         self._reasoning = _Channel()
         self._content = _Channel()
 
     @property
     def has_content(self) -> bool:
-        """Whether content was given out."""
+        """Whether content was emitted."""
         return self._content.has_text
 
     def take(self) -> list[OutputEvent]:
-        """The events since the last call."""
+        """Returns the events since the last call."""
         if not self._texts:
             return []
         events: list[OutputEvent] = []
@@ -95,47 +95,47 @@ class Sink:
         return events
 
     def take_ranges(self) -> list[tuple[int, int]]:
-        """Which characters of the whole text (from, to) became content since the last call."""
+        """Returns the ranges (from, to) of the text's characters that became content since the last call."""
         ranges, self.content_ranges = self.content_ranges, []
         return ranges
 
     def begin_reasoning(self) -> None:
-        """A thought begins."""
+        """Begins a thought."""
         self.in_reasoning = True
         self._reasoning.begin(strip=True)
 
     def end_reasoning(self) -> None:
-        """It is over; what follows is content, from its first visible character on."""
+        """Ends the thought; what follows is content, from its first visible character on."""
         self.in_reasoning = False
         self._content.begin(strip=True)
 
     def reasoning(self, text: str, start: int) -> None:
-        """Text of the thought; `start` is its place in the whole text."""
+        """Adds text of the thought; `start` is its position in the whole text."""
         for piece, _ in self._reasoning.add(text, start):
             if self._show_reasoning:
                 self._append(ReasoningDelta, piece)
 
     def content(self, text: str, start: int) -> None:
-        """Text of the answer; `start` is its place in the whole text."""
+        """Adds text of the answer; `start` is its position in the whole text."""
         self._show(self._content.add(text, start))
 
     def finish(self) -> None:
-        """The output is over: white space at the end of an answer belongs to it."""
+        """Ends the output: white space at the end of an answer belongs to it."""
         if not self.calls:
             self._show(self._content.rest())
 
     def start_call(self, name: str, call_id: str) -> None:
-        """A call of `name` begins; white space around calls is no content."""
+        """Begins a call of `name`; white space around calls is no content."""
         self._content.begin(strip=True)
         self._texts.append(ToolCallStart(self.calls, call_id, name))
         self.calls += 1
 
     def arguments(self, text: str) -> None:
-        """A piece of the arguments of the call that began last."""
+        """Adds a piece of the arguments of the last call."""
         self._append(self.calls - 1, text)
 
     def end_call(self) -> None:
-        """The call is complete."""
+        """Ends the call."""
         self.is_full = self._max_calls is not None and self.calls >= self._max_calls
 
     def _show(self, pieces: list[tuple[str, int]]) -> None:
@@ -156,7 +156,7 @@ class Sink:
 
 
 class OutputParser(ABC):
-    """Reads one output as it grows, in linear time; never raises for what a model writes."""
+    """Parses one output as it grows, in linear time; never raises for any output."""
 
     def __init__(self, sink: Sink) -> None:
         self.scan, self.sink = Scanner(), sink
@@ -164,18 +164,18 @@ class OutputParser(ABC):
         self._is_over = False
 
     def feed(self, text: str, marks: Sequence[Mark] = ()) -> None:
-        """Reads a piece; what became certain with it is in the sink.
+        """Reads a piece; what is certain after it is in the sink.
 
         Args:
             text: the next characters.
-            marks: tokens of the format in it, or in what follows; some texts count only as tokens.
+            marks: tokens of the format in it, or in later text; some texts match only as tokens.
         """
         if not self._is_over:
             self.scan.add(text, marks)
             self._go_on()
 
     def finish(self) -> None:
-        """Gives out what was held back, at the end of the output; nothing may be fed after it."""
+        """Emits what was held back, at the end of the output; nothing may be fed after it."""
         self.scan.ended = True
         if not self._is_over:
             self._go_on()

@@ -1,4 +1,4 @@
-"""Arguments that models write as plain text become JSON, by the types that a tool's schema allows."""
+"""Converts arguments that models write as plain text to JSON, by the types that a tool's schema allows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _Known = dict[tuple[str, int], frozenset[str]]
 def kinds_of(
     schema: object, root: Mapping[str, Any], depth: int = _DEPTH, known: _Known | None = None
 ) -> frozenset[str]:
-    """The JSON types that a schema allows; empty: it does not say.
+    """Returns the JSON types that a schema allows; empty: unspecified.
 
-    `known`: what references at a depth have given so far, since they may refer to one another many times.
+    `known`: results for references at a depth, since they may refer to one another many times.
     """
     known = {} if known is None else known
     if not isinstance(schema, Mapping) or not depth:
@@ -53,13 +53,13 @@ def kinds_of(
 
 
 def kinds_of_property(name: str, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that the schema `root` of an object allows for one of its properties."""
+    """Returns the JSON types that the schema `root` of an object allows for one of its properties."""
     properties = root.get("properties")
     return kinds_of(properties.get(name) if isinstance(properties, Mapping) else None, root)
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> object:
-    """What `#/…` names; None where there is no such thing."""
+    """Returns the value that a reference `#/…` names; None if there is none."""
     value: object = root
     for part in reference.removeprefix("#").split("/")[1:]:
         value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, Mapping) else None
@@ -67,7 +67,7 @@ def referred(reference: str, root: Mapping[str, Any]) -> object:
 
 
 def _kind(value: object) -> str:
-    """The JSON type of a value."""
+    """Returns the JSON type of a value."""
     if value is None:
         return "null"
     names = ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array"))
@@ -75,7 +75,7 @@ def _kind(value: object) -> str:
 
 
 def spelled(text: str) -> str:
-    """`text` as the inside of a JSON string."""
+    """Returns `text` as the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -84,7 +84,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def json_value(text: str) -> object:
-    """The JSON value that `text` spells; `...`: none."""
+    """Returns the JSON value that `text` spells; `...`: it is no JSON."""
     try:
         value: object = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -93,10 +93,10 @@ def json_value(text: str) -> object:
 
 
 def literal(text: str) -> object:
-    """The value of a Python literal that JSON can say; `...`: there is none."""
+    """Returns the value of a Python literal that JSON can represent; `...`: it is none."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a model writes nobody here is to blame
+            warnings.simplefilter("ignore")  # the source is a model's output
             value: object = ast.literal_eval(text.strip())
         json.dumps(value, allow_nan=False).encode()
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -105,9 +105,9 @@ def literal(text: str) -> object:
 
 
 def as_json(text: str, kinds: frozenset[str]) -> str:
-    """JSON of a whole value that a model wrote as text: of one of `kinds` if it can be so, else a string.
+    """Returns JSON of a complete value from a model's text: of one of `kinds` if possible, else a string.
 
-    Without kinds: what looks like JSON is JSON, unless it is a string in quotes.
+    Without kinds, text that is valid JSON is JSON, unless it is a string in quotes.
     """
     trimmed = text.strip()
     spelling = _SPELLINGS.get(trimmed.lower())
@@ -130,21 +130,21 @@ def as_json(text: str, kinds: frozenset[str]) -> str:
 
 
 class ValueWriter:
-    """Writes one value as JSON: strings as they come, all else once it is whole."""
+    """Converts one value to JSON: strings as they arrive, all else once it is complete."""
 
     def __init__(self, kinds: frozenset[str], trim: bool) -> None:
-        """`trim`: leaves out a line break at the beginning and one at the end."""
+        """`trim` drops a line break at the beginning and one at the end."""
         self._kinds = kinds
         self._trim = trim
         self._streams = kinds == {"string"}
         self._may_be_null = kinds == {"string", "null"}
         self._opened = False
         self._began = False
-        self._break = ""  # a line break that may be the last
+        self._break = ""  # a line break that may be the last character
         self._held: list[str] = []
 
     def feed(self, piece: str) -> str:
-        """JSON of what became certain."""
+        """Returns JSON of what is certain after the piece."""
         if self._trim and not self._began and piece:
             self._began = True
             piece = piece.removeprefix("\n")
@@ -156,7 +156,7 @@ class ValueWriter:
             self._held.append(piece)
             text = "".join(self._held)
             start = text.strip().lower()
-            # Templates of several families write Python's word into their examples.
+            # Templates of several families have Python's word in their examples.
             if len(text) <= _MAY_BE_NULL and ("null".startswith(start) or "none".startswith(start)):
                 return ""
             self._streams, self._held, piece = True, [], text
@@ -168,7 +168,7 @@ class ValueWriter:
         return opening + spelled(piece)
 
     def finish(self) -> str:
-        """The rest of a value that is whole."""
+        """Returns the rest of a complete value."""
         if self._streams:
             return '"' if self._opened else '""'
         text = "".join(self._held)

@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are texts between tags: they become JSON while they come."""
+"""Reads tool calls whose arguments are texts between tags: they become JSON as they arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from gateway.parsers.json_reader import MOST_LABEL, JsonStrings
+from gateway.parsers.json_reader import MAX_LABEL, JsonStrings
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps
 from gateway.parsers.typed_values import ValueWriter, kinds_of_property
@@ -21,7 +21,7 @@ _ATTRIBUTE = re.compile(r'([\w-]+)\s*=\s*"([^"]*)"')
 
 
 class TaggedCalls(ToolFormat):
-    """A call is an element with its name in the opening tag, and has one element per argument."""
+    """Reads a call that is an element with its name in the opening tag, and one element per argument."""
 
     parameter_open: str
     parameter_close = "</parameter>"
@@ -38,13 +38,13 @@ class TaggedCalls(ToolFormat):
         self._value_end = self.markers(self.parameter_close, *ends)
 
     def read(self, opener: str) -> Steps[bool]:
-        """After the beginning of the opening tag."""
+        """Reads calls after the beginning of the opening tag."""
         name = yield from self.read_name()
         if not name or (opener not in self.tokens and not self.after_section and name not in self.tools):
             return False
         while name and not self.sink.is_full:
             self.sink.start_call(name, self.new_id())
-            self.scan.forget()  # no way back
+            self.scan.forget()  # from here on it is a call
             follows = yield from self._arguments(name)
             if not follows:
                 break
@@ -52,17 +52,17 @@ class TaggedCalls(ToolFormat):
         return True
 
     def read_name(self) -> Steps[str]:
-        """The tool's name; empty: there is none."""
-        head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
+        """Returns the tool's name, or an empty string if there is none."""
+        head, marker = yield from self.scan.collect(self._tag_end, MAX_LABEL)
         return attributes(head).get("name", "") if marker == self.tag_end else ""
 
     def read_parameter(self) -> Steps[dict[str, str]]:
-        """The name of an argument and what else is said of it; empty: there is none."""
-        head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
+        """Returns an argument's name and further attributes; empty: there is none."""
+        head, marker = yield from self.scan.collect(self._tag_end, MAX_LABEL)
         return attributes(head) if marker == self.tag_end else {}
 
     def _arguments(self, name: str) -> Steps[bool]:
-        """Gives out a call's arguments; whether another call follows without the end of this one."""
+        """Emits a call's arguments; returns whether another call follows without the end of this one."""
         is_first = True
         while True:
             piece, marker = yield from self.scan.until(self._body)
@@ -86,7 +86,7 @@ class TaggedCalls(ToolFormat):
                 return marker in self.openers
 
     def _kinds(self, tool: str, said: dict[str, str]) -> frozenset[str]:
-        """The types that an argument may have."""
+        """Returns the types that an argument may have."""
         root = self.tools[tool].parameters if tool in self.tools else {}
         kinds = kinds_of_property(said["name"], root)
         if "string" in said:
@@ -94,11 +94,11 @@ class TaggedCalls(ToolFormat):
         return kinds
 
     def _has_grammar(self, tool: str) -> bool:
-        """Whether a grammar makes the arguments: what is no string then is JSON, whole and right."""
+        """Returns whether a grammar forces the arguments: values other than strings are then valid JSON."""
         return self.is_forced or (tool in self.tools and self.tools[tool].strict)
 
     def _value(self, kinds: frozenset[str], has_grammar: bool) -> Steps[str | None]:
-        """Gives out a value; the marker after it. In JSON's own strings a marker is text."""
+        """Emits a value; returns the marker after it. Within JSON's own strings a marker is text."""
         writer = ValueWriter(kinds, self.trim)
         strings = JsonStrings() if has_grammar and kinds and "string" not in kinds else None
         while True:
@@ -118,14 +118,14 @@ class TaggedCalls(ToolFormat):
 
 
 def attributes(head: str) -> dict[str, str]:
-    """The attributes of a tag; a text alone is the name."""
+    """Returns the attributes of a tag; a plain text is the name."""
     found = dict(_ATTRIBUTE.findall(head))
     bare = head.strip().strip("\"'")
     return found if found or not bare or "\n" in bare or "<" in bare else {"name": bare}
 
 
 class Qwen3Coder(TaggedCalls):
-    """Qwen3-Coder and Qwen3.5: `<function=…>` in `<tool_call>`, which some of its answers leave out."""
+    """Qwen3-Coder and Qwen3.5: `<function=…>` in `<tool_call>`, which the model sometimes leaves out."""
 
     framing = ToolFraming(
         "<tool_call>\n<function={name}>\n",
@@ -144,7 +144,7 @@ class Qwen3Coder(TaggedCalls):
 
 
 class Step3p5(Qwen3Coder):
-    """Step 3.5: as Qwen3-Coder."""
+    """Step 3.5: Qwen3-Coder's format."""
 
 
 class MinimaxM2(TaggedCalls):
@@ -167,7 +167,7 @@ class MinimaxM2(TaggedCalls):
 
 
 class DeepseekV32(TaggedCalls):
-    """DeepSeek V3.2: as MiniMax, with a token in every tag; an attribute says which values are strings."""
+    """DeepSeek V3.2: MiniMax's format with a token in every tag; an attribute marks string values."""
 
     framing = ToolFraming(
         '<｜DSML｜invoke name="{name}">\n',
@@ -188,7 +188,7 @@ class DeepseekV32(TaggedCalls):
 
 
 class DeepseekV4(DeepseekV32):
-    """DeepSeek V4: another name for the element around the calls."""
+    """DeepSeek V4: V3.2's format with another name for the element around the calls."""
 
     framing = replace(DeepseekV32.framing, begin="<｜DSML｜tool_calls>\n", end="</｜DSML｜tool_calls>")
     sections = ("<｜DSML｜tool_calls>",)
@@ -196,7 +196,7 @@ class DeepseekV4(DeepseekV32):
 
 
 class KeyedCalls(TaggedCalls):
-    """The name, then elements for keys and values."""
+    """Reads calls of a name followed by elements for keys and values."""
 
     key_close = "</arg_key>"
     value_open = "<arg_value>"
@@ -212,24 +212,24 @@ class KeyedCalls(TaggedCalls):
 
     @classmethod
     def texts(cls) -> frozenset[str]:
-        """With the tags of keys and values."""
+        """Returns all texts, with the tags of keys and values."""
         tags = cls.key_close, cls.value_open, cls.parameter_open, cls.parameter_close, cls.separator
         return super().texts() | frozenset(filter(None, tags))
 
     def read_name(self) -> Steps[str]:
-        """The name stands before a line break, a tag or the end; of those the separator is taken."""
-        name = (yield from self.scan.collect_while(_up_to_tag, MOST_LABEL, self.tokens)).strip()
+        """Returns the name before a line break, a tag or the end; takes the separator."""
+        name = (yield from self.scan.collect_while(_up_to_tag, MAX_LABEL, self.tokens)).strip()
         first = yield from self.scan.peek()
         if self.separator:
             yield from self.scan.accept(self.separator)
         return name if first in ("\n", "<", END) and " " not in name else ""
 
     def read_parameter(self) -> Steps[dict[str, str]]:
-        """The key, up to where its value begins."""
-        key, marker = yield from self.scan.collect(self._key_end, MOST_LABEL)
+        """Returns the key, up to where its value begins."""
+        key, marker = yield from self.scan.collect(self._key_end, MAX_LABEL)
         if marker != self.key_close:
             return {}
-        gap, marker = yield from self.scan.collect(self._value_begin, MOST_LABEL)
+        gap, marker = yield from self.scan.collect(self._value_begin, MAX_LABEL)
         return {} if marker != self.value_open or gap.strip() else {"name": key.strip()}
 
 
@@ -242,7 +242,7 @@ _TAG_OR_LINE = re.compile(r"[<\n]")
 
 
 class Glm45(KeyedCalls):
-    """GLM 4.5 and 4.6."""
+    """GLM 4.5 and 4.6: a name, then keys and values on lines of their own."""
 
     framing = ToolFraming(
         "<tool_call>{name}\n",
@@ -257,7 +257,7 @@ class Glm45(KeyedCalls):
 
 
 class Glm47(Glm45):
-    """GLM 4.7 and 5: the same without line breaks."""
+    """GLM 4.7 and 5: GLM 4.5's format without line breaks."""
 
     framing = ToolFraming(
         "<tool_call>{name}",
@@ -269,7 +269,7 @@ class Glm47(Glm45):
 
 
 class LongcatKeys(KeyedCalls):
-    """LongCat's later releases: as GLM 4.5, with tags of their own."""
+    """LongCat's later releases: GLM 4.5's format with their own tags."""
 
     framing = ToolFraming(
         "<longcat_tool_call>{name}\n",
@@ -307,7 +307,7 @@ class HyV3(KeyedCalls):
 
 
 class HyV4(KeyedCalls):
-    """Hy4: as Hunyuan 3 without that token, and nothing between the tags."""
+    """Hy4: Hunyuan 3's format without that token, and nothing between the tags."""
 
     framing = ToolFraming(
         "<tool_call>{name}",
@@ -324,7 +324,7 @@ class HyV4(KeyedCalls):
 
 
 def with_tag_suffix(text: str, suffix: str) -> str:
-    """The text with `:suffix` in each of its tags, `<name>` and `</name>`."""
+    """Returns the text with `:suffix` in each of its tags, `<name>` and `</name>`."""
     return _TAG.sub(rf"\1:{suffix}>", text)
 
 
@@ -333,7 +333,7 @@ _TAG = re.compile(r"(</?\w+)>")
 
 @functools.cache
 def suffixed(form: type[KeyedCalls], suffix: str) -> type[KeyedCalls]:
-    """The format with `:suffix` in the names of all its tags, as checkpoints of Hunyuan have them.
+    """Returns the format with `:suffix` in the names of all its tags, as checkpoints of Hunyuan have them.
 
     The suffix differs from one checkpoint to the next, `opensource` in Hy3's and a hash in Hy4's.
     """
@@ -350,7 +350,7 @@ def suffixed(form: type[KeyedCalls], suffix: str) -> type[KeyedCalls]:
     return type(f"{form.__name__}_{suffix}", (form,), {"framing": framing, "__doc__": form.__doc__, **texts})
 
 
-# The attributes of a format of keyed calls that hold its tags.
+# The attributes of a keyed format that hold its tags.
 _TEXTS = (
     *("openers", "sections", "closers", "inner", "separator"),
     *("key_close", "value_open", "parameter_open", "parameter_close", "call_close"),

@@ -1,1 +1,1 @@
-"""Requests become prompts in processes of their own: whatever one of them costs, streams go on."""
+"""Turns requests into prompts in separate processes, so that no request's cost delays running streams."""

@@ -1,4 +1,4 @@
-"""The bytes of request bodies between their receipt and the end of their preparation, within a bound."""
+"""Limits the bytes of request bodies between their receipt and the end of their preparation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.prompts.prepare import too_large
 from gateway.streaming import ClientGone
 
 _COMPRESSED = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"})
-# Bodies of the largest size that may be in memory at once.
+# The number of bodies of the largest size that may be in memory at once.
 _LARGEST_AT_ONCE = 16
 
 
@@ -27,7 +27,7 @@ class BodyReceiver:
 
     @contextlib.asynccontextmanager
     async def receive(self, request: Request, extra: int = 0) -> AsyncIterator[list[bytes]]:
-        """The body's pieces, counted as long as the context is open.
+        """Yields the body's pieces, which count as long as the context is open.
 
         Args:
             request: whose body has not been read.
@@ -35,14 +35,14 @@ class BodyReceiver:
         Raises:
             ApiError: 413 as soon as it is known that the body is too large, 415 when it is compressed; 429
                 when too much is held.
-            ClientGone: the client left before it was complete.
+            ClientGone: the client disconnected before it was complete.
         """
         most = self._most + extra
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > most:
             raise too_large(most)
         encoding = request.headers.get("content-encoding", "")
-        # By name, as there are clients that write a character set here.
+        # Compared by name: some clients add a character set.
         if _COMPRESSED.intersection(part.strip() for part in encoding.lower().split(",")):
             raise ApiError(
                 415,

@@ -1,4 +1,4 @@
-"""What the gateway and its prompt processes send one another, pickled, over a socket pair."""
+"""The messages between the gateway and its prompt processes, pickled, over a socket pair."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ Kind = Literal[
     "ollama_pull",
 ]
 HEADER = struct.Struct("!Q")  # length of what follows, bytes
-ANSWER_HEADER = struct.Struct("!QI")  # the same, and how many buffers come then, each with its own HEADER
+ANSWER_HEADER = struct.Struct("!QI")  # the same, and the number of buffers that follow, each with a HEADER
 READY = b"ready"
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The first message to a process, which then reads them; known before the engine answers."""
+    """The first message to a process, which then reads the files; known before the engine answers."""
 
     tokenizer_dir: str
     template_file: str
-    # Digests that they had when the gateway read them; a process that finds others does not serve.
+    # Digests of the files when the gateway read them; a process that finds others does not serve.
     parts: Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class OtherFiles:
-    """What a process says in the place of `READY` when the files are not those that the gateway has read."""
+    """A process's reply instead of `READY` when the files are not those that the gateway has read."""
 
-    changes: str  # by names of files, for people
+    changes: str  # file names, for people
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """The second message to a process; filled by the gateway once it knows the model."""
+    """The second message to a process; sent once the gateway knows the model."""
 
     model_info: bytes  # serialised engine.v1.GetModelInfoResponse
     files: ModelFiles  # as in the first message
     served_name: str
     images: ImageConfig
     max_body_bytes: int  # without images
-    memory_bytes: int  # what a request may take beyond what the process has when it starts
+    memory_bytes: int  # limit of a request, beyond the memory at the process's start
     cpu_s: float  # processor time of one request
     responses: ResponseStore | None = None
     aliases: tuple[str, ...] = ()  # patterns of further names of the model
@@ -77,14 +77,14 @@ class Prepared:
     jobs: list[PromptJob]  # without images and the response's id
     logprobs: int | None  # alternatives per output token; None: no log-probabilities
     images: list[tuple[str, ImageUrl | DecodedImage]]  # parameter name and each image, in prompt order
-    reply: Any = None  # what another API's format is made from (gateway/apis/)
-    speaks_functions: bool = False  # calls are answered as `function_call`, from before there were tools
-    ignored: tuple[str, ...] = ()  # some of the fields that were sent and have no effect, by name
+    reply: Any = None  # data for another API's format (gateway/apis/)
+    speaks_functions: bool = False  # calls are answered as `function_call`, the predecessor of tools
+    ignored: tuple[str, ...] = ()  # names of some of the fields that have no effect
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The request cannot be done; the fields of an `ApiError`."""
+    """The refusal of a request; it has the fields of an `ApiError`."""
 
     status: int
     message: str
@@ -93,20 +93,20 @@ class Refused:
 
 
 def too_expensive(took: str, setting: str) -> Refused:
-    """The refusal of a request that took more than a setting allows."""
+    """Returns the refusal of a request that exceeded the limit of a setting."""
     return Refused(
         400, f"reading the request took more than {took} ({setting})", None, "request_too_expensive"
     )
 
 
 def too_much_memory(setup: WorkerSetup) -> Refused:
-    """The refusal of a request that needed too much memory."""
+    """Returns the refusal of a request that exceeded the memory limit."""
     return too_expensive(f"{setup.memory_bytes / 2**30:g} GiB", "prompt_memory_gib")
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A defect of ours met this request; filled with the exception's type and its traceback."""
+    """An internal error met this request; filled with the exception's type and its traceback."""
 
     kind: str
     details: str
@@ -114,7 +114,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Postponed:
-    """A grammar of this request takes long to compile: it is to be sent again as `patient`."""
+    """A grammar of this request takes long to compile: it has to be sent again as `patient`."""
 
 
 # bytes: the JSON of an answer that needs no engine.
@@ -122,13 +122,13 @@ Answer = Prepared | Refused | Broken | Postponed | bytes
 
 
 def packed(value: Any) -> bytes:
-    """One message with its header."""
+    """Returns one message with its header."""
     data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     return HEADER.pack(len(data)) + data
 
 
 def packed_answer(value: Any) -> list[bytes | memoryview]:
-    """One message of a process, in pieces: files stay apart, so that its reader need not take all at once."""
+    """Returns a process's message in pieces: files are separate, so that its reader can take them in turn."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
     pieces: list[bytes | memoryview] = [ANSWER_HEADER.pack(len(data), len(buffers)) + data]

@@ -1,4 +1,4 @@
-"""Images that came in a request's body: decoded where the body is read, so that no stream waits for it."""
+"""Images from request bodies, decoded in the process that reads the body, so that no stream waits for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ImageRefused(ValueError):
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """An image file; filled by `with_data`. Pickled with protocol 5 its bytes may travel by themselves."""
+    """An image file; filled by `with_data`. With pickle protocol 5 its bytes may travel separately."""
 
     data: bytes | pickle.PickleBuffer
     detail: str | None  # ImageUrl.detail
@@ -33,7 +33,7 @@ class DecodedImage:
 def with_data(
     places: list[tuple[str, ImageUrl]], config: ImageConfig
 ) -> list[tuple[str, ImageUrl | DecodedImage]]:
-    """`places`, with the files of data URLs in place of these; other URLs as they are.
+    """Returns `places` with decoded files instead of data URLs; other URLs stay.
 
     Raises ApiError 400 that names the part at fault.
     """
@@ -52,14 +52,14 @@ def _with_data(place: str, image: ImageUrl, config: ImageConfig) -> ImageUrl | D
 
 
 def check_image(data: bytes, config: ImageConfig) -> None:
-    """Raises ValueError for a file that is too large, or no image that may be used."""
+    """Raises ValueError for a file that is too large, or is no usable image."""
     if len(data) > config.max_image_mib * _MIB:
         raise ImageRefused(_too_large(config))
     open_image(data, config.max_image_megapixels)
 
 
 def from_data_url(url: str, config: ImageConfig) -> bytes:
-    """RFC 2397: `data:image/png;base64,...`. Not split by `urlsplit`, which would keep it in its cache."""
+    """Returns the data of an RFC 2397 URL; not by `urlsplit`, which would keep the URL in its cache."""
     kind, comma, payload = url.partition(":")[2].partition(",")
     media, *options = kind.split(";")
     if not (comma and media.lower().startswith("image/") and options[-1:] == ["base64"]):

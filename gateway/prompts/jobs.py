@@ -1,4 +1,4 @@
-"""From a validated body and its tokenised prompts to engine requests, sampling parameters included."""
+"""Converts a validated body and its tokenised prompts to engine requests, sampling parameters included."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_prompt(model: ServedModel, prompt_ids: list[int], param: str) -> None:
 
 
 def output_limit(model: ServedModel, prompt_length: int, param: str, requested: int | None) -> int:
-    """Most output tokens of this request, >= 1.
+    """Returns the most output tokens of this request, >= 1.
 
     Raises:
         ApiError: 400 when the prompt and the tokens asked for exceed the context.
@@ -44,7 +44,7 @@ def output_limit(model: ServedModel, prompt_length: int, param: str, requested: 
             param=param,
             code=CONTEXT_LENGTH_EXCEEDED,
         )
-    return max(1, requested)  # the engine always makes one; 0 (echo only) drops it again
+    return max(1, requested)  # the engine always generates one; 0 (echo only) drops it
 
 
 def build_sampling_params(
@@ -54,12 +54,12 @@ def build_sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> engine_pb2.SamplingParams:
-    """The engine's parameters; ApiError 400 for token ids outside the vocabulary or an impossible minimum.
+    """Returns the engine's parameters. Raises ApiError 400 for invalid token ids or an impossible minimum.
 
     Args:
         body: the validated request.
         model: gives vocabulary size and generation defaults.
-        max_tokens: from `output_limit`; None: as many as fit.
+        max_tokens: from `output_limit`; None: all that fit.
         logprobs: alternatives per output token; None: no logprobs.
         prompt_logprobs: alternatives per prompt token; None: none.
     """
@@ -99,7 +99,7 @@ def build_sampling_params(
 
 
 def _bad_words(words: list[str], model: ServedModel) -> list[engine_pb2.TokenSequence]:
-    """The tokens of each word at a text's beginning and after a space, without repetitions.
+    """Returns the tokens of each word at a text's beginning and after a space, without duplicates.
 
     Raises:
         ApiError: 400; a word has no tokens, or all together have too many.
@@ -121,7 +121,7 @@ def _bad_words(words: list[str], model: ServedModel) -> list[engine_pb2.TokenSeq
 
 
 def _value(requested: float | None, model: ServedModel, name: str, fallback: float) -> Any:
-    """What the client sent, else the model's generation default, else the API's default."""
+    """Returns the client's value, else the model's generation default, else the API's default."""
     if requested is not None:
         return requested
     default = model.defaults.get(name)
@@ -130,26 +130,26 @@ def _value(requested: float | None, model: ServedModel, name: str, fallback: flo
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What the two APIs ask for differently; filled by `prepare.py`."""
+    """Parameters that differ between the two APIs; filled by `prepare.py`."""
 
     prompt_param: str  # parameter named in errors about the prompt
     limit_param: str  # parameter named in errors about the output's length
-    limit: int | None  # output tokens asked for; 0: only echo; None: as many as fit
+    limit: int | None  # output tokens asked for; 0: only echo; None: all that fit
     logprobs: int | None  # alternatives per output token; None: no log-probabilities
     prompt_logprobs: int | None = None  # alternatives per prompt token
     echo: bool = False
-    fits_limit: bool = False  # more output tokens than there is room for are no error
+    fits_limit: bool = False  # a limit beyond the context is no error
     echoes_logprobs: bool = False
-    best_of: int | None = None  # outputs made, of which `n` are given; None: n
-    output: OutputPlan | None = None  # how outputs are read; None: all is content
-    with_images: bool = False  # the engine puts more tokens into the prompt
-    constraint: engine_pb2.Constraint | None = None  # what every output has to be; None: anything
+    best_of: int | None = None  # outputs generated, of which `n` are returned; None: n
+    output: OutputPlan | None = None  # how outputs are read; None: everything is content
+    with_images: bool = False  # the engine adds tokens to the prompt
+    constraint: engine_pb2.Constraint | None = None  # that every output satisfies; None: none
 
 
 def build_jobs(
     body: GenerationFields, model: ServedModel, plan: JobPlan, prompts: list[tuple[str, list[int]]]
 ) -> list[PromptJob]:
-    """One job per prompt (text, token ids), with choices numbered prompt by prompt.
+    """Returns one job per prompt (text, token ids), with choices numbered prompt by prompt.
 
     Raises:
         ApiError: 400 naming the parameter, before anything is sent to the engine.
@@ -164,12 +164,12 @@ def build_jobs(
         params = build_sampling_params(body, model, max_tokens, plan.logprobs, plan.prompt_logprobs)
         if made > given:
             params.n = made
-            params.logprobs = plan.logprobs or 0  # which say which are the likeliest
+            params.logprobs = plan.logprobs or 0  # needed to rank the outputs
         stops = body.stop_strings()
         request = engine_pb2.GenerateRequest(
             tokenized=engine_pb2.TokenizedInput(input_ids=prompt_ids),
             sampling_params=params,
-            # Stop strings, and the end of the only call, are found while the text grows.
+            # Streamed, since stop strings and the end of the only call are found while the text grows.
             stream=bool(body.stream or stops or (plan.output is not None and plan.output.max_calls)),
             priority=max(INT32_MIN, min(body.priority, INT32_MAX)),
             cache_salt=body.cache_salt or "",
@@ -183,7 +183,7 @@ def build_jobs(
 
 
 def _check_outputs(model: ServedModel, prompts: int, n: int) -> None:
-    """ApiError 400 for more outputs than the engine ever queues: waiting would not help."""
+    """Raises ApiError 400 for more outputs than the engine's queue holds: waiting would not help."""
     most = model.max_waiting_outputs
     if most and prompts * n > most:
         asked = f"'n' asks for {n} outputs" + (f" of each of {prompts} prompts" if prompts > 1 else "")
@@ -191,7 +191,7 @@ def _check_outputs(model: ServedModel, prompts: int, n: int) -> None:
 
 
 def _max_tokens(model: ServedModel, prompt_length: int, plan: JobPlan) -> int | None:
-    """Most output tokens; None: as many as fit, which only the engine knows of a prompt with images."""
+    """Returns the most output tokens; None: all that fit, which with images only the engine knows."""
     if plan.with_images and plan.limit is None:
         return None
     limit, room = plan.limit, max(1, model.max_context_length - prompt_length)
@@ -203,7 +203,7 @@ def _max_tokens(model: ServedModel, prompt_length: int, plan: JobPlan) -> int | 
 
 
 def _rules(body: GenerationFields, model: ServedModel, plan: JobPlan, text: str) -> OutputRules:
-    """How the tokens of this request become text; `text` is what is echoed, if anything is."""
+    """Returns the rules by which this request's tokens become text; `text` is echoed if the plan says so."""
     ends = frozenset() if body.ignore_eos else model.eos_token_ids
     return OutputRules(
         stop_strings=body.stop_strings(),

@@ -1,4 +1,4 @@
-"""The processes that read requests: queues before them, deadlines, and new ones for those that died."""
+"""The pool of processes that prepare requests: queues, deadlines, and replacement of those that end."""
 
 from __future__ import annotations
 
@@ -29,54 +29,54 @@ from moebius.errors import WrongIdentity
 from moebius.fair_shares import FairShares, in_turns, is_below_share
 
 logger = structlog.get_logger(__name__)
-_GROUP = 8  # small requests that a process gets at once, when more wait
+_GROUP = 8  # small requests that a process gets at once, if enough wait
 _WALL_FACTOR = 10  # a request may wait for a processor this much longer than it may use one
 _RESTART_S = 1.0
-_STUCK_S = 10.0  # a small request that waits longer, or a process that works longer, is no good sign
-_SLOW_SHARE = 4  # of the requests that may wait, the part whose grammars may take long
-_LIKELY_S = 0.002  # of a request that has not been read: those that are picked together are divided by this
-_REFUSED_S = 2.0  # between two looks whether the right files are back
+_STUCK_S = 10.0  # of waiting or work, after which the pool reports a problem
+_SLOW_SHARE = 4  # 1 / the share of waiting requests whose grammars may take long
+_ESTIMATED_S = 0.002  # estimate for a request that is not yet read, for fairness within a group
+_REFUSED_S = 2.0  # between two checks whether the right files are back
 
 
 class PromptPool:
-    """Some processes and what waits for them. One process takes small bodies only, so that requests that are
-    large, or whose grammars take long, never make small ones wait for more than one another's; with one
-    process there is no such promise."""
+    """Processes and their queues. One process takes small bodies only, so that large requests, or those whose
+    grammars take long, delay small ones no more than small ones delay each other; with one process there is
+    no such promise."""
 
     def __init__(self, processes: int, most_waiting: int) -> None:
-        """`most_waiting`: requests that may wait before others get 429."""
+        """`most_waiting`: requests that may wait; further ones get 429."""
         self._count = processes
         self._most_waiting = most_waiting
-        # In the order in which they came. A request is in one of them for as long as it waits, however that
-        # ends: a process takes it, it is refused, or its client goes away.
+        # In order of arrival. A request is in one of the queues for as long as it waits, however that
+        # ends: a process takes it, it is refused, or its client disconnects.
         self._small: dict[Job, None] = {}
         self._large: dict[Job, None] = {}
         self._slow: dict[Job, None] = {}  # whose grammars take long
-        self._slow_is_next = False  # where large ones wait, too
+        self._slow_is_next = False  # when large ones wait, too
         self._taken_at = 0.0  # when a process took small ones last
-        self._busy_since: dict[int, float] = {}  # of processes that have requests, by number
+        self._busy_since: dict[int, float] = {}  # by number of each process that has requests
         self._shares = FairShares()  # seconds of processes
-        self._changed = asyncio.Event()  # something waits
+        self._changed = asyncio.Event()  # set when a request waits
         self._running: dict[int, Process] = {}
-        # Numbers of those whose last start failed.
+        # Numbers of the processes whose last start failed.
         self._failed_starts: set[int] = set()
-        # By number, of those that cannot be replaced because files have changed: which.
+        # By number: the changed files because of which a process cannot be replaced.
         self._refused: dict[int, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._setup: WorkerSetup | None = None
 
     @property
     def refusal(self) -> str:
-        """Why processes cannot be replaced: which files of the model have changed; empty: they can."""
+        """The changed files because of which processes cannot be replaced, or an empty string."""
         return next(iter(self._refused.values()), "")
 
     @property
-    def stands_still(self) -> str:
-        """The same where no process runs, so that nothing is answered."""
+    def outage(self) -> str:
+        """The same if no process runs, so that no request is answered."""
         return "" if self._running else self.refusal
 
     async def spawn(self, files: ModelFiles) -> None:
-        """Starts the processes that do not run yet; they read the model's files while the engine may load.
+        """Starts the processes that are not running; they read the model's files while the engine may load.
 
         Raises:
             OSError: a process could not be started.
@@ -88,11 +88,11 @@ class PromptPool:
             raise OSError(f"a process for prompts did not start: {error!r}") from error
 
     async def start(self, setup: WorkerSetup) -> None:
-        """Starts those that `spawn` did not; once they can serve, `prepare` may be called.
+        """Starts those that `spawn` did not; afterwards `prepare` may be called.
 
         Raises:
             OSError: a process could not be started, or ended while it read the model's files.
-            WrongIdentity: these are not those that the gateway has read.
+            WrongIdentity: the files are not those that the gateway has read.
         """
         self._setup = setup
         try:
@@ -108,13 +108,13 @@ class PromptPool:
             try:
                 await early.begin(setup)
                 return
-            except Died as death:  # the engine may load for half an hour, in which anything may kill it
+            except Died as death:  # the engine may load for half an hour, during which it may be killed
                 del self._running[number]
                 logger.warning("a process for prompts ended before it served", status=death.status)
         await self._replace(number, setup)
 
     async def _replace(self, number: int, setup: WorkerSetup) -> None:
-        """A new process that can serve; OSError, Died or TimeoutError when there is none."""
+        """Starts a new process that can serve. Raises OSError, Died or TimeoutError."""
         process = await Process.spawn(setup.files)
         await process.begin(setup)
         self._running[number] = process
@@ -129,13 +129,13 @@ class PromptPool:
         self._tasks = []
 
     async def prepare(self, kind: Kind, body: Sequence[bytes], client: str = "") -> Prepared | bytes:
-        """The prepared request, or the JSON answer of one that needs no engine. `client`: whose it is.
+        """Returns the prepared request, or the JSON answer if that needs no engine. `client`: its sender.
 
         Raises:
             ApiError: the request is refused, costs too much, or too many wait.
         """
-        if self.stands_still:
-            raise ApiError(503, self.stands_still, code="model_files_changed", retry_after_s=RETRY_AFTER_S)
+        if self.outage:
+            raise ApiError(503, self.outage, code="model_files_changed", retry_after_s=RETRY_AFTER_S)
         if self.waiting >= self._most_waiting and not is_below_share(
             Counter(job.client for job in (*self._small, *self._large, *self._slow)),
             client,
@@ -167,10 +167,10 @@ class PromptPool:
         return len(self._small) + len(self._large) + len(self._slow)
 
     def problem(self) -> str:
-        """Why requests are not read at the moment; empty: they are."""
+        """Returns why requests are not being prepared, or an empty string if they are."""
         now = time.monotonic()
         if self._small and now - max(next(iter(self._small)).since, self._taken_at) > _STUCK_S:
-            return "requests wait to be read, and none has been for a while"
+            return "requests wait to be read, but none has been read for a while"
         stuck = [number for number, since in self._busy_since.items() if now - since > _STUCK_S]
         if not self._running.keys() - stuck:
             return "no process can read requests at the moment"
@@ -189,8 +189,8 @@ class PromptPool:
         self._queue_of(job).pop(job, None)
 
     def _pick(self, number: int) -> list[Job]:
-        """The next requests for this process whose clients still wait: of small ones its share, at most a
-        group; empty: none waits."""
+        """Returns the next requests for this process whose clients still wait: of small ones its share, at
+        most a group; empty: none waits."""
         others = [self._slow, self._large] if self._slow_is_next else [self._large, self._slow]
         queues = [*others, self._small]
         if number == 0:
@@ -201,7 +201,7 @@ class PromptPool:
             jobs: list[Job] = []
             size = 0
             for job in self._in_turns(queue):
-                if job.answer.done():  # its client went away in this turn of the event loop
+                if job.answer.done():  # its client disconnected in this turn of the event loop
                     continue
                 size += job.size
                 if len(jobs) == most or (jobs and (size > SMALL_BYTES or job.alone)):
@@ -220,7 +220,7 @@ class PromptPool:
         return []
 
     def _in_turns(self, queue: Iterable[Job]) -> Iterable[Job]:
-        """As they came, of several clients in turns by the time that their requests took."""
+        """Returns the queue in order of arrival; clients take turns by the time that their requests took."""
         queues: dict[str, list[Job]] = {}
         for job in queue:
             queues.setdefault(job.client, []).append(job)
@@ -228,15 +228,15 @@ class PromptPool:
             return queue
         self._shares.settle(queues)
         each = {client: iter(jobs) for client, jobs in queues.items()}
-        return in_turns(each, self._shares.served, lambda _job: _LIKELY_S)
+        return in_turns(each, self._shares.served, lambda _job: _ESTIMATED_S)
 
     def _charge(self, jobs: Sequence[Job], seconds: float) -> None:
-        """To their clients' shares."""
+        """Charges the time to the clients' shares."""
         for job in jobs:
             self._shares.charge(job.client, seconds / len(jobs))
 
     async def _serve(self, number: int) -> None:
-        """Gives one process its requests, and the next process those after its end."""
+        """Gives one process its requests; after its end, gives further ones to its successor."""
         while True:
             process = self._running.get(number)
             if process is None:
@@ -245,7 +245,7 @@ class PromptPool:
             while not (jobs := self._pick(number)):
                 self._changed.clear()
                 await self._changed.wait()
-            if process.ended:  # killed while it was idle: that costs the requests none of their tries
+            if process.ended:  # killed while idle: that is no failed try of the requests
                 del self._running[number]
                 for job in jobs:
                     self._queue(job)
@@ -256,7 +256,7 @@ class PromptPool:
                 answers = await process.run(jobs, self._limits().cpu_s * _WALL_FACTOR)
             except Died as death:
                 del self._running[number]
-                self._bury(jobs, death)
+                self._retry_or_refuse(jobs, death)
                 continue
             finally:
                 del self._busy_since[number]
@@ -271,7 +271,7 @@ class PromptPool:
                 await process.stop(kill=False)
 
     def _postpone(self, job: Job) -> None:
-        """Has it wait with those whose grammars take long, of which a limited number may wait."""
+        """Moves it to the queue of those whose grammars take long, of which a limited number may wait."""
         if job.answer.done():
             return
         if len(self._slow) >= max(1, self._most_waiting // _SLOW_SHARE):
@@ -282,7 +282,7 @@ class PromptPool:
         self._queue(job)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when what counts as waiting does not wait, or is in the wrong queue."""
+        """Raises AssertionError when a request counted as waiting does not wait, or is in the wrong queue."""
         for queue in (self._small, self._large, self._slow):
             for job in queue:
                 assert self._queue_of(job) is queue, f"a {job.kind} of {job.size} bytes is in the wrong queue"
@@ -302,32 +302,32 @@ class PromptPool:
             await self._refuse(number, str(error))
         except (OSError, Died, TimeoutError) as error:
             logger.error("a process for prompts does not start", error=repr(error))
-            if number not in self._failed_starts:  # it may have been killed; requests wait for one more try
+            if number not in self._failed_starts:  # it may have been killed; requests wait for another try
                 self._failed_starts.add(number)
                 return
             self._answer_all(Refused(503, "requests cannot be read at the moment", None, "unavailable"))
             await asyncio.sleep(_RESTART_S)
 
     async def _refuse(self, number: int, reason: str) -> None:
-        """A process would read requests by other files. Those that run have the right ones, and go on."""
+        """Notes that changed files keep a process from starting. Those that run have the right files."""
         if reason != self._refused.get(number):
             logger.error("a process for prompts may not start", reason=reason)
         self._refused[number] = reason
-        self._changed.set()  # a process that runs may have to take more kinds of requests now
+        self._changed.set()  # running processes may have to take more kinds of requests now
         if not self._running:
             self._answer_all(Refused(503, reason, None, "model_files_changed"))
         await asyncio.sleep(_REFUSED_S)
 
     def _answer_all(self, answer: Refused) -> None:
-        """Of all that wait."""
+        """Gives all waiting requests this answer."""
         for queue in (self._small, self._large, self._slow):
             for job in queue:
                 job.end(answer)
             queue.clear()
 
-    def _bury(self, jobs: Sequence[Job], death: Died) -> None:
-        """Answers the request whose process died, or gives it to another process once; of a group each one
-        is tried by itself."""
+    def _retry_or_refuse(self, jobs: Sequence[Job], death: Died) -> None:
+        """Answers the request whose process died, or gives it to another process once; those of a group are
+        retried one by one."""
         kinds, size = sorted({job.kind for job in jobs}), sum(job.size for job in jobs)
         logger.warning("a process for prompts ended", status=death.status, kinds=kinds, bytes=size)
         for job in jobs:
@@ -342,7 +342,7 @@ class PromptPool:
             self._queue(job)
 
     def _refusal(self, job: Job, death: Died) -> Refused | None:
-        """Why a request cannot be done that was alone with its process when that ended; None: try again."""
+        """Returns the refusal of a request that was alone in a process that ended; None: try again."""
         limits = self._limits()
         if death.status == -signal.SIGPROF:
             return too_expensive(f"{limits.cpu_s:g} s of processor time", "prompt_timeout_s")

@@ -1,4 +1,4 @@
-"""From the bytes of a request to engine requests: parses, validates, renders, tokenises."""
+"""Converts the bytes of a request to engine requests: parses, validates, renders, tokenises."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from moebius.config import ImageConfig
 
 T = TypeVar("T", bound=BaseModel)
 _LONGEST_MESSAGE = 1000
-# Before the text, between it and its suffix, and where the model begins: Qwen, DeepSeek, GLM, Granite.
+# Tokens before the text, between it and its suffix, and before the completion: Qwen, DeepSeek, GLM, Granite.
 FILL_IN_THE_MIDDLE = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
@@ -60,11 +60,11 @@ class Preparer:
         strict_parameters: bool = False,
         responses: ResponseStore | None = None,
     ) -> None:
-        """`max_body_bytes` bounds a body less its images, which have bounds of their own; `responses`: what
-        requests may go on from."""
+        """`max_body_bytes` bounds a body without its images, which have their own bounds; `responses`: what
+        requests may continue."""
         self._responses = responses
         self._strict = strict_parameters
-        self._tolerance = Tolerance(strict_parameters)  # of the request at hand
+        self._tolerance = Tolerance(strict_parameters)  # of the current request
         self._model = model
         self._images = images
         self._max_body_bytes = max_body_bytes
@@ -78,7 +78,7 @@ class Preparer:
         }
 
     def answer(self, kind: Kind, data: bytes | bytearray) -> Answer:
-        """The request of this kind whose body is `data`, prepared or refused; raises MemoryError only, or
+        """Returns the request of this kind with body `data`, prepared or refused. Raises MemoryError only, or
         GrammarTakesLong where a constraint is not checked at once (gateway/grammar.py)."""
         self._tolerance = Tolerance(self._strict)
         try:
@@ -94,7 +94,7 @@ class Preparer:
             return Broken(type(error).__name__, traceback.format_exc())
 
     def _parsed(self, data: bytes | bytearray, schema: type[T]) -> T:
-        """The body, valid; ApiError 400 that names what is wrong."""
+        """Returns the valid body. Raises ApiError 400 that names the error's place."""
         return self._validated(self._value(data), schema, self._tolerance)
 
     @staticmethod
@@ -120,7 +120,7 @@ class Preparer:
         return self._chat_prepared(self._parsed(data, ChatCompletionRequest), len(data))
 
     def _translated(self, kind: Kind, data: bytes | bytearray) -> Prepared | bytes:
-        """A request of another API, by way of the chat or completion that does the same."""
+        """Prepares a request of another API as the chat or completion that it corresponds to."""
         schema, translate = TRANSLATIONS[kind]
         context = Context(self._tolerance, self._model, self._responses)
         translation = translate(self._parsed(data, schema), context)
@@ -133,7 +133,7 @@ class Preparer:
             try:
                 return self._translated_chat(kind, translation, len(data))
             except ApiError as error:
-                # Many templates take instructions at the beginning only; agents add some later.
+                # Many templates accept instructions at the beginning only; agents add some later.
                 softened = translation.softened() if error.param == "messages" else None
                 if softened is None:
                     raise
@@ -151,7 +151,7 @@ class Preparer:
     def _chat_prompt(
         self, body: ChatCompletionRequest, size: int
     ) -> tuple[list[int], list[tuple[str, ImageUrl]], str]:
-        """Token ids, images and rendered text of a conversation that came as `size` bytes."""
+        """Returns token ids, images and rendered text of a conversation whose body has `size` bytes."""
         self._model.check_name(body.model)
         images = image_places(body.messages, self._model, self._images)
         self._check_text_size(size - sum(len(image.url) for _, image in images))
@@ -204,7 +204,7 @@ class Preparer:
         return self._text_prepared(self._parsed(data, CompletionRequest))
 
     def _invocations(self, data: bytes | bytearray) -> Prepared:
-        """A chat or a completion, whichever the body's fields are of."""
+        """Prepares a chat or a completion, depending on the body's fields."""
         value = self._value(data)
         if isinstance(value, dict) and "messages" in value:
             chat = self._validated(value, ChatCompletionRequest, self._tolerance)
@@ -236,7 +236,7 @@ class Preparer:
         return Prepared(fields, jobs, _shown_logprobs(body, body.logprobs), [])
 
     def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> tuple[str, list[int]]:
-        """Text and ids of one prompt, whichever was sent; the text is only needed to echo it."""
+        """Returns text and ids of one prompt, from either form; the text is only needed to echo it."""
         if isinstance(prompt, str):
             if body.suffix:
                 text = self._around_middle(prompt, body.suffix, body.parse_special)
@@ -285,7 +285,7 @@ class Preparer:
         return _json({"prompt": self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     def _rendered(self, conversation: Conversation, parse_special: bool) -> MarkedText:
-        """The prompt of a conversation; ApiError 400 when there is no template or it refuses."""
+        """Returns the prompt of a conversation. Raises ApiError 400 if there is no template or it refuses."""
         tokenizer = self._model.tokenizer
         if tokenizer.chat_template is None:
             raise ApiError(
@@ -307,7 +307,7 @@ class Preparer:
             raise bad_request(str(error), param) from error
 
     def _around_middle(self, prefix: str, suffix: str, parse_special: bool) -> MarkedText:
-        """A text whose continuation belongs between `prefix` and `suffix`; ApiError 400 naming `suffix`."""
+        """Returns a text to continue between `prefix` and `suffix`. Raises ApiError 400 naming `suffix`."""
         tokenizer = self._model.tokenizer
         added = tokenizer.added_tokens
         found = next((names for names in FILL_IN_THE_MIDDLE if all(name in added for name in names)), None)
@@ -325,7 +325,7 @@ class Preparer:
         return MarkedText(f"{begin}{write(prefix)}{hole}{write(suffix)}{end}", mark)
 
     def _cut_off(self, prompt_ids: list[int], body: GenerationFields) -> list[int]:
-        """As many of the ids as `truncate_prompt_tokens` allows."""
+        """Returns at most `truncate_prompt_tokens` of the ids."""
         most = body.truncate_prompt_tokens
         if most is None:
             return prompt_ids
@@ -341,8 +341,8 @@ class Preparer:
         param: str,
         body: GenerationFields | None = None,
     ) -> list[int]:
-        """Token ids, cut off where `body` asks for that; ApiError 400 without tokenising when the text is
-        longer than any prompt's tokens and is not to be cut off."""
+        """Returns token ids, truncated if `body` asks for it. Raises ApiError 400 without tokenising if the
+        text is too long for any prompt and is not to be truncated."""
         tokenizer, most = self._model.tokenizer, self._model.max_prompt_length
         if body is not None and body.truncate_prompt_tokens is not None:
             return self._cut_off(tokenizer.encode(text, add_special_tokens), body)
@@ -364,7 +364,7 @@ class Preparer:
 
 
 def _asked_logprobs(body: GenerationFields, logprobs: int | None) -> int | None:
-    """What the engine is asked for; tokens that are named come instead of the likeliest."""
+    """Returns the engine's number of log-probabilities; tokens that are named replace the likeliest."""
     return logprobs if logprobs is None or not body.logprob_token_ids else 0
 
 
@@ -373,7 +373,7 @@ def _shown_logprobs(body: GenerationFields, logprobs: int | None) -> int | None:
 
 
 def too_large(most: int, what: str = "the body") -> ApiError:
-    """A 413 that says how much is allowed, bytes."""
+    """Returns a 413 with the limit, bytes."""
     message = f"{what} is larger than {most / 2**20:g} MiB (max_body_mib)"
     return ApiError(413, message, code="request_too_large")
 
@@ -381,7 +381,7 @@ def too_large(most: int, what: str = "the body") -> ApiError:
 def image_places(
     messages: Sequence[ChatMessage], model: ServedModel, config: ImageConfig
 ) -> list[tuple[str, ImageUrl]]:
-    """Where each image of a conversation is, with the name of its parameter.
+    """Returns each image of a conversation with the name of its parameter.
 
     Raises:
         ApiError: 400; the model is text-only, or there are too many.
@@ -404,7 +404,7 @@ def image_places(
 
 
 def check_shown(messages: Sequence[ChatMessage], text: MarkedText) -> None:
-    """ApiError 400 where the chat template left out a message of a role that OpenAI does not have."""
+    """Raises ApiError 400 if the chat template left out a message of a role that OpenAI does not have."""
     rendered = text.text.replace(text.mark, "") if text.mark else text.text
     for number, message in enumerate(messages):
         if message.role not in ROLES and not all(part.strip() in rendered for part in message.texts()):
@@ -415,7 +415,7 @@ def check_shown(messages: Sequence[ChatMessage], text: MarkedText) -> None:
 
 
 def check_placeholders(model: ServedModel, prompt_ids: Sequence[int], images: int) -> None:
-    """ApiError 400 unless the chat template wrote one placeholder for each image."""
+    """Raises ApiError 400 unless the chat template wrote one placeholder per image."""
     found = sum(token == model.image_token_id for token in prompt_ids)
     if found != images:
         raise bad_request(

@@ -1,4 +1,4 @@
-"""One process that reads requests, as the gateway has it: its start, what it is sent and answers, its end."""
+"""The gateway's side of one prompt process: its start, requests and answers, and its end."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ from moebius.errors import WrongIdentity
 from moebius.model_identity import REMEDY
 
 SMALL_BYTES = 2**16  # bodies up to this size have a process of their own
-_PIECE = 2**18  # bytes written at once, so that the loop goes on in between
+_PIECE = 2**18  # bytes written at once, so that the event loop runs in between
 _START_S = 120.0  # a large vocabulary on a busy machine takes many seconds
 
 
 @dataclass(eq=False)
 class Job:
-    """One request waiting for a process or in one; filled by `PromptPool.prepare`. Compared by identity."""
+    """A request that waits for a process or is in one; made by `PromptPool.prepare`, compared by identity."""
 
     kind: Kind
     body: Sequence[bytes]
     size: int
-    client: str  # whose request it is
+    client: str  # the sender
     answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
-    deaths: int = 0  # processes that ended in it by another's hand
-    alone: bool = False  # a process ended in a group that it was in: whose fault that was is not known
-    patient: bool = False  # its grammar takes long, so it is compiled where small requests do not wait
-    since: float = field(default_factory=time.monotonic)  # when it came
+    deaths: int = 0  # processes that ended while they had it, alone
+    alone: bool = False  # a process ended with a group it was in: the culprit is unknown
+    patient: bool = False  # its grammar takes long: compiled where small requests do not wait
+    since: float = field(default_factory=time.monotonic)  # time of arrival
 
     def end(self, answer: Answer) -> None:
-        """Answers it, unless its client has gone."""
+        """Answers it, unless its client has disconnected."""
         if not self.answer.done():
             self.answer.set_result(answer)
 
 
 def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
-    """A new process with `channel` as its standard input."""
-    # Each process tokenises one text at a time, for which threads are of no use.
+    """Starts a process with `channel` as its standard input."""
+    # Each process tokenises one text at a time, so threads do not help.
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "gateway.prompts.worker"]
     return subprocess.Popen(command, stdin=channel.fileno(), env=environment)
 
 
 def _message_of(jobs: Sequence[Job]) -> list[bytes]:
-    """Some requests for a process; small ones as one piece, which takes one system call."""
+    """Returns some requests as a process's message; small ones as one piece, which takes one system call."""
     pieces = [packed([(job.kind, job.size, job.patient) for job in jobs])]
     for job in jobs:
         pieces += job.body
@@ -85,11 +85,11 @@ class Process:
         self._process = process
         self._reader = reader
         self._writer = writer
-        self.leaving = False  # it ends after its last answer, having grown
+        self.leaving = False  # its memory has grown: it ends after its last answer
 
     @classmethod
     async def spawn(cls, files: ModelFiles) -> Process:
-        """A process that begins to read the model's files; OSError when it cannot be started."""
+        """Starts a process that begins to read the model's files. Raises OSError if that fails."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -103,9 +103,9 @@ class Process:
         return process
 
     async def begin(self, setup: WorkerSetup) -> None:
-        """Waits until it can serve; Died or TimeoutError when it cannot, and is stopped.
+        """Waits until it can serve. Raises Died or TimeoutError if it cannot; it is then stopped.
 
-        Raises WrongIdentity when it found other files of the model than the gateway has read.
+        Raises WrongIdentity when its files of the model differ from the gateway's.
         """
         try:
             async with asyncio.timeout(_START_S):
@@ -120,11 +120,11 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended by itself or by a signal."""
+        """Whether the process has ended, by itself or by a signal."""
         return self._process.poll() is not None
 
     async def run(self, jobs: Sequence[Job], limit_s: float) -> list[Answer]:
-        """The answers; Died when the process ended without, or took `limit_s` for each by the clock."""
+        """Returns the answers. Raises Died if the process ended or took `limit_s` of real time for each."""
         try:
             async with asyncio.timeout(limit_s * len(jobs)):
                 await self._send(_message_of(jobs))

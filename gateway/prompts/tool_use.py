@@ -1,4 +1,4 @@
-"""What a chat request's fields about tools and reasoning come to: template variables, parsers, a grammar."""
+"""Converts a chat request's tools and reasoning fields to template variables, parsers and a grammar."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from gateway.tool_grammar import tool_call_constraint
 from protos.engine_pb2 import Constraint
 
 _MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
-_THINKING_SWITCHES = ("enable_thinking", "thinking")  # names that templates have for one thing
+_THINKING_SWITCHES = ("enable_thinking", "thinking")  # names of the same variable in different templates
 # The efforts that gpt-oss knows, for those of newer models.
 _HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 _HUNYUAN_EFFORTS = {"none": "no_think"}
 
 
 def conversation_of(body: ChatCompletionRequest, model: ServedModel) -> Conversation:
-    """What the chat template is rendered from.
+    """Returns the input of the chat template.
 
     Raises:
-        ApiError: 400; tools were sent, and the template knows none.
+        ApiError: 400; tools were sent, but the template does not support them.
     """
     tools = offered_tools(body)
     template = model.tokenizer.chat_template
@@ -42,7 +42,7 @@ def conversation_of(body: ChatCompletionRequest, model: ServedModel) -> Conversa
         )
     messages = [message.for_template() for message in body.messages]
     if model.reasoning_parser == "gpt_oss":
-        for message in messages:  # its template's name, and it takes no thought next to an answer
+        for message in messages:  # its template's name, which excludes a thought next to an answer
             if message.get("reasoning_content") and not message["content"]:
                 message["thinking"] = message["reasoning_content"]
     if model.tool_parser == "mistral":
@@ -57,7 +57,7 @@ def conversation_of(body: ChatCompletionRequest, model: ServedModel) -> Conversa
 
 
 def _shorten_ids(messages: list[dict[str, Any]]) -> None:
-    """Ids that other clients or models made, as Mistral's templates demand them."""
+    """Replaces ids from other clients or models by ids as Mistral's templates require."""
 
     def short(call_id: str) -> str:
         return call_id if _MISTRAL_ID.fullmatch(call_id) else mistral_id(call_id)
@@ -70,7 +70,7 @@ def _shorten_ids(messages: list[dict[str, Any]]) -> None:
 
 
 def offered_tools(body: ChatCompletionRequest) -> list[ToolFunction]:
-    """The tools that the model is shown: those that may be called."""
+    """Returns the tools in the prompt: those that may be called."""
     choice, tools = body.choice(), body.listed_tools()
     if choice.mode == "none":
         return []
@@ -80,15 +80,15 @@ def offered_tools(body: ChatCompletionRequest) -> list[ToolFunction]:
 
 
 def template_variables(body: ChatCompletionRequest, model: ServedModel) -> dict[str, Any]:
-    """`chat_template_kwargs`, `documents`, the answer's schema, and `reasoning_effort` by the names that the
-    template reads."""
+    """Returns `chat_template_kwargs`, `documents`, the answer's schema, and `reasoning_effort` by the names
+    that the template reads."""
     given = {**(body.chat_template_kwargs or {}), "documents": body.documents}
     template, effort = model.tokenizer.chat_template, body.reasoning_effort
     if template is None:
         return given
     values: dict[str, Any] = {}
     schema = _answer_schema(body)
-    if isinstance(schema, dict) and schema != {"type": "object"}:  # which says nothing of the answer
+    if isinstance(schema, dict) and schema != {"type": "object"}:  # which does not constrain the answer
         values["response_format"] = schema
     reads_switch = any(name in template.variables for name in _THINKING_SWITCHES)
     if effort is None and not reads_switch and any(given.get(name) is False for name in _THINKING_SWITCHES):
@@ -98,7 +98,7 @@ def template_variables(body: ChatCompletionRequest, model: ServedModel) -> dict[
         if "no_think" in template.source:
             names = _HUNYUAN_EFFORTS
         values["reasoning_effort"] = names.get(effort, effort)
-        # Templates that read both follow one of them: what the request sets stands alone.
+        # Templates that read both variables follow one of them: one that the request sets stands alone.
         if not any(name in given and name in template.variables for name in _THINKING_SWITCHES):
             values |= dict.fromkeys(_THINKING_SWITCHES, effort != "none")
     return {**{name: value for name, value in values.items() if name in template.variables}, **given}
@@ -110,12 +110,12 @@ def output_plan(
     prompt: str,
     texts: Mapping[str, tuple[str, str]] | None = None,
 ) -> OutputPlan | None:
-    """How the output is read; None: all of it is content.
+    """Returns the parsing of the output; None: everything is content.
 
     Args:
         body: the request.
         model: the served one.
-        prompt: the rendered one, whose end says whether the model is in its thought.
+        prompt: the rendered one, whose end shows whether the model is thinking.
         texts: grammars of tools that take text, by name (`Translation.texts`).
     """
     texts = texts or {}
@@ -144,13 +144,13 @@ def _spec(tool: ToolFunction, text: tuple[str, str] | None) -> ToolSpec:
 
 
 def _thought(body: ChatCompletionRequest, parser: str, prompt: str) -> Literal["open", "closed", "unknown"]:
-    """Whether the prompt opened the thought that the output's first token belongs to, or closed it."""
+    """Returns whether the prompt opened or closed the thought that the first output token belongs to."""
     think = think_format(parser)
     if think is None:
-        return "unknown"  # the format opens every part itself
+        return "unknown"  # the format has an opener for every part
     end = prompt.rstrip()
     if not body.opens_turn():
-        # What goes on is the last message: its own text opened the thought, or closed it.
+        # The last message is continued: its own text opened the thought, or closed it.
         return "open" if prompt.rfind(think.begin) > prompt.rfind(think.end) else "closed"
     if end.endswith(think.end):
         return "closed"
@@ -161,7 +161,7 @@ def _thought(body: ChatCompletionRequest, parser: str, prompt: str) -> Literal["
 def constraint_of(
     body: ChatCompletionRequest, model: ServedModel, plan: OutputPlan | None, prompt: str
 ) -> Constraint | None:
-    """The grammar of required calls or of the answer, and the bound on the thought; None: neither.
+    """Returns the grammar of required calls or of the answer, with the bound on the thought; None: neither.
 
     Raises:
         ApiError: 400 naming the parameter and the keyword of a schema that cannot be enforced.
@@ -180,12 +180,12 @@ def constraint_of(
     thought = "closed" if parser is None else _thought(body, parser, prompt)
     think = think_format(parser or "")
     if thought == "unknown" and think is not None and think.begin not in model.tokenizer.added_tokens:
-        thought = "closed"  # a grammar whose calls begin with the same letter could not be told apart
+        thought = "closed"  # else a grammar whose calls begin with the same letter would be ambiguous
     if parser is None or thought == "closed" or (constraint is None and budget is None):
         return constraint
     constraint = constraint or Constraint()
     if parser == HARMONY and calls is not None and budget is None and not (plan is not None and plan.forced):
-        return constraint  # whose messages may be thoughts as well
+        return constraint  # its messages include thoughts
     calls_only = calls is not None
     bounds = thought_bounds(parser, thought == "open", calls_only, model.tokenizer)
     constraint.after_token_ids.extend(bounds.end)
@@ -199,8 +199,8 @@ def constraint_of(
 def _tool_constraint(
     body: ChatCompletionRequest, model: ServedModel, plan: OutputPlan | None, wanted: Constraint | None
 ) -> Constraint | None:
-    """The grammar of required and named calls, of calls where a tool is strict or next to a JSON answer;
-    None: the model decides, and writes what it likes, or what is `wanted` of an answer."""
+    """Returns the grammar of required and named calls, or of calls by a strict tool or next to a JSON answer;
+    None: the model decides, and its text is free or as `wanted`."""
     if plan is None or plan.tool_parser is None:
         return None
     form = tool_format(plan.tool_parser)
@@ -222,7 +222,7 @@ def _tool_constraint(
 
 
 def _answer_schema(body: ChatCompletionRequest) -> dict[str, Any] | bool | None:
-    """The schema that `response_format` gives an answer; None: it gives none."""
+    """Returns the schema of `response_format`, or None if there is none."""
     wanted = body.response_format
     if wanted is None or wanted.type not in ("json_object", "json_schema"):
         return None

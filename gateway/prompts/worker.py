@@ -43,32 +43,32 @@ from protos.engine_pb2 import Constraint
 
 OUT_OF_MEMORY = 3  # exit code
 _BUFFER = 2**17  # bytes
-_GROWTH = 2**28  # bytes; a process that keeps more after a request makes room for a new one
-_LEAST_S = 0.005  # processor time of a grammar below which the kernel's timer has no meaning
-_OOM_SCORE = "500"  # if the machine runs out of memory, the kernel takes this process before the engine
+_GROWTH = 2**28  # bytes; a process that grew by more is replaced
+_LEAST_S = 0.005  # processor time: shorter limits are below the timer's resolution
+_OOM_SCORE = "500"  # out of memory, the kernel kills this process before the engine
 
 
 def _received(incoming: io.BufferedReader[socket.SocketIO], size: int) -> bytearray | None:
-    """Exactly `size` bytes; None when the gateway is gone."""
+    """Returns exactly `size` bytes; None when the gateway is gone."""
     data = bytearray(size)
     return data if incoming.readinto(data) == size else None
 
 
 def _message(incoming: io.BufferedReader[socket.SocketIO]) -> bytearray | None:
-    """The next message without its header; None when the gateway is gone."""
+    """Returns the next message without its header; None when the gateway is gone."""
     header = _received(incoming, HEADER.size)
     return None if header is None else _received(incoming, HEADER.unpack(header)[0])
 
 
 def _used(what: str) -> int:
-    """A size from /proc/self/status, bytes."""
+    """Returns a size from /proc/self/status, bytes."""
     found = re.search(rf"^{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None, f"/proc/self/status lacks {what}"
     return int(found.group(1)) * 1024
 
 
 class _Grammars:
-    """Compiles a request's grammars within what all of them together may take."""
+    """Compiles a request's grammars within a common limit of time."""
 
     def __init__(self) -> None:
         self._process = GrammarProcess()
@@ -77,14 +77,14 @@ class _Grammars:
         self._end_s = 0.0  # of the process's processor time
 
     def begin(self, is_patient: bool) -> None:
-        """A request's grammars follow; `is_patient`: nothing waits for it that should not wait long."""
+        """Starts the time of a request's grammars; `is_patient`: no urgent request waits for it."""
         self._is_patient = is_patient
         self._process.spent_s = 0.0
         self._end_s = MOST_S if is_patient else QUICK_S
 
     def compiled(self, constraint: Constraint) -> str:
-        """Raises GrammarError where it cannot be enforced, GrammarTakesLong where that takes too long to see
-        while others may wait."""
+        """Returns the compiled grammar. Raises GrammarError if it cannot be enforced, GrammarTakesLong if
+        compiling takes too long while others may wait."""
         left = self._end_s - self._process.spent_s
         try:
             if left < _LEAST_S:
@@ -93,7 +93,7 @@ class _Grammars:
         except OverBudget as error:
             if not self._is_patient:
                 raise GrammarTakesLong from None
-            if left == MOST_S:  # it will never do
+            if left == MOST_S:  # more time is never allowed
                 raise GrammarError(str(error)) from None
             raise
 
@@ -141,22 +141,22 @@ def _prepare_all(
 
 
 def _has_grown(at_start: int) -> bool:
-    """Whether this process keeps much more memory than at its start; nearly free while its peak is low."""
+    """Returns whether memory has grown much since the start; nearly free while the peak is low."""
     most = at_start + _GROWTH
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > most and _used("VmRSS") > most
 
 
 def _read_files(incoming: io.BufferedReader[socket.SocketIO]) -> Tokenizer | OtherFiles | None:
-    """The tokenizer that the first message names; None when the gateway is gone."""
+    """Returns the tokenizer that the first message names; None when the gateway is gone."""
     data = _message(incoming)
     if data is None:
         return None
     files: ModelFiles = pickle.loads(data)
     tokenizer = None
-    if not _changes(files):  # which takes no time, and files that are half written may not be readable
+    if not _changes(files):  # fast; and files that are half written may not be readable
         tokenizer = Tokenizer.from_dir(Path(files.tokenizer_dir), files.template_file)
-        _ = tokenizer.text_size  # now, rather than within the first request's time
-    # Again: what was read is what is there now, unless it is written in this moment.
+        _ = tokenizer.text_size  # now, not at the first request's expense
+    # Checked again: the files that were read are the present ones, unless they are written at this moment.
     changed = _changes(files)
     return OtherFiles(changed) if changed or tokenizer is None else tokenizer
 
@@ -172,12 +172,12 @@ def main() -> int:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
     channel = socket.socket(fileno=0)
-    # A small request takes one system call.
+    # Large enough that a small request takes one system call.
     incoming = io.BufferedReader(socket.SocketIO(channel, "r"), _BUFFER)
     try:
         if (tokenizer := _read_files(incoming)) is None:
             return 0
-        # The engine may still load, for as long as it takes.
+        # Waits for as long as the engine loads.
         data = _message(incoming)
         if data is None:
             return 0

@@ -1,1 +1,1 @@
-"""Several gpu_service replicas behind one gateway: which of them a request goes to, and what if one fails."""
+"""Distributes requests over several gpu_service replicas, and handles their failures."""

@@ -8,7 +8,7 @@ import socket
 
 
 def is_name(address: str) -> bool:
-    """Whether `address` (host:port or unix:path) names a host whose addresses may change."""
+    """Returns whether `address` (host:port or unix:path) names a host whose addresses may change."""
     if address.startswith(("unix:", "unix-abstract:")):
         return False
     host = address.rpartition(":")[0].strip("[]")
@@ -20,8 +20,8 @@ def is_name(address: str) -> bool:
 
 
 async def resolved(address: str) -> list[str] | None:
-    """All addresses of a name, sorted; those of one family only, as both lead to the same replicas. None: the
-    name cannot be resolved at the moment."""
+    """Returns all addresses of a name, sorted; of one family only, as both lead to the same replicas. None:
+    the name cannot be resolved now."""
     host, _, port = address.rpartition(":")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)

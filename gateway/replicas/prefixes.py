@@ -1,4 +1,4 @@
-"""Estimates which prompts each replica has in its cache, from what this gateway has sent there."""
+"""Estimates which prompts each replica has in its cache, from the prompts that this gateway sent there."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 BLOCK = 64  # tokens
-# Blocks of a prompt that are looked at: conversations differ before, and longer prompts cost no more.
-_MOST_BLOCKS = 256
+# Blocks of a prompt that are compared: conversations differ earlier, and longer prompts cost no more.
+_MAX_BLOCKS = 256
 _KEPT_BLOCKS = 2**16  # by replica: 4 million tokens, more than most KV pools hold
 
 
 def block_digests(token_ids: Sequence[int], salt: str = "") -> list[bytes]:
-    """One digest per whole block of the prompt's beginning, each of all tokens up to its end.
+    """Returns one digest per whole block of the prompt's beginning, each of all tokens up to the block's end.
 
-    The same in every process. Prompts of different `salt` share no cache, so they share no digest.
+    Digests are equal in every process. Prompts of different `salt` share no cache, so they share no digest.
     """
     digest = hashlib.blake2b(salt.encode(), digest_size=8)
     digests = []
-    for start in range(0, min(len(token_ids) // BLOCK, _MOST_BLOCKS) * BLOCK, BLOCK):
+    for start in range(0, min(len(token_ids) // BLOCK, _MAX_BLOCKS) * BLOCK, BLOCK):
         digest.update(array("I", token_ids[start : start + BLOCK]).tobytes())
         digests.append(digest.copy().digest())
     return digests
 
 
 class SentPrefixes:
-    """The prompts that one replica was sent lately."""
+    """The prompts that one replica was sent recently."""
 
     def __init__(self, most: int = _KEPT_BLOCKS) -> None:
-        """`most`: blocks that are kept; those used longest ago go first."""
+        """`most`: blocks that are kept; the least recently used are dropped first."""
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._most = most
 
     def match(self, digests: Sequence[bytes]) -> int:
-        """How many of the prompt's first blocks were sent before."""
-        # A block is there only together with all before it, or those were dropped: then it helps nobody.
+        """Returns the number of the prompt's first blocks that were sent before."""
+        # A cached block is of use only together with all blocks before it.
         for number, digest in enumerate(digests):
             if digest not in self._blocks:
                 return number
         return len(digests)
 
     def note(self, digests: Sequence[bytes]) -> None:
-        """The prompt is sent. Its first blocks are dropped last: the others are worth nothing without."""
+        """Notes that the prompt was sent. Its first blocks are dropped last: others are useless alone."""
         for digest in reversed(digests):
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
@@ -51,12 +51,12 @@ class SentPrefixes:
             self._blocks.popitem(last=False)
 
     def clear(self) -> None:
-        """The replica was started anew: its cache is empty."""
+        """Forgets all prompts: the replica has restarted with an empty cache."""
         self._blocks.clear()
 
 
-def favourite(digests: Sequence[bytes], names: Sequence[str]) -> str:
-    """The replica for a prompt that is cached nowhere: the same one in every gateway process, without
+def preferred_replica(digests: Sequence[bytes], names: Sequence[str]) -> str:
+    """Returns the replica for a prompt that is cached nowhere: the same in every gateway process without
     communication (rendezvous hashing), and for all prompts with the same beginning."""
     key = digests[0] if digests else b""
     return max(names, key=lambda name: hashlib.blake2b(key + name.encode(), digest_size=8).digest())

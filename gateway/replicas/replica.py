@@ -1,4 +1,4 @@
-"""One replica: its connection, whether it may be used, and how busy it is."""
+"""One replica: its connection, whether it may be used, and its load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moebius.model_identity import changes, identity_parts
 from protos import engine_pb2
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# Fields of GetModelInfo that must be equal on all replicas, as a request may go to any of them.
+# Fields of GetModelInfo that must be equal on all replicas, since a request may go to any of them.
 _FACTS = (
     "served_model_name",
     "model_type",
@@ -30,7 +30,7 @@ _FACTS = (
 
 
 def difference(wanted: engine_pb2.GetModelInfoResponse, found: engine_pb2.GetModelInfoResponse) -> str:
-    """What another replica's model has differently, by name and value; empty: nothing that matters."""
+    """Returns the differences of another replica's model, by name and value; empty: none that matters."""
     for name in _FACTS:
         ours, theirs = getattr(wanted, name), getattr(found, name)
         if ours != theirs:
@@ -42,46 +42,46 @@ def difference(wanted: engine_pb2.GetModelInfoResponse, found: engine_pb2.GetMod
 
 
 def other_files(wanted: engine_pb2.GetModelInfoResponse, found: engine_pb2.GetModelInfoResponse) -> str:
-    """Which files of the model an engine has read that are not those that are wanted; empty: none."""
+    """Returns the model files of an engine that differ from the wanted ones; empty: none."""
     changed = changes(identity_parts(wanted.identity), identity_parts(found.identity))
     return f"the engine has read other files of the model than this gateway: {changed}" if changed else ""
 
 
 @dataclass(eq=False)
 class Replica:
-    """Filled by `ReplicaSet`, which alone changes it."""
+    """The state of one replica; changed by `ReplicaSet` only."""
 
     address: str
     client: EngineClient
     now: Callable[[], float] = time.monotonic
     prefixes: SentPrefixes = field(default_factory=SentPrefixes)
     in_flight: int = 0  # requests of this process
-    is_serving: bool = True  # as it last reported; assumed until it was asked
-    mismatch: str = ""  # why it cannot be used at all: its model is another one
+    is_serving: bool = True  # as last reported; assumed until it was polled
+    mismatch: str = ""  # why it cannot be used at all: its model differs
     info: engine_pb2.GetModelInfoResponse | None = None
-    identity: str = ""  # digest of what it was compared by, which its requests bring
-    is_leaving: bool = False  # its address is no longer one of the replicas'
-    # From its last report: its outputs, running and waiting, and how many of them were ours.
+    identity: str = ""  # digest of its model files, which its requests contain
+    is_leaving: bool = False  # its address is no longer a replica's
+    # As of its last report: its outputs, running and waiting, and how many of them were this process's.
     reported: int = 0
-    ours_then: int = 0
+    reported_own: int = 0
     max_running: int = 64
     failures: int = 0  # in a row
     ejected_until: float = 0.0
 
     def failed(self) -> None:
-        """A request could not be given to it, or was lost: it is left alone for a while, longer each time."""
+        """Notes that a request could not be sent, or was lost: the replica pauses, longer each time."""
         pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self.failures, 30), _LONGEST_PAUSE_S)
         self.failures += 1
         self.ejected_until = self.now() + pause_s
 
     def worked(self) -> None:
-        """It answered a request."""
+        """Notes that it answered a request."""
         self.failures = 0
         self.ejected_until = 0.0
 
     @property
     def is_on_probation(self) -> bool:
-        """Its pause is over, and no request has been answered since: one at a time may try."""
+        """Whether its pause is over but no request has been answered since: one at a time may try."""
         return self.failures > 0
 
     @property
@@ -93,6 +93,6 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """Outputs per place in its batch, those that others sent it included; more than 1: some wait."""
-        others = max(self.reported - self.ours_then, 0)
+        """Outputs per place in its batch, other gateways' included; above 1, some wait."""
+        others = max(self.reported - self.reported_own, 0)
         return (others + self.in_flight) / max(self.max_running, 1)

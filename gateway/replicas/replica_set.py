@@ -1,4 +1,4 @@
-"""All replicas of one model, used as if they were one engine."""
+"""Uses all replicas of one model as if they were one engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from moebius.model_identity import identity_digest
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
-POLL_S = 1.0  # between two questions to a replica how it is
+POLL_S = 1.0  # between two polls of a replica
 RESOLVE_S = 5.0
-_ATTEMPTS = 3  # a request that brings down what computes it shall not bring down all
-# The engine is gone or going, its queue is full: another one may have room. All else is the request's fault.
+_ATTEMPTS = 3  # a request that crashes its engine must not crash all
+# The engine is gone or stopping, or its queue is full: another may have room. Other errors are the request's.
 _RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 
 
@@ -39,21 +39,21 @@ class ReplicaSet:
         poll_s: float = POLL_S,
         resolve_s: float = RESOLVE_S,
     ) -> None:
-        """`addresses`: host:port or unix:path each; of a name all its addresses are replicas."""
+        """`addresses`: host:port or unix:path each; all addresses of a name are replicas."""
         self._addresses = tuple(addresses)
         self._metrics = metrics
         self._resolve = resolve
         self._poll_s, self._resolve_s = poll_s, resolve_s
-        self._names: dict[str, str] = {}  # of an address that was found by a name: that
-        self._found: dict[str, list[str]] = {}  # by name: its addresses at the last look
+        self._names: dict[str, str] = {}  # the name by which an address was found
+        self._found: dict[str, list[str]] = {}  # by name: its addresses at the last lookup
         self.replicas: dict[str, Replica] = {}
-        self._info: engine_pb2.GetModelInfoResponse | None = None  # what all have to agree with
-        self._identity = ""  # the digest of theirs
+        self._info: engine_pb2.GetModelInfoResponse | None = None  # the facts that all must agree with
+        self._identity = ""  # the digest of their files
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
     def address(self) -> str:
-        """For log lines."""
+        """The addresses, for log lines."""
         return ", ".join(self._addresses)
 
     @property
@@ -61,10 +61,10 @@ class ReplicaSet:
         return len(self.replicas) == 1
 
     async def open(self) -> None:
-        """Finds the replicas and begins to look after them."""
-        await self._look_up()
+        """Resolves the replicas' addresses and starts polling them."""
+        await self._resolve_names()
         if any(map(is_name, self._addresses)):
-            self._tasks[""] = asyncio.create_task(self._keep_looking_up())
+            self._tasks[""] = asyncio.create_task(self._keep_resolving())
 
     async def close(self) -> None:
         """Closes all connections; running calls end with CANCELLED."""
@@ -76,9 +76,9 @@ class ReplicaSet:
     def generate(
         self, request: engine_pb2.GenerateRequest, context: Any = None, images: Sequence[bytes] = ()
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
-        """As `EngineClient.generate`, of the replica that is best for it; of another one when that fails
+        """Calls `EngineClient.generate` of the best replica for the request, or of another if that fails
         before it has sent anything."""
-        if self._is_one:  # as if there were no choice, which there is not
+        if self._is_one:  # no choice
             (only,) = self.replicas.values()
             return self._on(only, request, context, images)
         return self._on_best(request, context, images)
@@ -86,7 +86,7 @@ class ReplicaSet:
     async def _on_best(
         self, request: engine_pb2.GenerateRequest, context: Any, images: Sequence[bytes]
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
-        """The call to the best replica, or to the next best."""
+        """Runs the call on the best replica, or on the next best."""
         tokens = request.tokenized.input_ids
         digests = block_digests(tokens, request.cache_salt)
         tried: list[Replica] = []
@@ -116,13 +116,13 @@ class ReplicaSet:
                 )
 
     def may_try_again(self, error: grpc.aio.AioRpcError, attempts: int) -> bool:
-        """Whether a request of which nothing has been shown, after `attempts`, may be begun anew."""
+        """Returns whether a request of which nothing has been sent may be repeated after `attempts`."""
         return error.code() in _RETRIED and attempts < min(_ATTEMPTS, len(self.replicas))
 
     async def _on(
         self, replica: Replica, request: engine_pb2.GenerateRequest, context: Any, images: Sequence[bytes]
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
-        """The call to one replica, and what it says about that."""
+        """Runs the call on one replica, and notes the result for its state."""
         request.model_identity = replica.identity or self._identity
         replica.in_flight += 1
         self._metrics.in_flight(replica.address, +1)
@@ -137,9 +137,9 @@ class ReplicaSet:
             self._metrics.ended(replica.address, error.code().name.lower())
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                 replica.failed()
-            if error.code() == grpc.StatusCode.FAILED_PRECONDITION:  # it was started anew, with other files
+            if error.code() == grpc.StatusCode.FAILED_PRECONDITION:  # it was restarted with other files
                 await self._compare(replica)
-                reason = replica.mismatch or "it was started anew: try again"
+                reason = replica.mismatch or "it was restarted: try again"
                 raise call_error(grpc.StatusCode.UNAVAILABLE, reason) from error
             raise
         finally:
@@ -151,13 +151,13 @@ class ReplicaSet:
         return "; ".join(reasons) or f"no replica at {self.address}"
 
     async def model_info(self) -> engine_pb2.GetModelInfoResponse:
-        """The facts that all replicas agree on: those of the first that answers."""
+        """Returns the facts that all replicas agree on, from the first that answers."""
         if self._info is not None:
             return self._info
         if not self.replicas:
             raise call_error(grpc.StatusCode.UNAVAILABLE, self._why_none())
         failure: grpc.aio.AioRpcError | None = None
-        for replica in list(self.replicas.values()):  # others may come and go while one is asked
+        for replica in list(self.replicas.values()):  # replicas may come and go meanwhile
             try:
                 info = await replica.client.model_info()
             except grpc.aio.AioRpcError as error:
@@ -169,8 +169,8 @@ class ReplicaSet:
         raise failure
 
     async def why_not_serving(self) -> str:
-        """Why no replica would answer a request now; empty: at least one would."""
-        if self._is_one:  # nothing else looks after it
+        """Returns why no replica would answer a request now; empty: at least one would."""
+        if self._is_one:  # a single one is not polled
             (only,) = self.replicas.values()
             if await only.client.is_serving() and await self._compare(only) and not only.mismatch:
                 return ""
@@ -182,25 +182,25 @@ class ReplicaSet:
 
     @property
     def other_model(self) -> str:
-        """Why none of the replicas can be used until this gateway is started anew; empty: one can."""
+        """Why none of the replicas can be used until this gateway is restarted; empty: one can."""
         present = [one for one in self.replicas.values() if not one.is_leaving]
         return self._why_none() if present and all(one.mismatch for one in present) else ""
 
     @property
     def _not_serving(self) -> str:
-        """Why, as a replica said when it was last asked, if one gave a reason."""
+        """The reason that a replica gave when it was last polled, if any."""
         said = next((one.client.not_ready for one in self.replicas.values() if one.client.not_ready), "")
         return f"the engine is not serving: {said or 'it is starting, stopping or gone'}"
 
     async def live(self, number: int = 0) -> engine_pb2.GetLiveResponse:
-        """Of one replica, by its place among `replicas`: figures of experts are a replica's own."""
+        """Returns the figures of one replica, by its place among `replicas`."""
         found = list(self.replicas.values())[number : number + 1]
         if not found:
             raise call_error(grpc.StatusCode.UNAVAILABLE, self._why_none())
         return await found[0].client.live()
 
     async def load(self) -> engine_pb2.GetLoadResponse:
-        """Of the only replica, or of the first that answers with the queues of all added up."""
+        """Returns the load of the first replica that answers, with all replicas' counts added up."""
         if self._is_one:
             only: engine_pb2.GetLoadResponse = await self._first(lambda client: client.load())
             return only
@@ -217,7 +217,7 @@ class ReplicaSet:
         return total
 
     async def metrics(self) -> dict[str, engine_pb2.GetMetricsResponse]:
-        """What the engines count, by the label of each: "0" of the only one, else its address."""
+        """Returns the engines' counters by label: "0" for a single one, else its address."""
         asked = [one for one in self.replicas.values() if not one.is_leaving]
         answers = await asyncio.gather(*(one.client.metrics() for one in asked), return_exceptions=True)
         labels = ["0"] if len(asked) == 1 else [one.address for one in asked]
@@ -233,13 +233,13 @@ class ReplicaSet:
                 failure = error
         raise failure
 
-    async def _keep_looking_up(self) -> None:
+    async def _keep_resolving(self) -> None:
         while True:
             await asyncio.sleep(self._resolve_s)
-            await self._look_up()
+            await self._resolve_names()
 
-    async def _look_up(self) -> None:
-        """Takes in replicas that are new, and leaves those that are no longer named."""
+    async def _resolve_names(self) -> None:
+        """Adds new replicas, and marks those whose address is gone as leaving."""
         wanted: list[str] = []
         for address in self._addresses:
             if not is_name(address):
@@ -267,10 +267,10 @@ class ReplicaSet:
         )
         if len(self._addresses) > 1 or any(map(is_name, self._addresses)):
             logger.info("replica", address=address)
-            self._tasks[address] = asyncio.create_task(self._look_after(self.replicas[address]))
+            self._tasks[address] = asyncio.create_task(self._monitor(self.replicas[address]))
 
-    async def _look_after(self, replica: Replica) -> None:
-        """Asks one replica how it is, until it has left and its last request has ended."""
+    async def _monitor(self, replica: Replica) -> None:
+        """Polls one replica until it has left and its last request has ended."""
         while not (replica.is_leaving and replica.in_flight == 0):
             await self._poll(replica)
             await asyncio.sleep(self._poll_s)
@@ -281,20 +281,20 @@ class ReplicaSet:
     async def _poll(self, replica: Replica) -> None:
         serving = await replica.client.is_serving()
         if serving and (replica.info is None or not replica.is_serving):
-            # It may have been started anew, with whatever model, and with nothing in its cache.
+            # It may have restarted, with another model, and its cache is empty.
             replica.prefixes.clear()
             serving = await self._compare(replica)
         if serving != replica.is_serving:
             logger.info("replica", address=replica.address, serving=serving)
         replica.is_serving = serving
         self._metrics.up(replica.address, serving and not replica.mismatch)
-        with contextlib.suppress(grpc.aio.AioRpcError):  # one that cannot tell is as busy as we make it
+        with contextlib.suppress(grpc.aio.AioRpcError):  # else its load is what this process sent
             load = await replica.client.load()
-            replica.reported, replica.ours_then = load.num_total_reqs, replica.in_flight
+            replica.reported, replica.reported_own = load.num_total_reqs, replica.in_flight
             replica.max_running = load.max_running_requests or replica.max_running
 
     async def _compare(self, replica: Replica) -> bool:
-        """Whether its model is known now; another one than the others' is said once."""
+        """Returns whether its model is known now; a different model is logged once."""
         try:
             info = await replica.client.model_info()
         except grpc.aio.AioRpcError:
@@ -303,10 +303,10 @@ class ReplicaSet:
         return True
 
     def _note(self, replica: Replica, info: engine_pb2.GetModelInfoResponse) -> None:
-        """What a replica says of its model, compared with what all have to agree with."""
+        """Compares a replica's model with the facts that all must agree with."""
         if self._info is None:
             self._info, self._identity = info, identity_digest(info.identity)
-        # Of a single one facts may change with its restart, as with the memory that is free then.
+        # Facts of a single replica may change with its restart, such as the cache's size.
         mismatch = (other_files if self._is_one else difference)(self._info, info)
         replica.info, replica.identity = info, identity_digest(info.identity)
         if mismatch and mismatch != replica.mismatch:

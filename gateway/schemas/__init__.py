@@ -1,1 +1,1 @@
-"""Request bodies. A field is implemented, or refused by name; nothing is dropped in silence."""
+"""Schemas of request bodies. A field is implemented or refused by name; none is silently dropped."""

@@ -1,4 +1,4 @@
-"""Fields that chat and text completions share, fields that are refused, and JSON within limits."""
+"""Fields that chat and text completions share, unsupported fields, and limits of JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonError(ValueError):
-    """The text is not JSON, or not such JSON as is taken; the message says what is wrong, `param` where."""
+    """The text is no JSON, or exceeds a limit; the message says what is wrong, `param` where."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class JsonError(ValueError):
 
 
 def parse_json(data: bytes | bytearray | str) -> Any:
-    """The value that `data` (UTF-8) spells.
+    """Returns the value of the JSON in `data` (UTF-8).
 
     Raises:
         JsonError: no JSON; deeper than `MAX_DEPTH`; an object of more than `MAX_KEYS` keys; half of a
@@ -76,7 +76,7 @@ def _too_deep() -> str:
 
 
 def _check(value: Any, surrogates: bool) -> None:
-    """Looks at every value once, without recursion; `surrogates`: whether text needs to be looked at."""
+    """Checks every value once, without recursion; `surrogates`: whether to check texts for surrogates."""
     waiting: list[tuple[Any, str, int]] = [(value, "", 1)]
     while waiting:
         item, place, depth = waiting.pop()
@@ -111,26 +111,26 @@ def _check_text(text: str, place: str) -> None:
         raise JsonError(f"half of a surrogate pair (\\u{ord(half.group()):04x}) is no text", place or None)
 
 
-# Of what is kept while a request runs: names and labels, not prompts.
+# Limits of what is kept while a request runs: names and labels, not prompts.
 MAX_LABEL_CHARACTERS = 1024
-# Penalties beyond these are infinite or zero in the engine's single precision, or as good as.
+# Penalties beyond these are effectively infinite or zero in the engine's single precision.
 PENALTY_RANGE = 1e-3, 1e3
-# Keys of `logit_bias` that a refusal names.
+# The number of `logit_bias` keys that a refusal lists.
 _NAMED_KEYS = 5
 _TOKEN_ID_DIGITS = 10
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 class StrictModel(BaseModel):
-    """Values of the wrong JSON type are errors; unknown fields are left out, or errors if that is wanted."""
+    """Values of the wrong JSON type are errors; unknown fields are ignored, or errors in strict mode."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    place: ClassVar[str] = ""  # before the names of its fields, where ignored ones are named
+    place: ClassVar[str] = ""  # prefix of its fields' names in the list of ignored ones
 
     @model_validator(mode="before")
     @classmethod
     def _tolerate(cls, data: Any, info: ValidationInfo) -> Any:
-        """Leaves out what is unknown, and reads 2.0 as 2 where an integer belongs."""
+        """Drops unknown fields, and reads 2.0 as 2 where an integer is expected."""
         tolerance = tolerance_of(info)
         if tolerance.strict or not isinstance(data, dict):
             return data
@@ -146,7 +146,7 @@ class StrictModel(BaseModel):
 
 @functools.cache
 def _names_of(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names that fields of `model` are sent by, and those of them that hold integers or lists of them."""
+    """Returns the names of `model`'s fields, and those of them that hold integers or lists of integers."""
     names: set[str] = set()
     integers: set[str] = set()
     for name, declared in model.model_fields.items():
@@ -160,7 +160,7 @@ def _names_of(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _holds_integers(hint: Any) -> bool:
-    """Whether `hint` is int, or a union or list of it, and float is no part of it."""
+    """Returns whether `hint` is int, or a union or list of it, and float is no part of it."""
     if get_origin(hint) is Annotated:
         return _holds_integers(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType, list):
@@ -170,7 +170,7 @@ def _holds_integers(hint: Any) -> bool:
 
 
 def _integral(value: Any) -> Any:
-    """Floats without a fraction as integers, also in a list."""
+    """Returns the value with integral floats as integers, also in a list."""
     if isinstance(value, list):
         return [_integral(item) if isinstance(item, float) else item for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -181,13 +181,13 @@ BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)
 
 
 class StreamOptions(StrictModel):
-    """What a stream carries in addition to the text."""
+    """The additional contents of a stream."""
 
     place = "stream_options."
 
     include_usage: bool = Field(False, description="A last chunk with the token counts")
     continuous_usage_stats: bool = Field(False, description="Token counts so far on every chunk")
-    include_obfuscation: bool | None = Field(None, description="Not done: padding of chunks")
+    include_obfuscation: bool | None = Field(None, description="No effect: chunks are not padded")
 
 
 class GenerationFields(StrictModel):
@@ -214,14 +214,14 @@ class GenerationFields(StrictModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1])
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=MAX_LOGIT_BIAS, description="Token ids as text, and what is added to their logits"
+        None, max_length=MAX_LOGIT_BIAS, description="Token ids as text, and the values added to their logits"
     )
     allowed_token_ids: list[TokenId] | None = Field(
         None,
         min_length=1,
         max_length=MAX_ALLOWED_TOKEN_IDS,
         fail_fast=True,
-        description="Only these are drawn",
+        description="Only these are sampled",
     )
     bad_words: list[BadWord] | None = Field(
         None, max_length=MAX_BAD_WORDS, fail_fast=True, description="Texts that outputs do not contain"
@@ -230,17 +230,17 @@ class GenerationFields(StrictModel):
         None,
         max_length=MAX_LOGPROB_TOKEN_IDS,
         fail_fast=True,
-        description="Tokens whose log-probabilities are given at every position, instead of the likeliest",
+        description="Tokens whose log-probabilities are returned at every position, not the likeliest",
     )
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Alternatives per prompt token; not in streams"
     )
-    return_token_ids: bool | None = Field(None, description="Give ids of prompt and output tokens, too")
+    return_token_ids: bool | None = Field(None, description="Return ids of prompt and output tokens, too")
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Name tokens in log-probabilities by id, as in token_id:7"
     )
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=2**31, description="Longest prompt, the rest is cut off; -1: as long as it may be"
+        None, ge=-1, le=2**31, description="Longest prompt, the rest is cut off; -1: the model's limit"
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Which end of a prompt is cut off; unset: left, its beginning"
@@ -253,7 +253,7 @@ class GenerationFields(StrictModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = Field(
-        None, ge=1, le=2**31, description="Tokens that are gathered for one chunk, but for the first and last"
+        None, ge=1, le=2**31, description="Tokens per chunk, except for the first and last"
     )
     user: str | None = Field(
         None, max_length=MAX_LABEL_CHARACTERS, description="Recorded on the request's span and log line"
@@ -268,7 +268,7 @@ class GenerationFields(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any, info: ValidationInfo) -> Any:
-        """Known fields without an implementation pass only with the value that asks for nothing."""
+        """Accepts known fields without an implementation only with a neutral value."""
         if not isinstance(data, dict):
             return data
         tolerance = tolerance_of(info)
@@ -317,9 +317,9 @@ class GenerationFields(StrictModel):
         return self
 
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whichever form it was sent in."""
+        """Returns `stop` as a tuple, from either form."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def token_bias(self) -> dict[int, float]:
-        """`logit_bias` with token ids as integers."""
+        """Returns `logit_bias` with token ids as integers."""
         return {int(key): value for key, value in (self.logit_bias or {}).items()}

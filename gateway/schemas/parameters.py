@@ -1,4 +1,4 @@
-"""Fields of requests that are not implemented: which are refused, which are left out and named."""
+"""Unsupported request fields: which are refused, and which are ignored and reported."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from gateway.errors import param_error
 
 @dataclass
 class Tolerance:
-    """How what the schemas do not know is met, and what of it was met; the context of a validation."""
+    """The handling of unknown fields, and those that were found; the context of a validation."""
 
     strict: bool = False  # as in `strict_parameters`
     ignored: set[str] = field(default_factory=set)  # names of fields left out, filled by validators
 
 
 def tolerance_of(info: ValidationInfo) -> Tolerance:
-    """The validation's own; one that is lenient and forgotten where it has none."""
+    """Returns the validation's own, or a new lenient one if it has none."""
     return info.context if isinstance(info.context, Tolerance) else Tolerance()
 
 
-# Fields that change the answer and have no implementation, with the values that ask for nothing; null always
-# does. OpenAI's, then those that other servers offer.
+# Fields that change the answer and are not implemented, with their neutral values; null always is neutral.
+# OpenAI's first, then those of other servers.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
@@ -52,7 +52,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 
-# Fields that leave the answer as it is, whatever they say; `--strict-parameters` takes only these values.
+# Fields that do not affect the answer, with any value; `--strict-parameters` accepts only these values.
 HINTS: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "moderation": (),
@@ -70,7 +70,7 @@ HINTS: dict[str, tuple[Any, ...]] = {
 def refuse_unsupported(
     data: dict[str, Any], implemented: Container[str], tolerance: Tolerance
 ) -> dict[str, Any]:
-    """`data` without unsupported fields at neutral values, and without hints.
+    """Returns `data` without unsupported fields at neutral values, and without hints.
 
     Raises:
         PydanticCustomError: such a field has another value; the error names it and what is allowed.
@@ -85,7 +85,7 @@ def refuse_unsupported(
         elif name in NEUTRAL_VALUES or name in HINTS:
             _check_neutral(name, value, NEUTRAL_VALUES.get(name, HINTS.get(name, ())))
         else:
-            kept[name] = value  # unknown names are the schema's concern
+            kept[name] = value  # the schema handles unknown names
     return kept
 
 

@@ -24,13 +24,13 @@ from moebius.request_limits import MAX_LOGPROBS, MAX_OUTPUTS
 MAX_MESSAGES = 16_384
 MAX_PARTS = 16_384  # of one message
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-# What a template may call others: `ipython`, `observation`, `context`; no text that could be a control token.
+# Roles for templates that use other names: `ipython`, `observation`, `context`; no text like a control token.
 _ROLE = r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$"
 
 
 class CallArguments(dict[str, Any]):
-    """Arguments of a call in the history: a mapping to templates that look into it, JSON to those that
-    join it to a text."""
+    """A call's arguments in the history: a mapping for templates that read it, JSON for those that
+    concatenate it with text."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -43,9 +43,9 @@ class CallArguments(dict[str, Any]):
 
 
 def _parse_arguments(arguments: Any) -> Any:
-    """Chat templates read the arguments as a mapping; clients send them as text.
+    """Returns arguments sent as text as a mapping, which chat templates read.
 
-    Models write other things, too, which clients send back as they are: those stay text.
+    Text that is no JSON object, as models write it and clients return it, stays text.
     """
     if not isinstance(arguments, str):
         return arguments
@@ -57,7 +57,7 @@ def _parse_arguments(arguments: Any) -> Any:
 
 
 class ImageUrl(StrictModel):
-    """Where an image is; `detail` "low" bounds its pixels, the others leave them to the checkpoint."""
+    """The URL of an image; `detail` "low" bounds its pixels, others leave them to the checkpoint."""
 
     place = "messages[].content[].image_url."
     url: str
@@ -82,7 +82,7 @@ class ContentPart(StrictModel):
         return self
 
     def for_template(self) -> dict[str, str]:
-        """The part as chat templates read it."""
+        """Returns the part as chat templates read it."""
         return {"type": "image"} if self.text is None else {"type": "text", "text": self.text}
 
 
@@ -92,7 +92,7 @@ Arguments = Annotated[
 
 
 class FunctionCall(StrictModel):
-    """A function an assistant message of the history called; `arguments` is a JSON object as text."""
+    """A function call of an assistant message in the history; `arguments` is a JSON object as text."""
 
     place = "messages[].tool_calls[].function."
     name: str
@@ -100,7 +100,7 @@ class FunctionCall(StrictModel):
 
 
 class ToolCall(StrictModel):
-    """A tool call in the history; handed to the chat template."""
+    """A tool call in the history, passed to the chat template."""
 
     place = "messages[].tool_calls[]."
     id: str = ""
@@ -129,11 +129,11 @@ class ChatMessage(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
-        """Clients send answers back as history, with every unused field (`refusal`, `audio`) set to null."""
+        """Drops nulls: clients return answers as history with unused fields (`refusal`, `audio`) null."""
         if not isinstance(data, dict):
             return data
         kept = {key: value for key, value in data.items() if value is not None or key in cls.model_fields}
-        if "reasoning" in kept:  # two servers' names for one thing; our answers have both
+        if "reasoning" in kept:  # two servers' names of one field; answers here have both
             reasoning = kept.pop("reasoning")
             if kept.get("reasoning_content") is None:
                 kept["reasoning_content"] = reasoning
@@ -152,23 +152,23 @@ class ChatMessage(StrictModel):
         if self.content is None and not (self.role == "assistant" and says):
             if self.role != "assistant" or "content" not in self.model_fields_set:
                 raise param_error("messages", f"a message of role {self.role!r} needs 'content'")
-            self.content = ""  # an answer that said nothing, sent back as some servers give it
+            self.content = ""  # an empty answer, returned as some servers send it
         return self
 
     def texts(self) -> list[str]:
-        """The content's texts."""
+        """Returns the texts of the content."""
         parts = self.content if isinstance(self.content, list) else []
         return [self.content] if isinstance(self.content, str) else [part.text or "" for part in parts]
 
     def image_urls(self) -> list[tuple[int, ImageUrl]]:
-        """Index of each part of the content that is an image, and where it is."""
+        """Returns the index and the URL of each image part of the content."""
         parts = self.content if isinstance(self.content, list) else []
         return [(i, part.image_url) for i, part in enumerate(parts) if part.image_url is not None]
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it, unset fields left out.
+        """Returns the message as chat templates read it, unset fields left out.
 
-        Text parts are joined by newlines, unless there are images among them: then templates get the parts.
+        Text parts are joined by newlines; with images among them, templates get the parts.
         """
         message = self.model_dump(exclude_none=True)
         if isinstance(self.content, list) and self.image_urls():
@@ -176,7 +176,7 @@ class ChatMessage(StrictModel):
         elif isinstance(self.content, list):
             message["content"] = "\n".join(part.text or "" for part in self.content)
         message.setdefault("content", "")
-        if self.role == "function":  # from before there were tools
+        if self.role == "function":  # the predecessor of tools
             message["role"] = "tool"
             message.setdefault("tool_call_id", f"call_{self.name}")
         if self.function_call is not None:
@@ -201,15 +201,15 @@ class ChatCompletionRequest(ToolFields, StructuredFields, GenerationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = Field(
-        False, description="Begin the text with the final message, if it is the assistant's or goes on"
+        False, description="Begin the text with the final message, if it is the assistant's or is continued"
     )
     add_special_tokens: bool = Field(
         False, description="Begin the prompt with the model's BOS, if the chat template does not"
     )
     documents: list[dict[str, Any]] | None = Field(
-        None, max_length=MAX_PARTS, description="Handed to the chat template"
+        None, max_length=MAX_PARTS, description="Passed to the chat template"
     )
-    add_generation_prompt: bool | None = Field(None, description="Unset: unless the final message goes on")
+    add_generation_prompt: bool | None = Field(None, description="Unset: true unless a message is continued")
     continue_final_message: bool = False
     parse_special: bool = Field(
         False, description="Control tokens spelled in messages are control tokens; false: they are text"
@@ -232,20 +232,20 @@ class ChatCompletionRequest(ToolFields, StructuredFields, GenerationFields):
         return self
 
     def echoed(self) -> str | None:
-        """The text that outputs begin with; None: they begin with their own."""
+        """Returns the text that outputs begin with, or None if nothing is echoed."""
         last = self.messages[-1]
         if not self.echo or (last.role != "assistant" and self.opens_turn()):
             return None
         return str(last.for_template()["content"]) if not last.image_urls() else None
 
     def opens_turn(self) -> bool:
-        """Whether the prompt ends with the opening of an assistant turn."""
+        """Returns whether the prompt ends with the opening of an assistant turn."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
 
     def token_limit(self) -> tuple[str, int | None]:
-        """The parameter that bounds the output and its value."""
+        """Returns the parameter that bounds the output, and its value."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
@@ -267,10 +267,10 @@ class CompletionRequest(StructuredFields, GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Alternatives per token")
     echo: bool | None = Field(None, description="Begin the text with the prompt")
     suffix: str | None = Field(
-        None, description="What comes after the output; for models with tokens to fill in the middle"
+        None, description="Text after the output; for models with tokens to fill in the middle"
     )
     best_of: int | None = Field(
-        None, ge=1, le=MAX_OUTPUTS, description="Outputs made, of which the 'n' likeliest per token are given"
+        None, ge=1, le=MAX_OUTPUTS, description="Outputs, of which the 'n' likeliest per token are returned"
     )
     add_special_tokens: bool = Field(
         True, description="Begin text prompts with the model's BOS, if it has one"
@@ -284,7 +284,7 @@ class CompletionRequest(StructuredFields, GenerationFields):
     )
     @classmethod
     def _normalise_prompt(cls, prompt: Any) -> Any:
-        """One prompt or many, text or ids: always a list of prompts afterwards."""
+        """Returns a list of prompts for one prompt or many, as text or ids."""
         if isinstance(prompt, str):
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
@@ -311,11 +311,11 @@ class CompletionRequest(StructuredFields, GenerationFields):
         return self
 
     def token_limit(self) -> tuple[str, int | None]:
-        """The parameter that bounds the output and its value; an explicit null means the API's default."""
+        """Returns the parameter that bounds the output, and its value; null means the API's default."""
         return "max_tokens", 16 if self.max_tokens is None else self.max_tokens
 
 
-MAX_TOKENS = 2**20  # to turn into text
+MAX_TOKENS = 2**20  # in one request to turn into text
 
 
 class TokenizeRequest(StrictModel):
@@ -324,7 +324,7 @@ class TokenizeRequest(StrictModel):
     With `messages`, `tools` and the other fields of chat requests that are part of the prompt count.
     """
 
-    # Those: read as a chat request's.
+    # The fields shared with chat requests.
     CONVERSATION: ClassVar[tuple[str, ...]] = (
         *("messages", "tools", "tool_choice", "documents", "chat_template_kwargs", "reasoning_effort"),
         *("add_generation_prompt", "continue_final_message", "add_special_tokens", "parse_special"),
@@ -341,7 +341,7 @@ class TokenizeRequest(StrictModel):
     documents: list[dict[str, Any]] | None = Field(None, description="As in chat requests")
     reasoning_effort: str | None = Field(None, description="As in chat requests")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in chat requests")
-    add_generation_prompt: bool | None = Field(None, description="Unset: unless the final message goes on")
+    add_generation_prompt: bool | None = Field(None, description="Unset: true unless a message is continued")
     continue_final_message: bool | None = None
     parse_special: bool | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""Fields that say what an output has to look like: OpenAI's, vLLM's and SGLang's."""
+"""Fields that constrain the output: OpenAI's, vLLM's and SGLang's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JsonSchema = dict[str, Any] | bool
 
 
 class JsonSchemaFormat(StrictModel):
-    """A schema that the output's JSON satisfies."""
+    """A schema that the output's JSON must satisfy."""
 
     place = "response_format.json_schema."
     name: str | None = None
@@ -25,21 +25,21 @@ class JsonSchemaFormat(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """`text` asks for nothing."""
+    """The output's format; `text` is no constraint."""
 
     place = "response_format."
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     schema_: JsonSchema | None = Field(
-        None, alias="schema", description="With `json_object`, as others have it"
+        None, alias="schema", description="With `json_object`, as other servers accept it"
     )
     structures: list[dict[str, Any]] | None = Field(None, description="Tags: `begin`, `schema`, `end`")
-    triggers: list[str] | None = Field(None, description="What a tag's beginning begins with")
+    triggers: list[str] | None = Field(None, description="Prefixes of the tags' beginnings")
     format: dict[str, Any] | None = Field(None, description="Tags as a tree of formats")
 
 
 class StructuredOutputs(StrictModel):
-    """Exactly one of the kinds, and how its JSON is written."""
+    """Exactly one kind of constraint, and the form of its JSON."""
 
     place = "structured_outputs."
     json_: str | JsonSchema | None = Field(None, alias="json", description="A schema, or its JSON")
@@ -59,7 +59,7 @@ class StructuredOutputs(StrictModel):
 
 
 class StructuredFields(StrictModel):
-    """At most one of them may ask for something."""
+    """The fields with constraints, at most one of which may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -74,5 +74,5 @@ class StructuredFields(StrictModel):
     ebnf: str | None = None
 
 
-# What is left of them once they have become a constraint of the engine's request.
+# Their neutral values, once they have become a constraint of the engine's request.
 NO_STRUCTURE: dict[str, None] = dict.fromkeys(StructuredFields.model_fields)

@@ -1,4 +1,4 @@
-"""Fields of chat requests about tools and reasoning, in all the spellings that OpenAI has had."""
+"""Fields of chat requests about tools and reasoning, in all of OpenAI's spellings."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from gateway.schemas.common import StrictModel
 from gateway.text.chat_template import RESERVED_NAMES
 
 MAX_TOOLS = 1024
-# What formats and grammars can carry; OpenAI's own names are letters, digits, - and _.
+# Names that formats and grammars support; OpenAI's own are letters, digits, - and _.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,127}")
 Mode = Literal["auto", "required", "none"]
 
 
 @functools.lru_cache(maxsize=512)
 def _schema_error(schema: str) -> str:
-    """What is wrong with a JSON schema; empty: nothing. Agents send the same tools with every request."""
-    import jsonschema  # takes a moment, and most requests have no tools
+    """Returns the error in a JSON schema; empty: none. Cached: agents send the same tools each time."""
+    import jsonschema  # slow to import, and most requests have no tools
 
     value = json.loads(schema)
     errors = []
-    # Nobody says which dialect a tool's schema is in, and generators write older ones, too.
+    # Tools do not declare their schema's dialect, and some generators write older ones.
     for dialect in (jsonschema.Draft202012Validator, jsonschema.Draft7Validator, jsonschema.Draft4Validator):
         try:
             dialect.check_schema(value)
@@ -48,7 +48,7 @@ class ToolFunction(StrictModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
-    strict: bool | None = Field(None, description="Arguments are made by the schema's grammar")
+    strict: bool | None = Field(None, description="Arguments are constrained to the schema")
 
     def check(self, param: str) -> None:
         """Raises PydanticCustomError naming `param` for a name or a schema that cannot be used."""
@@ -64,7 +64,7 @@ class ToolFunction(StrictModel):
             )
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates read it."""
+        """Returns the tool as chat templates read it."""
         described = {} if self.description is None else {"description": self.description}
         parameters = self.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": parameters}}
@@ -88,14 +88,14 @@ class ToolChoice:
 
 
 def _named(value: Mapping[str, Any]) -> str | None:
-    """The function's name in a choice or in an allowed tool; None: there is none."""
+    """Returns the function's name in a choice or in an allowed tool, or None if there is none."""
     inner = value.get("function")
     name = inner.get("name") if isinstance(inner, dict) else value.get("name")
     return name if isinstance(name, str) else None
 
 
 def _choice(value: str | dict[str, Any]) -> ToolChoice:
-    """What a `tool_choice` asks for; PydanticCustomError for one that means nothing."""
+    """Returns the choice of a `tool_choice`. Raises PydanticCustomError for an invalid one."""
     modes: dict[str, Mode] = {"auto": "auto", "required": "required", "any": "required", "none": "none"}
     if isinstance(value, str) and value in modes:
         return ToolChoice(modes[value])
@@ -123,7 +123,7 @@ def _choice(value: str | dict[str, Any]) -> ToolChoice:
 
 
 def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Raises PydanticCustomError for names that the request sets otherwise."""
+    """Raises PydanticCustomError for names that other fields set."""
     taken = sorted(RESERVED_NAMES & set(kwargs))
     if taken:
         raise param_error("chat_template_kwargs", f"'chat_template_kwargs' must not set {taken}")
@@ -180,14 +180,14 @@ class ToolFields(StrictModel):
             raise param_error(param, f"'{param}' names {unknown!r}, but the tools are {', '.join(names)}")
 
     def listed_tools(self) -> list[ToolFunction]:
-        """The functions, by whichever field they came."""
+        """Returns the functions, from whichever field has them."""
         return [tool.function for tool in self.tools] if self.tools else list(self.functions or ())
 
     def choice(self) -> ToolChoice:
-        """What is asked for; without a choice the model decides."""
+        """Returns the tool choice; by default the model decides."""
         asked = self.tool_choice if self.tool_choice is not None else self.function_call
         return ToolChoice("auto") if asked is None else _choice(asked)
 
     def speaks_functions(self) -> bool:
-        """Whether the answer has `function_call` in place of `tool_calls`: the client knows no other."""
+        """Returns whether the answer has `function_call` instead of `tool_calls`, as `functions` imply."""
         return bool(self.functions)

@@ -1,1 +1,1 @@
-"""Text in, tokens out, and back: tokenizer, chat template, detokeniser, stop strings."""
+"""Converts text to tokens and back: tokenizer, chat template, detokeniser, stop strings."""

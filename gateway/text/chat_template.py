@@ -1,7 +1,7 @@
 """Renders Hugging Face chat templates in a Jinja sandbox, with the helpers those templates rely on.
 
-Models that are published with Python code instead of a template have one of ours in `templates`, which writes
-what that code writes.
+Models that are published with Python code instead of a template get one from `templates`, which writes the
+same text as that code.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.text.template_constants import constant_texts
 
-# What ERNIE 4.5 VL's released template writes for an image, and the token that its image processor, which is
-# code next to the checkpoint, puts there.
+# The text of ERNIE 4.5 VL's released template for an image, and the token that its image processor, which is
+# code next to the checkpoint, replaces it by.
 _IMAGE_TEXT, _IMAGE_TOKEN = "<|image@placeholder|>", "<|IMAGE_PLACEHOLDER|>"
 RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-# By model_type: a file of `templates`, and a token that later releases of the same type have, whose
-# conversations are written in another way.
+# Per model_type: a file of `templates`, and a token that later releases of the same type have, whose
+# conversations have another format.
 _OWN_TEMPLATES = {
     "deepseek_v32": ("deepseek_v32.jinja", ""),
     "deepseek_v4": ("deepseek_v4.jinja", "<｜System｜>"),
@@ -35,11 +35,11 @@ _OWN_TEMPLATES = {
 
 
 class ChatTemplateError(ValueError):
-    """The template refused the conversation, or cannot do what was asked; the message says why."""
+    """The template refused the conversation, or does not support the request; the message says why."""
 
 
 def own_template(model_type: str, added_tokens: Container[str]) -> str:
-    """Our template for a model that is published without any; empty: there is none.
+    """Returns our template for a model that is published without any, or an empty string if there is none.
 
     Args:
         model_type: as in the checkpoint's config.json.
@@ -63,7 +63,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _NothingComputed(jinja2.compiler.CodeGenerator):
-    """Leaves constants to rendering, which is bounded: compiling `{{ 'a' * 10**9 }}` would multiply."""
+    """Leaves constants to rendering, which is bounded: compiling `{{ 'a' * 10**9 }}` would evaluate it."""
 
     def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
         if not isinstance(node, jinja2.nodes.TemplateData):
@@ -75,13 +75,13 @@ class _Environment(ImmutableSandboxedEnvironment):
     code_generator_class = _NothingComputed
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Lists may be queues: in llama.cpp's templates for Kimi K2, which are in GGUF files, one is."""
+        """Allows lists as queues, which llama.cpp's templates for Kimi K2 in GGUF files use."""
         is_queue = type(obj) is list and attr in ("append", "pop")
         return is_queue or super().is_safe_attribute(obj, attr, value)
 
 
 def _raise_exception(message: str) -> NoReturn:
-    """Templates call this to refuse a conversation."""
+    """Refuses a conversation; called by templates."""
     raise jinja2.TemplateError(message)
 
 
@@ -92,14 +92,14 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML escapes, unlike jinja2's own filter: models were trained on plain JSON."""
+    """Returns JSON without HTML escapes, unlike jinja2's own filter: models were trained on plain JSON."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _strftime_now(form: str) -> str:
-    """Local time; some templates write today's date into the system message."""
+    """Returns local time; some templates write today's date into the system message."""
     return datetime.now().strftime(form)
 
 
@@ -124,13 +124,13 @@ class ChatTemplate:
         self._named_tokens = named_tokens
         self.knows_developer = "developer" in source
         self.knows_tools = re.search(r"\btools\b", source) is not None
-        # What a request can set in it: `tools`, `enable_thinking` and such; names of its own among them. Read
-        # off the tree: `jinja2.meta` would compute constants, of which a template may have endless ones.
+        # Variables that a request can set: `tools`, `enable_thinking` and such, and the template's own names.
+        # From the tree: `jinja2.meta` would evaluate constants, of which a template may have endless ones.
         tree = environment.parse(source)
         names = tree.find_all(jinja2.nodes.Name)
         self.variables = frozenset(name.name for name in names if name.ctx == "load")
         self.source = source
-        # With the tags that it puts together.
+        # The source with the tags that it composes.
         self.spelled_source = "\n".join((source, *constant_texts(tree)))
 
     def render(
@@ -142,13 +142,13 @@ class ChatTemplate:
         kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """The prompt text of a conversation.
+        """Returns the prompt text of a conversation.
 
         Args:
             messages: role and content (a string), and further keys the template may know.
             add_generation_prompt: open an assistant turn at the end.
-            continue_final_message: end right after the last message's content, so that the model goes on
-                with it; excludes `add_generation_prompt`.
+            continue_final_message: end right after the last message's content, so that the model continues
+                it; excludes `add_generation_prompt`.
             kwargs: further template variables (`documents`, `enable_thinking` and such).
             tools: functions that the model may call, as OpenAI writes them; None: there are none.
         Raises:
@@ -162,20 +162,20 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
         except MemoryError:
-            raise  # says nothing of the conversation
+            raise  # not about the conversation
         except Exception as error:  # a template is a program: it can fail in any way
             raise ChatTemplateError(f"the chat template refused the conversation: {error}") from error
         return _cut_after(text, messages[-1]) if continue_final_message else text
 
     def _prepared(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Templates that do not know `developer` would drop its text, so it goes in as `system`."""
+        """Returns `developer` messages as `system` ones for templates that would drop their text."""
         if message["role"] == "developer" and not self.knows_developer:
             return {**message, "role": "system"}
         return message
 
 
 def _cut_after(text: str, message: dict[str, Any]) -> str:
-    """`text` up to the end of the last message's content, without the end-of-turn markers after it."""
+    """Returns `text` up to the end of the last message's content, without end-of-turn markers."""
     content = str(message.get("content") or "")
     position = text.rfind(content.strip())
     if not content.strip() or position < 0:

@@ -1,4 +1,4 @@
-"""Conversations as chat templates take them, with text of clients kept apart from control tokens.
+"""Renders conversations with chat templates, and keeps clients' text apart from control tokens.
 
 Users type `<|im_start|>` too, and a tokenizer cannot tell who wrote it. So before a template is rendered,
 every control token spelled in a client's text gets one character put after its first, the mark, which
@@ -20,31 +20,31 @@ from typing import Any
 
 from gateway.text.chat_template import ChatTemplate, ChatTemplateError
 
-# Unicode's noncharacters and private use: the first that the request and the template do not contain.
+# Unicode's noncharacters and private use; the mark is the first that request and template do not contain.
 _MARKS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
-# Models whose role markers are added tokens, but not `special` ones, spell them like this.
+# The spelling of role markers that are added tokens, but not `special` ones.
 _MARKER = re.compile(r"<[|｜].*[|｜]>|｜.*｜")
 
 
 def is_control(content: str, special: bool) -> bool:
-    """Whether an added token is written by templates to steer the model, rather than a word of the text."""
+    """Returns whether an added token is written by templates to steer the model, not a word of the text."""
     return len(content) > 1 and (special or _MARKER.fullmatch(content) is not None)
 
 
 class ControlTokens:
-    """The spellings of a model's control tokens; made from the tokenizer's added tokens."""
+    """The spellings of a model's control tokens, from the tokenizer's added tokens."""
 
     def __init__(self, spellings: Iterable[str], seamless: bool = True) -> None:
-        """`seamless`: marks leave no trace in the ids, so that they may stand where no token is yet."""
+        """`seamless`: marks leave no trace in the ids, so that they may be where there is no token yet."""
         self._spellings = sorted(set(spellings), key=lambda spelling: (-len(spelling), spelling))
         self._whole = _pattern(self._spellings)
-        # A text that ends with the beginning of a token could become one with what the template adds.
+        # A text that ends with the beginning of a token could become one together with the template's text.
         starts = {text[:end] for text in self._spellings for end in range(1, len(text)) if seamless}
         self._longest_start = max(map(len, starts), default=0)
         self._starts = frozenset(starts)
 
     def found(self, value: Any) -> list[str]:
-        """Control tokens spelled in the strings of `value` (lists and mappings included), sorted."""
+        """Returns the control tokens in the strings of `value` (lists and mappings included), sorted."""
         found: set[str] = set()
         for text in strings_of(value):
             if self._whole is not None and self._whole.search(text):
@@ -52,11 +52,11 @@ class ControlTokens:
         return sorted(found)
 
     def touches(self, text: str) -> bool:
-        """Whether `marker` would change this text."""
+        """Returns whether `marker` would change this text."""
         return self._start_at_end(text) > 0 or (self._whole is not None and bool(self._whole.search(text)))
 
     def marker(self, mark: str, only: Collection[str] | None = None) -> Callable[[str], str]:
-        """A function that puts `mark` into every control token of a text; `only`: into these alone."""
+        """Returns a function that puts `mark` into each control token of a text, or into those of `only`."""
         whole = self._whole if only is None else _pattern(sorted(only, key=lambda item: (-len(item), item)))
 
         def marked(text: str) -> str:
@@ -66,18 +66,18 @@ class ControlTokens:
         return marked
 
     def _end_marked(self, text: str, mark: str) -> str:
-        """`text`, marked where it ends with the beginning of a token."""
+        """Returns `text`, marked where it ends with the beginning of a token."""
         cut = len(text) - self._start_at_end(text) + 1
         return text if cut > len(text) else text[:cut] + mark + text[cut:]
 
     def _start_at_end(self, text: str) -> int:
-        """How many characters at the end of `text` are the beginning of a token; the most, or 0."""
+        """Returns the length of the longest beginning of a token that `text` ends with, or 0."""
         lengths = range(min(self._longest_start, len(text)), 0, -1)
         return next((length for length in lengths if text[-length:] in self._starts), 0)
 
 
 def _pattern(spellings: Iterable[str]) -> re.Pattern[str] | None:
-    """Matches the first character of each spelling, also where two overlap; None when there are none."""
+    """Returns a pattern of each spelling's first character, also if two overlap; None without spellings."""
     rests: dict[str, list[str]] = {}
     for spelling in spellings:
         rests.setdefault(spelling[0], []).append(re.escape(spelling[1:]))
@@ -86,18 +86,18 @@ def _pattern(spellings: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def choose_mark(texts: Iterable[str]) -> str | None:
-    """A character that none of `texts` contains, plain or as a JSON escape; None when they have them all."""
+    """Returns a character that none of `texts` contains, plain or as a JSON escape; None if there is none."""
     listed = list(texts)
     return next((mark for mark in _MARKS if not any(mark in t or escaped(mark) in t for t in listed)), None)
 
 
 def escaped(mark: str) -> str:
-    """The mark as a template that writes ASCII JSON spells it."""
+    """Returns the mark as spelled by a template that writes ASCII JSON."""
     return json.dumps(mark)[1:-1]
 
 
 def strings_of(value: Any) -> Iterator[str]:
-    """All strings in nested lists and mappings, keys included."""
+    """Yields all strings in nested lists and mappings, keys included."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -110,7 +110,7 @@ def strings_of(value: Any) -> Iterator[str]:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` with every string of nested lists and mappings changed, keys included."""
+    """Returns `value` with every string of nested lists and mappings changed, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -123,7 +123,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text and the character that marks what is no control token in it; filled by `render_prompt`."""
+    """A text and the character that marks non-control tokens in it; filled by `render_prompt`."""
 
     text: str
     mark: str = ""  # empty: nothing is marked
@@ -131,16 +131,16 @@ class MarkedText:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template is rendered from; filled by the request's preparation."""
+    """The input of a chat template; filled by the request's preparation."""
 
     messages: Sequence[dict[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     kwargs: dict[str, Any] = field(default_factory=dict)
-    tools: list[dict[str, Any]] | None = None  # as `ToolFunction.for_template` gives them
+    tools: list[dict[str, Any]] | None = None  # as `ToolFunction.for_template` returns them
 
     def render(self, template: ChatTemplate) -> str:
-        """The prompt's text; ChatTemplateError when the template refuses."""
+        """Returns the prompt's text. Raises ChatTemplateError when the template refuses."""
         return template.render(
             self.messages,
             add_generation_prompt=self.add_generation_prompt,
@@ -162,7 +162,7 @@ class _Marking:
         self._mark = mark
 
     def render(self, of_answers: Collection[str] | None) -> str:
-        """The text, marked; in the model's own answers only the tokens `of_answers` (None: all)."""
+        """Returns the marked text; in the model's own answers only the tokens `of_answers` (None: all)."""
         everywhere = self._controls.marker(self._mark)
         in_answers = self._controls.marker(self._mark, of_answers)
         given = self._conversation
@@ -182,10 +182,10 @@ class _Marking:
         return self.render(of_answers).replace(self._mark, "")
 
     def best(self) -> str:
-        """The text with everything marked that the template does not read.
+        """Returns the text with everything marked that the template does not read.
 
         Templates look for some tokens in the model's former answers, to leave out its thoughts for
-        example: those that change the text when they are marked stay what they are, in answers only.
+        example: tokens whose marks change the rendered text stay unmarked, in answers only.
         """
         answers = [m for m in self._conversation.messages if m["role"] == "assistant"]
         candidates = self._controls.found(answers)
@@ -201,12 +201,12 @@ class _Marking:
 def render_prompt(
     template: ChatTemplate, controls: ControlTokens, conversation: Conversation, parse_special: bool = False
 ) -> MarkedText:
-    """The prompt's text, with marks in the control tokens that the conversation's own text spells.
+    """Returns the prompt's text, with marks in the control tokens that the conversation's own text spells.
 
     Args:
-        template: the model's.
+        template: the model's template.
         controls: the spellings of the model's control tokens.
-        conversation: what is rendered.
+        conversation: the messages and variables.
         parse_special: the client asks for control tokens: nothing is marked.
     Raises:
         ChatTemplateError: the template refused the conversation.
@@ -221,7 +221,7 @@ def render_prompt(
 
 
 def mark_text(controls: ControlTokens, text: str) -> MarkedText:
-    """A plain text as it is, its control tokens marked."""
+    """Returns a plain text with its control tokens marked."""
     if not _needs_marks(controls, text):
         return MarkedText(text)
     mark = choose_mark([text])

@@ -1,4 +1,4 @@
-"""From token ids to text as it grows, cut at stop strings."""
+"""Converts a growing sequence of token ids to text, and cuts it at stop strings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import islice
 from gateway.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# A character has at most 4 bytes; a longer run of undecodable tokens is broken text, not a part of one.
+# A character has at most 4 bytes; a longer run of undecodable tokens is invalid text, not an incomplete one.
 _MAX_HELD_TOKENS = 16
 _CONTEXT_TOKENS = 6
 
@@ -24,20 +24,20 @@ class Detokenizer(ABC):
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
 
     def keep(self, token_ids: Collection[int]) -> None:
-        """Shows these, also where special tokens are skipped: what reads the text needs them."""
+        """Shows these tokens, also where special tokens are skipped: a parser needs them."""
         self._skipped = self._skipped - frozenset(token_ids)
 
     def step(self, token_id: int) -> str:
-        """The text that became certain with `token_id`; empty while a character is incomplete."""
+        """Returns the text that is certain after `token_id`; empty while a character is incomplete."""
         return "" if token_id in self._skipped else self._step(token_id)
 
     @abstractmethod
     def _step(self, token_id: int) -> str:
-        """`step` for a token that is not skipped."""
+        """Returns `step`'s text for a token that is not skipped."""
 
     @abstractmethod
     def flush(self) -> str:
-        """What is left at the end of the output, with U+FFFD for an incomplete character."""
+        """Returns the rest at the end of the output, with U+FFFD for an incomplete character."""
 
 
 class ByteLevelDetokenizer(Detokenizer):
@@ -55,9 +55,9 @@ class ByteLevelDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """For decoders with context (leading spaces, byte fallback): decodes a short window twice per token.
+    """Decodes a short window twice per token, for decoders with context (leading spaces, byte fallback).
 
-    The window starts at the last piece given out, so that both decodings treat its beginning alike and
+    The window starts at the last released piece, so that both decodings treat its beginning alike and
     their difference is the new text.
     """
 
@@ -67,7 +67,7 @@ class WindowDetokenizer(Detokenizer):
         super().__init__(tokenizer, skip_special_tokens)
         ordinary = (token for token in reversed(context_ids) if token not in tokenizer.special_ids)
         self._window = list(islice(ordinary, _CONTEXT_TOKENS))[::-1]
-        self._given = len(self._window)  # tokens of the window whose text was given out
+        self._given = len(self._window)  # tokens of the window whose text was released
 
     def _step(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -93,7 +93,7 @@ class WindowDetokenizer(Detokenizer):
 def make_detokenizer(
     tokenizer: Tokenizer, skip_special_tokens: bool, context_ids: Sequence[int] = ()
 ) -> Detokenizer:
-    """The detokeniser for this vocabulary; `context_ids` are the prompt's tokens before the output."""
+    """Returns the detokeniser for this vocabulary; `context_ids` are the tokens before the output."""
     if tokenizer.is_byte_level:
         return ByteLevelDetokenizer(tokenizer, skip_special_tokens)
     return WindowDetokenizer(tokenizer, skip_special_tokens, context_ids)
@@ -101,22 +101,22 @@ def make_detokenizer(
 
 @dataclass(frozen=True)
 class StopResult:
-    """Filled by `StopStrings.feed`: text that may be shown now, and the stop string found, if any."""
+    """The text that may be shown now, and the stop string found, if any; filled by `StopStrings.feed`."""
 
     text: str
     matched: str | None = None
 
 
 class StopStrings:
-    """Holds back the longest end of the text that could still become a stop string.
+    """Holds back the longest end of the text that may still become a stop string.
 
-    The match that is complete first wins (the longer one on a tie), so the result does not depend on how
-    the text was cut into pieces. Knuth, Morris and Pratt's automaton: a character costs the same however
-    long the stop strings are.
+    The match that completes first wins (the longer one on a tie), so the result does not depend on how
+    the text is split into pieces. Knuth, Morris and Pratt's automaton: the cost per character does not
+    depend on the stop strings' length.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
-        # Longest first: the first that is complete at a character is the one that wins.
+        # Longest first: of those that complete at the same character, the first wins.
         self._stops = tuple(sorted(stops, key=len, reverse=True))
         self._falls = tuple(_borders(stop) for stop in self._stops)
         self._matched = [0] * len(self._stops)  # characters at the end of the text that begin each stop
@@ -124,7 +124,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> StopResult:
-        """Adds new text; after a match nothing more may be fed."""
+        """Adds text; after a match nothing more may be fed."""
         if not self._stops:
             return StopResult(text)
         buffer = self._held + text
@@ -138,13 +138,13 @@ class StopStrings:
         return StopResult(buffer[:shown])
 
     def flush(self) -> str:
-        """The held text, at the end of the output."""
+        """Returns the held text at the end of the output."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Takes one character; the stop string that it completes."""
+        """Takes one character; returns the stop string that it completes."""
         for index, (stop, falls) in enumerate(zip(self._stops, self._falls, strict=True)):
             length = self._matched[index]
             while length and stop[length] != character:
@@ -157,7 +157,7 @@ class StopStrings:
 
 
 def _borders(stop: str) -> list[int]:
-    """For each length of a beginning of `stop`: that of the longest shorter one that is also its end."""
+    """Returns for each prefix of `stop` the length of its longest proper prefix that is also its suffix."""
     borders, length = [0, 0], 0
     for character in stop[1:]:
         while length and stop[length] != character:

@@ -1,7 +1,7 @@
-"""Texts that a chat template puts together from constants, found without running it.
+"""Texts that a chat template composes from constants, found without running it.
 
 Some templates never spell the tags that they teach: Hy3's has `'<tool_call{}>'.format(suffix)`, with the
-suffix in a variable. What a model writes is recognised by such tags.
+suffix in a variable. Such tags are needed to recognise the model's output.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import jinja2.nodes as nodes
 
-# Tags are short: a template that doubles a text in every line does not get far.
-_MOST_CHARACTERS = 1000
+# Tags are short: this bounds a template that doubles a text in every line.
+_MAX_CHARACTERS = 1000
 
 
 def constant_texts(template: nodes.Template) -> Iterator[str]:
-    """The values of all variables and expressions that are made of constant strings alone, in their order."""
+    """Yields the values of all variables and expressions of constant strings alone, in order."""
     known: dict[str, str] = {}
     for node in template.find_all((nodes.Assign, nodes.Add, nodes.Concat, nodes.Call)):
         if isinstance(node, nodes.Assign):
@@ -29,7 +29,7 @@ def constant_texts(template: nodes.Template) -> Iterator[str]:
 
 
 def _value(node: nodes.Node, known: dict[str, str]) -> str | None:
-    """What a `+`, a `~`, a variable or `'…{}…'.format(…)` comes to; None: not known before it runs."""
+    """Returns the value of a `+`, a `~`, a variable or `'…{}…'.format(…)`; None: not a constant."""
     if isinstance(node, nodes.Const):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, nodes.Name):
@@ -50,6 +50,6 @@ def _value(node: nodes.Node, known: dict[str, str]) -> str | None:
 
 def _joined(parts: list[str | None]) -> str | None:
     known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or sum(map(len, known)) > _MOST_CHARACTERS:
+    if len(known) < len(parts) or sum(map(len, known)) > _MAX_CHARACTERS:
         return None
     return "".join(known)

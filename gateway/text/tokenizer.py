@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, by its size alone: what cannot fit is refused before tokenising."""
+"""Tokenizers, and lower bounds on a text's tokens by its size: too long texts are refused untokenised."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from moebius.checkpoint.gguf.tokenizer import read_tokenizer
 from moebius.checkpoint.tokenizer import read_tokenizer_file
 from moebius.errors import UserError
 
-# How much shorter a normaliser can make a text, in UTF-8 bytes; others (those that drop accents, say) have
+# How much shorter a normaliser can make a text, by UTF-8 bytes; others (those that drop accents, say) have
 # no bound. A Hangul syllable has 3 bytes, its parts 9; a mathematical letter 4, the letter it stands for 1.
 _SHRINKING = {"NFC": 4, "NFD": 2, "NFKC": 12, "NFKD": 4, "Prepend": 1, "ByteLevel": 1}
-# Pre-tokenisers that lose nothing, and those that lose white space.
+# Pre-tokenisers that drop nothing, and those that drop white space.
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "UnicodeScripts", "Split"}
 _DROPPING_SPACE = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
 
 
 @dataclass(frozen=True)
 class TextSize:
-    """Filled by `of` from a tokenizer's description."""
+    """Lower bounds on a text's tokens; filled by `of` from a tokenizer's description."""
 
     # Longest text one token stands for, UTF-8 bytes; None: the tokenizer gives no bound.
     longest: int | None
-    counts_space: bool  # whether white space takes tokens
-    # Bytes that the vocabulary lacks, as some do that were trained on clean text: they take no tokens.
+    counts_space: bool  # whether white space becomes tokens
+    # Bytes that the vocabulary lacks, as some do that were trained on clean text: they become no tokens.
     lacking: bytes = b""
 
     @classmethod
@@ -67,7 +67,7 @@ class TextSize:
         return cls(max(lengths) * shrinking, counts_space, lacking)
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that `text` has at least."""
+        """Returns the least number of tokens that `text` can have."""
         if self.longest is None:
             return 0
         if self.lacking:
@@ -81,7 +81,7 @@ class TextSize:
 
 
 def _stages(described: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """The stages of a normaliser or pre-tokeniser, sequences opened."""
+    """Returns the stages of a normaliser or pre-tokeniser, with sequences flattened."""
     if described is None:
         return []
     if described["type"] == "Sequence":
@@ -90,7 +90,7 @@ def _stages(described: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _shrinking(stage: dict[str, Any]) -> int | None:
-    """How much shorter this normaliser can make a text; None: no bound is known."""
+    """Returns how much shorter this normaliser can make a text, or None if no bound is known."""
     if stage["type"] == "Replace":
         pattern = stage["pattern"].get("String")
         if pattern and len(stage["content"].encode()) >= len(pattern.encode()):
@@ -100,8 +100,8 @@ def _shrinking(stage: dict[str, Any]) -> int | None:
 
 
 def _lacking(pieces: Mapping[str, int], in_bytes: bool, byte_fallback: bool) -> bytes | None:
-    """Bytes without tokens; None: there may be whole texts. `in_bytes`: pieces spell bytes as byte-level
-    vocabularies do."""
+    """Returns the bytes without tokens; None: there may be whole texts without. `in_bytes`: pieces spell
+    bytes as byte-level vocabularies do."""
     if in_bytes:
         return bytes(byte for byte in range(256) if bytes_to_piece(bytes((byte,))) not in pieces)
     has_all = byte_fallback and all(f"<0x{byte:02X}>" in pieces for byte in range(256))
@@ -118,8 +118,8 @@ class TokenizerError(UserError):
 class Tokenizer:
     """One model's vocabulary and chat template.
 
-    Decoding is safe from threads; encoding is not, as marked text changes the backend for as long as it
-    takes: only the processes that prepare prompts encode, one text at a time.
+    Decoding is thread-safe; encoding is not, as marked text changes the backend meanwhile: only the processes
+    that prepare prompts encode, one text at a time.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class Tokenizer:
         self._added_text = {token_id: token.content for token_id, token in added.items()}
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self._bytes: dict[int, bytes] = {}  # of tokens that were asked for: answers repeat a few thousand
+        self._bytes: dict[int, bytes] = {}  # cache: answers repeat a few thousand tokens
         controls = [token for token in added.values() if is_control(token.content, token.special)]
-        # A mark is taken out before added tokens are looked for in normalised text: there it splits words.
+        # A mark is removed before added tokens are searched for in normalised text: there it splits words.
         self._seamless = not any(token.normalized for token in controls)
         self.controls = ControlTokens([token.content for token in controls], self._seamless)
 
@@ -149,7 +149,7 @@ class Tokenizer:
     def from_dir(cls, directory: Path, template_file: str = "") -> Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
 
-        A checkpoint without a template gets ours for its model_type, where there is one.
+        A checkpoint without a template gets ours for its model_type, if there is one.
 
         Args:
             directory: holds `tokenizer.json`, or Kimi's `tiktoken.model`; or a GGUF model, whose metadata
@@ -181,10 +181,10 @@ class Tokenizer:
         return cls(found.backend, _compiled(source, named, template_file or str(model)), named)
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raises TokenizerError naming a token for which the model, of so many tokens, has no row.
+        """Raises TokenizerError naming a token beyond the model's `vocab_size` rows.
 
         Models may have more rows than there are tokens. A token that was added to the tokenizer alone
-        (fine-tunes add one for padding) is refused as soon as somebody sends it, unless chats need it.
+        (fine-tunes add one for padding) is refused when a request contains it, unless chats need it.
         """
         template = "" if self.chat_template is None else self.chat_template.source
         for text, token_id in self._backend.get_vocab(with_added_tokens=True).items():
@@ -196,9 +196,9 @@ class Tokenizer:
                 )
 
     def encode(self, text: str | MarkedText, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` applies the checkpoint's post-processor.
+        """Returns the token ids of `text`; `add_special_tokens` applies the checkpoint's post-processor.
 
-        What is marked in a `MarkedText` becomes ordinary tokens, the mark itself nothing.
+        Marked spellings in a `MarkedText` become ordinary tokens, and the mark itself none.
         """
         if isinstance(text, str) or not text.mark:
             return self._encode(text if isinstance(text, str) else text.text, add_special_tokens)
@@ -211,13 +211,13 @@ class Tokenizer:
             setattr(self._backend, stage, usual)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # `encode` would also keep each token's place in the text: half as much memory again, and time.
+        # `encode` would also keep each token's offsets in the text: half as much memory again, and time.
         encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encodings[0].ids
         return ids
 
     def _without(self, mark: str, usual: Any) -> Any:
-        """The backend's stage with one before it that takes out the mark."""
+        """Returns the backend's stage, preceded by one that removes the mark."""
         if self._seamless:
             first = normalizers.Replace(mark, "")
             return first if usual is None else normalizers.Sequence([first, usual])
@@ -226,7 +226,7 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of the tokens that text is searched for before it is cut, by their text."""
+        """Ids, by text, of the tokens that are matched before the text is split."""
         return {text: token_id for token_id, text in self._added_text.items()}
 
     @cached_property
@@ -238,20 +238,20 @@ class Tokenizer:
 
     @cached_property
     def text_size(self) -> TextSize:
-        """How much text one token can stand for at most; takes a moment for a large vocabulary."""
+        """Bounds on the text per token; slow to compute for a large vocabulary."""
         return TextSize.of(self._backend)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; ids outside the vocabulary give nothing."""
+        """Returns the text of `token_ids`; ids outside the vocabulary become nothing."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def piece(self, token_id: int) -> str:
-        """The vocabulary's own spelling of one token; empty for ids outside the vocabulary."""
+        """Returns the vocabulary's spelling of one token; empty for ids outside the vocabulary."""
         return self._backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 bytes one token adds to a text, which may be part of a character."""
+        """Returns the UTF-8 bytes that one token adds to a text, which may be part of a character."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes_of(token_id)
@@ -272,7 +272,7 @@ class Tokenizer:
 
 
 def _read_backend(path: Path) -> BackendTokenizer:
-    """The tokenizer in `path`; without such a file, the one that a vocabulary next to it describes."""
+    """Returns the tokenizer in `path`; without such a file, that of a vocabulary next to it."""
     try:
         return read_tokenizer_file(path)
     except CheckpointError as error:
@@ -280,7 +280,7 @@ def _read_backend(path: Path) -> BackendTokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, or an empty one when there is no such file."""
+    """Returns the JSON object in `path`, or an empty one when there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -308,7 +308,7 @@ def _read_template(file: Path) -> str:
 
 
 def _template_source(directory: Path, settings: dict[str, Any], template_file: str) -> tuple[str, str]:
-    """The chat template's text and its file: the given one, chat_template.jinja, or tokenizer_config.json."""
+    """Returns the chat template's text and file: the given one, or the checkpoint's own."""
     if template_file:
         return _read_template(Path(template_file)), template_file
     own_file = directory / "chat_template.jinja"
@@ -326,7 +326,7 @@ def _template_source(directory: Path, settings: dict[str, Any], template_file: s
 
 
 def _compiled(source: str, named_tokens: dict[str, str], file: str) -> ChatTemplate | None:
-    """The compiled template; None where the checkpoint has none."""
+    """Returns the compiled template; None where the checkpoint has none."""
     try:
         return ChatTemplate(source, named_tokens) if source else None
     except ChatTemplateError as error:
@@ -334,14 +334,14 @@ def _compiled(source: str, named_tokens: dict[str, str], file: str) -> ChatTempl
 
 
 def _as_text(value: Any) -> Any:
-    """A token, or a list of them, that is described by an object, as its text."""
+    """Returns a token that is described by an object, or a list of them, as text."""
     if isinstance(value, list):
         return [_as_text(item) for item in value]
     return value["content"] if isinstance(value, dict) and isinstance(value.get("content"), str) else value
 
 
 def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... as strings, as chat templates read them."""
+    """Returns `bos_token`, `eos_token`, ... as strings, as chat templates read them."""
     tokens: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = settings.get(name)

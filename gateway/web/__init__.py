@@ -1,1 +1,1 @@
-"""The page at `/`: chat and live view as static files, and the figures that the live view shows."""
+"""Serves the page at `/`: chat and live view as static files, and the figures for the live view."""

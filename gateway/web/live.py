@@ -1,4 +1,4 @@
-"""What the live view shows, as JSON. What is not known is null, never zero."""
+"""Serves the live view's figures, as JSON. Unknown figures are null, never zero."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.openapi import refuses
 from gateway.state import gateway_of
 from protos import engine_pb2
 
-# Seconds between two questions to the engine, however many viewers there are.
+# Seconds between two requests to the engine, for any number of viewers.
 _FRESH_S = 0.5
 
 
@@ -37,7 +37,7 @@ class LiveFigures:
         self._found: dict[int, _Figures] = {}
 
     async def get(self, replica: int) -> dict[str, Any]:
-        """Figures that are at most half a second old. Raises grpc.aio.AioRpcError."""
+        """Returns figures that are at most half a second old. Raises grpc.aio.AioRpcError."""
         found = self._found.setdefault(replica, _Figures())
         async with found.lock:
             if found.last is None or time.monotonic() - found.asked >= _FRESH_S:
@@ -48,7 +48,7 @@ class LiveFigures:
 
 
 def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
-    """The engine's answer under the names that docs/web-page.md explains."""
+    """Returns the engine's answer under the names in docs/web-page.md."""
     load, starts = live.load, live.first_token
     return {
         "object": "live",
@@ -135,7 +135,7 @@ def _server(server: engine_pb2.LiveExpertServer) -> dict[str, Any]:
     return {
         "index": server.index,
         "is_up": True,
-        "instance": str(server.instance_id),  # 64 bits do not fit a JavaScript number
+        "instance": str(server.instance_id),  # JavaScript numbers do not hold 64 bits
         "busy_seconds": server.busy_seconds,
         "weight_bytes": server.weight_bytes,
         "calibrated_bytes_per_second": server.calibrated_bytes_per_second or None,
@@ -154,7 +154,7 @@ router = APIRouter()
 async def live(
     request: Request, layers: bool = True, replica: Annotated[int, Query(ge=0)] = 0
 ) -> dict[str, Any]:
-    """Figures of an engine, its expert servers and, unless `layers` is false, the experts of each layer.
+    """Returns figures of an engine, its expert servers and, unless `layers` is false, each layer's experts.
 
     `replica`: which of several engines, from 0.
     """

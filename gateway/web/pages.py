@@ -1,7 +1,7 @@
-"""The static files: a page at `/`, one at `/docs`, and what they load from `/web/`.
+"""Serves the static files: a page at `/`, one at `/docs`, and what they load from `/web/`.
 
 Every address in the files is relative, so that they work behind a proxy that adds a prefix; nothing is
-loaded from another host, and the policy below keeps browsers from doing so whatever a model writes.
+loaded from another host, and the policy below enforces this in browsers whatever a model writes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 STATIC = Path(__file__).parent / "static"
-# Images are those that a user chooses, from memory; styles and scripts are files only.
+# Images are only those that a user chooses, from memory; styles and scripts are files only.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -30,28 +30,28 @@ _POLICY = "; ".join(
     )
 )
 HEADERS = {
-    # A browser asks each time whether its copy is still the one, and after an update never mixes old and new.
+    # Browsers revalidate each time, and so never mix old and new files after an update.
     "Cache-Control": "no-cache",
     "Content-Security-Policy": _POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
-    # Nothing to other hosts. With no-referrer some browsers hide the origin from this one as well.
+    # No referrer to other hosts. With no-referrer some browsers hide the origin from this one as well.
     "Referrer-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
 }
 
 
 class Assets(StaticFiles):
-    """Starlette's, with our headers also on 304."""
+    """Starlette's files, with our headers also on 304."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """One file; starlette's HTTPException 404 or 405 otherwise."""
+        """Returns one file. Raises starlette's HTTPException 404 or 405."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response
 
 
 def page_router(with_chat: bool) -> APIRouter:
-    """`/docs`, and `/` where the settings want a page there."""
+    """Returns routes for `/docs`, and for `/` if the settings enable a page there."""
     router = APIRouter(include_in_schema=False)
     assets = Assets(directory=STATIC)
 

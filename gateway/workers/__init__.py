@@ -1,1 +1,1 @@
-"""Several gateway processes on one port: the first one starts, watches, replaces and asks the others."""
+"""Several gateway processes on one port: the first one starts, monitors and replaces the others."""

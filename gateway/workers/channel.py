@@ -1,4 +1,4 @@
-"""Questions and answers between two processes of ours, over a socket pair; either side may ask."""
+"""Requests and replies between two processes of ours, over a socket pair; either side may ask."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _HEADER = struct.Struct("!I")  # length of what follows, bytes
 
 
 class ChannelClosed(Exception):
-    """The other process is gone."""
+    """The other process has ended."""
 
 
 class Channel:
-    """One end; `run` has to go on for as long as it is used."""
+    """One end of a channel; `run` has to run for as long as it is used."""
 
     def __init__(self, answer: Callable[[str, Any], Awaitable[Any]]) -> None:
-        """`answer` is given what the other side asks or tells, and returns the answer."""
+        """`answer` gets the other side's requests and notices, and returns the reply."""
         self._answer = answer
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count(1)
@@ -29,7 +29,7 @@ class Channel:
         self._writer: asyncio.StreamWriter | None = None
 
     async def run(self, connection: socket.socket) -> None:
-        """Until the other side closes its end; then all questions have failed."""
+        """Receives messages until the other side closes its end; then all open requests fail."""
         reader, self._writer = await asyncio.open_unix_connection(sock=connection)
         try:
             while True:
@@ -53,7 +53,7 @@ class Channel:
             self._writer = None
 
     async def ask(self, name: str, value: Any = None) -> Any:
-        """The other side's answer. Raises ChannelClosed."""
+        """Sends a request and returns the reply. Raises ChannelClosed."""
         number = next(self._numbers)
         self._asked[number] = answer = asyncio.get_running_loop().create_future()
         try:
@@ -62,8 +62,8 @@ class Channel:
         finally:
             del self._asked[number]
 
-    def tell(self, name: str, value: Any = None) -> None:
-        """Something that needs no answer. Raises ChannelClosed."""
+    def notify(self, name: str, value: Any = None) -> None:
+        """Sends a notice, without a reply. Raises ChannelClosed."""
         self._send(0, False, name, value)
 
     async def _take(self, number: int, name: str, value: Any) -> None:

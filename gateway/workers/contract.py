@@ -1,4 +1,4 @@
-"""What the first gateway process and the others say to one another, and the port that they share."""
+"""The messages between the first gateway process and the others, and the port that they share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.workers.metrics import Samples
 from moebius.config import MoebiusConfig
 from moebius.model_identity import Parts
 
-BEAT_S = 1.0  # between two signs of life
+HEARTBEAT_S = 1.0  # between two heartbeats
 
 
 @dataclass(frozen=True)
@@ -18,23 +18,23 @@ class MemberSetup:
 
     config: MoebiusConfig  # with the port that all of them share
     index: int  # its place in `Places`
-    count: int  # of these
-    places: int  # descriptor of their memory
-    listens_when_ready: bool  # another one serves meanwhile
-    files: Parts = field(default_factory=dict)  # digests of what all of them have to read
+    count: int  # number of places
+    places: int  # descriptor of the places' memory
+    listens_when_ready: bool  # another process serves meanwhile
+    files: Parts = field(default_factory=dict)  # digests of the files that all processes must read
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A sign of life; filled by `member.py`."""
+class Heartbeat:
+    """A heartbeat; filled by `member.py`."""
 
-    is_ready: bool  # the model is known: requests would be answered
-    samples: Samples | None  # now and then: what it has counted
-    refusal: str = ""  # which files of the model have changed, so that it cannot serve, or parts of it
+    is_ready: bool  # the model is known: requests can be answered
+    samples: Samples | None  # in some beats: its counters
+    refusal: str = ""  # changed model files that keep it, or parts of it, from serving
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket on the common port: the kernel divides new connections among those that listen."""
+    """Returns a socket on the common port: the kernel distributes new connections among those that listen."""
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

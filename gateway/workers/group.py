@@ -1,5 +1,5 @@
-"""The first of several gateway processes: starts the others, replaces those that end or hang, adds up what
-they count. It serves nothing itself, so nothing that a request does can keep it from its work."""
+"""The first of several gateway processes: starts the others, replaces those that end or hang, and adds up
+their metrics. It serves no requests itself, so none can disturb it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from gateway.workers.channel import Channel, ChannelClosed
-from gateway.workers.contract import Beat, MemberSetup, bound_socket
+from gateway.workers.contract import Heartbeat, MemberSetup, bound_socket
 from gateway.workers.metrics import Samples, added, rendered, samples_of
 from gateway.workers.shared import KeyTable, Places, shared_memory
 from moebius.checkpoint.errors import CheckpointError
@@ -33,11 +33,11 @@ from moebius.model_identity import TEMPLATE_FILE, IdentityRecord, Parts, file_di
 
 logger = structlog.get_logger(__name__)
 _LOOK_S = 0.25
-_START_S = 120.0  # to the first sign of life
+_START_S = 120.0  # to the first heartbeat
 _READY_S = 600.0  # for a replacement at SIGHUP
 _ANSWER_S = 2.0
-_ANY_ANSWER_S = 4.5  # less than probes and scrapes are given: see `gateway/operations.py`
-_STABLE_S = 10.0  # one that ran for so long is started again at once
+_ANY_ANSWER_S = 4.5  # shorter than the limit of probes and scrapes: see `gateway/operations.py`
+_STABLE_S = 10.0  # one that ran for longer is restarted at once
 _LONGEST_PAUSE_S = 5.0
 _STOP_MARGIN_S = 5.0
 _TOTALS = ("counter", "histogram")
@@ -45,7 +45,7 @@ _TOTALS = ("counter", "histogram")
 
 @dataclass(eq=False)
 class _Process:
-    """One of the others; filled by `Group._start`."""
+    """One serving process; filled by `Group._start`."""
 
     seat: int
     index: int  # its place in `Places`
@@ -54,43 +54,43 @@ class _Process:
     listens_when_ready: bool
     talking: asyncio.Task[None] | None = None
     started_at: float = field(default_factory=time.monotonic)
-    beat_at: float | None = None  # its last sign of life
+    beat_at: float | None = None  # time of its last heartbeat
     samples: Samples = field(default_factory=dict)  # the last that it sent
-    refusal: str = ""  # which files have changed, as it said last
+    refusal: str = ""  # changed files, as last reported
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def silent_s(self, now: float) -> float:
-        """How long it has shown no sign of life."""
+        """Returns the seconds since its last heartbeat."""
         return now - (self.started_at if self.beat_at is None else self.beat_at)
 
 
 class Group:
-    """All of them; `run` is its life."""
+    """Starts and monitors all serving processes; `run` is its lifetime."""
 
     def __init__(self, config: MoebiusConfig) -> None:
-        """Takes the port. Raises StartupError."""
+        """Reserves the port. Raises StartupError."""
         self._count = config.gateway.workers
-        self._own_directory = ""  # of stored responses, which any process may be asked for
+        self._own_directory = ""  # of stored responses, which any process may need
         if config.gateway.stored_responses and not config.gateway.stored_responses_dir:
             self._own_directory = tempfile.mkdtemp(prefix="moebius-responses-")
-        # Twice: at SIGHUP each is there before the one that it replaces has gone.
+        # Twice the count: at SIGHUP each process's replacement starts before it has ended.
         self._memory = shared_memory(2 * self._count)
         self._places = Places(2 * self._count, 0, self._memory)
         self._keys = KeyTable(2 * self._count, 0, self._memory)
-        self._held = bound_socket(config.gateway.host, config.gateway.port)  # while none listens, too
+        self._held = bound_socket(config.gateway.host, config.gateway.port)  # also while none listens
         port = int(self._held.getsockname()[1])
         stored = config.gateway.stored_responses_dir or self._own_directory
         gateway = config.gateway.model_copy(update={"port": port, "stored_responses_dir": stored})
         self._config = config.model_copy(update={"gateway": gateway})
         self._seats: list[_Process | None] = [None] * self._count
         self._processes: set[_Process] = set()
-        self._gone: Samples = {}  # what processes had counted that are gone
+        self._gone: Samples = {}  # counters of processes that have ended
         self._broken: UserError | None = None
         self._files = _files_of(config)
-        self._refusals: dict[int, str] = {}  # by seat: why no process could take it
+        self._refusals: dict[int, str] = {}  # by seat: why no process could start
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        # A SIGHUP has come that no replacement has begun for; and whether one runs.
+        # Whether a SIGHUP is pending for which no replacement has begun; and whether one is running.
         self._replacement_is_due = self._is_replacing = False
         self._registry = CollectorRegistry()
         self._restarts = Counter(
@@ -100,7 +100,7 @@ class Group:
         running.set_function(lambda: len(self._processes))
 
     async def run(self) -> int:
-        """Until SIGTERM or SIGINT. Returns the exit code; raises StartupError when no model can be served."""
+        """Runs until a signal. Returns the exit code; raises StartupError when no model can be served."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
@@ -128,7 +128,7 @@ class Group:
         task.add_done_callback(self._tasks.discard)
 
     async def _start(self, seat: int) -> _Process:
-        """A new process, once it has a place in the shared memory: those that were replaced keep theirs while
+        """Starts a process, once there is a place in the shared memory: replaced processes keep theirs while
         they finish their requests. Raises OSError when it cannot be started."""
         places = set(range(2 * self._count))
         while not (free := places - {one.index for one in self._processes}):  # noqa: ASYNC110 - they end
@@ -158,7 +158,7 @@ class Group:
 
     async def _answer(self, process: _Process, name: str, value: Any) -> Any:
         if name == "beat":
-            assert isinstance(value, Beat)
+            assert isinstance(value, Heartbeat)
             process.beat_at = time.monotonic()
             process.samples = value.samples or process.samples
             process.refusal = value.refusal
@@ -177,7 +177,7 @@ class Group:
         return None
 
     def _why_not_ready(self) -> str:
-        """Why not every process that listens could answer, or could not be replaced; empty: they could."""
+        """Returns why a listening process could not answer or could not be replaced; empty: none."""
         seated = [one for one in self._seats if one is not None]
         refusals = [*self._refusals.values(), *(one.refusal for one in seated if one.refusal)]
         if refusals:
@@ -190,28 +190,28 @@ class Group:
         return any(one.ready.is_set() for one in self._processes)
 
     async def metrics(self) -> bytes:
-        """Of all processes, those that are gone included, as Prometheus text."""
+        """Returns the metrics of all processes, ended ones included, as Prometheus text."""
         processes = list(self._processes)
         await asyncio.gather(*(self._ask_samples(process) for process in processes))
         parts = [self._gone, *(process.samples for process in processes), samples_of(self._registry)]
         return rendered(added(parts))
 
     async def all_metrics(self) -> bytes:
-        """What `GET /metrics` answers: engines included, which one of the others knows how to ask."""
+        """Returns the text of `GET /metrics`, engines included, which one of the other processes polls."""
         answer = await self._ask_one("page")
         return await self.metrics() if answer is None else bytes(answer)
 
     async def not_ready(self) -> str:
-        """Why a request sent now would not be answered; empty: it would."""
+        """Returns why a request sent now would not be answered, or an empty string if it would."""
         answer = await self._ask_one("not_ready")
         if answer is None:
             return "no gateway process answers" if self._has_ready else "no gateway process has started yet"
         return str(answer)
 
     async def _ask_one(self, name: str) -> Any:
-        """The first answer of the others, asked in turn, those that are ready first; None: none answers.
+        """Returns the first reply of the others, asked in turn, ready ones first, or None if none replies.
 
-        Another one is asked, too, where one takes long: it may hang, or wait for an engine that is silent.
+        If one takes long, the next is asked as well: it may hang, or wait for an engine that is silent.
         """
         waiting = sorted(self._processes, key=lambda one: not one.ready.is_set())
         asked: set[asyncio.Task[Any]] = set()
@@ -233,14 +233,14 @@ class Group:
         return None
 
     async def _ask_samples(self, process: _Process) -> None:
-        """Fresh ones; of a process that does not answer the last stay."""
+        """Updates a process's metrics; if it does not reply, its last ones stay."""
         with contextlib.suppress(TimeoutError, ChannelClosed):
             async with asyncio.timeout(_ANSWER_S):
                 process.samples = await process.channel.ask("samples")
 
     async def _watch(self) -> None:
-        """Never returns: notices who has ended or hangs. Time in which this process itself was stopped does
-        not count against the others, which may have been, too."""
+        """Detects processes that have ended or hang; never returns. Time in which this process itself was
+        stopped does not count against the others, which may have been stopped, too."""
         looked_at = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -279,11 +279,11 @@ class Group:
         self._spawn_task(self._restart(process.seat, 0.0 if lived_s > _STABLE_S else _pause_s(lived_s)))
 
     async def _restart(self, seat: int, pause_s: float) -> None:
-        """Fills an empty seat, however often that has to be tried: memory or processes may be short."""
+        """Fills an empty seat, retrying as needed: memory or process slots may be short."""
         while True:
             await asyncio.sleep(pause_s)
             if self._seats[seat] is not None:
-                return  # filled by a replacement that was under way
+                return  # a running replacement filled it
             try:
                 new = await self._start(seat)
             except OSError as error:
@@ -295,47 +295,47 @@ class Group:
             return
 
     def _seat(self, new: _Process) -> None:
-        """Gives a process its seat; who has it now finishes its requests and ends."""
+        """Gives a process its seat; its predecessor there finishes its requests and ends."""
         old, self._seats[new.seat] = self._seats[new.seat], new
         if old is None:
             return
         try:
-            old.channel.tell("retire")
-        except ChannelClosed:  # it has ended, or has just been started and serves nobody yet
+            old.channel.notify("retire")
+        except ChannelClosed:  # it has ended, or has just started and has no clients
             old.popen.terminate()
 
     def _ask_for_replacement(self) -> None:
-        """At SIGHUP. During a replacement one more follows it: files may have changed since it began."""
+        """Replaces all processes at SIGHUP. A running replacement is repeated: files may have changed."""
         self._replacement_is_due = True
         if not self._is_replacing and not self._stopping.is_set():
             self._is_replacing = True
             self._spawn_task(self._replace_all())
 
     async def _replace_all(self) -> None:
-        """One after the other, each only once the one that follows it can serve: files are read anew."""
+        """Replaces processes one after the other, each once its successor can serve: files are read again."""
         try:
             while self._replacement_is_due:
                 self._replacement_is_due = False
-                self._read_anew()
+                self._update_digests()
                 logger.info("gateway processes are replaced")
                 for seat in range(self._count):
                     if self._seats[seat] is None:
-                        continue  # it is being started anyway
+                        continue  # it is being started already
                     if not await self._replace(seat):
                         break
         finally:
             self._is_replacing = False
 
-    def _read_anew(self) -> None:
-        """What follows may differ from what was read before, as an operator has asked for that. Only the
-        engine's files may not: each new process compares them with what the engine has read."""
+    def _update_digests(self) -> None:
+        """Updates the expected digests, as the operator asked for: files may differ now, except the engine's,
+        with which each new process compares its own."""
         self._files = _files_of(self._config)
         template = {name: value for name, value in self._files.items() if name == TEMPLATE_FILE}
         if template:
             IdentityRecord(self._config.model.identity_file).replace(template)
 
     async def _replace(self, seat: int) -> bool:
-        """Whether a new process has the seat; if not, the present one goes on."""
+        """Returns whether a new process took the seat; if not, the present one stays."""
         try:
             new = await self._start(seat)
         except OSError as error:
@@ -344,7 +344,7 @@ class Group:
         end = time.monotonic() + _READY_S
         while not new.ready.is_set():
             if new.popen.poll() is not None or time.monotonic() > end:
-                logger.error("the new gateway process cannot serve: those that run go on", worker=seat)
+                logger.error("the new gateway process cannot serve: the running ones continue", worker=seat)
                 new.popen.kill()
                 return False
             await asyncio.sleep(_LOOK_S)
@@ -355,7 +355,7 @@ class Group:
         if number is not None:
             logger.info("stopping", signal=signal.Signals(number).name)
         for task in self._tasks:
-            task.cancel()  # no further process is started
+            task.cancel()  # prevents further starts
         for process in self._processes:
             if process.popen.poll() is None:
                 process.popen.send_signal(signal.SIGTERM)
@@ -375,7 +375,7 @@ class Group:
 
 
 def _files_of(config: MoebiusConfig) -> Parts:
-    """Digests of what the processes are to read; of no files where they cannot be read: they say so."""
+    """Returns digests of the files to read; empty if they cannot be read, which the processes then report."""
     model, template = config.model.model, config.gateway.chat_template
     try:
         if model:
@@ -387,5 +387,5 @@ def _files_of(config: MoebiusConfig) -> Parts:
 
 
 def _pause_s(lived_s: float) -> float:
-    """The sooner it ended, the longer: from nothing after _STABLE_S to the longest at once."""
+    """Returns the restart delay: none after _STABLE_S of life, the maximum after an immediate end."""
     return _LONGEST_PAUSE_S * (1.0 - lived_s / _STABLE_S)

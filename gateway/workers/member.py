@@ -1,6 +1,6 @@
 """One of several gateway processes: `python -m gateway.workers.member`, its channel as standard input.
 
-It says once a second that it lives, which a process whose event loop hangs cannot do, and how far it is.
+It sends a heartbeat each second, which a process with a blocked event loop cannot do, and its state.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from prometheus_client import CollectorRegistry
 from gateway.garbage import collect_rarely
 from gateway.server import GatewayServer, server_for
 from gateway.workers.channel import Channel, ChannelClosed
-from gateway.workers.contract import BEAT_S, Beat, MemberSetup, bound_socket
+from gateway.workers.contract import HEARTBEAT_S, Heartbeat, MemberSetup, bound_socket
 from gateway.workers.metrics import Samples, samples_of
 from gateway.workers.shared import KeyTable, Places, Shared
 from moebius.errors import UserError, WrongIdentity
 from moebius.telemetry import configure_logging, configure_tracing, export_metrics
 from moebius.tls import configure_tls
 
-_SAMPLES_EVERY = 5  # beats: what is counted after the last ones is lost with a killed process
+_SAMPLES_EVERY = 5  # beats: later counts are lost with a killed process
 
 
 class Member:
-    """The process."""
+    """One serving process."""
 
     def __init__(self, setup: MemberSetup) -> None:
         self._channel = Channel(self._answer)
@@ -47,11 +47,11 @@ class Member:
 
     @property
     def registry(self) -> CollectorRegistry:
-        """What this process counts."""
+        """The registry of this process's metrics."""
         return self._server.metrics.registry
 
     async def run(self, connection: socket.socket) -> int:
-        """Serves until a signal, or until the first process is gone. Returns the exit code."""
+        """Serves until a signal, or until the first process has ended. Returns the exit code."""
         talking = asyncio.create_task(self._talk(connection))
         beating = asyncio.create_task(self._beat())
         try:
@@ -59,7 +59,7 @@ class Member:
             await self._server.serve([bound_socket(gateway.host, gateway.port)])
             with contextlib.suppress(ChannelClosed):
                 if self._server.broken is not None:
-                    # One that was never ready says nothing of those that are.
+                    # A process that was never ready has no effect on those that are.
                     is_own = isinstance(self._server.broken, WrongIdentity) and not self._server.is_ready
                     await self._channel.ask("refused" if is_own else "broken", self._server.broken)
                 await self._channel.ask("leaving", samples_of(self._server.metrics.registry))
@@ -71,19 +71,19 @@ class Member:
 
     async def _talk(self, connection: socket.socket) -> None:
         await self._channel.run(connection)
-        self._server.should_exit = True  # nobody is left who would replace this process or stop it
+        self._server.should_exit = True  # no process is left to replace or stop this one
 
     async def _beat(self) -> None:
         beats = 0
         while True:
             with contextlib.suppress(ChannelClosed):
                 samples = None if beats % _SAMPLES_EVERY else samples_of(self._server.metrics.registry)
-                self._channel.tell("beat", self._sign(samples))
+                self._channel.notify("beat", self._heartbeat(samples))
             beats += 1
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
-    def _sign(self, samples: Samples | None = None) -> Beat:
-        return Beat(self._server.is_ready, samples, self._server.gateway.refusal)
+    def _heartbeat(self, samples: Samples | None = None) -> Heartbeat:
+        return Heartbeat(self._server.is_ready, samples, self._server.gateway.refusal)
 
     async def _answer(self, name: str, _value: Any) -> Any:
         if name == "retire":
@@ -97,8 +97,8 @@ class Member:
         return samples_of(self._server.metrics.registry)
 
     async def _why_not_ready(self) -> str:
-        if self._server.is_ready:  # the first process learns of it with the next sign of life otherwise
-            self._channel.tell("beat", self._sign())
+        if self._server.is_ready:  # else the first process knows it only after the next beat
+            self._channel.notify("beat", self._heartbeat())
         return str(await self._channel.ask("why_not_ready"))
 
     async def _all_metrics(self) -> bytes:
@@ -116,7 +116,7 @@ def _first_message(connection: socket.socket) -> MemberSetup:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Runs one process. Returns the exit code."""
     connection = socket.socket(fileno=os.dup(0))
     setup = _first_message(connection)
     configure_logging(setup.config.telemetry, "gateway")

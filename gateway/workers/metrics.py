@@ -1,4 +1,4 @@
-"""Prometheus metrics of several processes on one page: added up, or next to one another."""
+"""Combines the Prometheus metrics of several processes on one page: added up, or side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protos import engine_pb2
 
 
 @dataclass
-class Family:
+class MetricFamily:
     """One metric's samples by name and labels; filled by `samples_of` and `added`."""
 
     documentation: str
@@ -21,27 +21,27 @@ class Family:
     values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = field(default_factory=dict)
 
 
-Samples = dict[str, Family]
+Samples = dict[str, MetricFamily]
 
 
 def samples_of(registry: CollectorRegistry) -> Samples:
-    """All that is counted in this process, as it can be sent to another."""
+    """Returns all of this process's metrics in a form that can be sent."""
     found: Samples = {}
     for metric in registry.collect():
-        family = found.setdefault(metric.name, Family(metric.documentation, metric.type))
+        family = found.setdefault(metric.name, MetricFamily(metric.documentation, metric.type))
         for sample in metric.samples:
             family.values[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
     return found
 
 
 def added(parts: Iterable[Samples], kinds: Sequence[str] | None = None) -> Samples:
-    """The sum of all parts, of metrics of these kinds alone if given; when a count began is the earliest."""
+    """Returns the sum of all parts, of these kinds of metrics if given; creation times are the earliest."""
     total: Samples = {}
     for part in parts:
         for name, family in part.items():
             if kinds is not None and family.kind not in kinds:
                 continue
-            into = total.setdefault(name, Family(family.documentation, family.kind)).values
+            into = total.setdefault(name, MetricFamily(family.documentation, family.kind)).values
             for key, value in family.values.items():
                 if key[0].endswith("_created") and key in into:
                     into[key] = min(into[key], value)
@@ -51,14 +51,14 @@ def added(parts: Iterable[Samples], kinds: Sequence[str] | None = None) -> Sampl
 
 
 class _Collected(CollectorRegistry):
-    """A registry of samples that are there already."""
+    """A registry of given samples."""
 
     def __init__(self, samples: Samples) -> None:
         super().__init__()
         self._samples = samples
 
     def collect(self) -> Iterator[Metric]:
-        """As metrics."""
+        """Yields them as metrics."""
         for name, family in self._samples.items():
             metric = Metric(name, family.documentation, family.kind)
             metric.samples = [
@@ -67,14 +67,14 @@ class _Collected(CollectorRegistry):
             yield metric
 
 
-# Of the process that counts, not of what it does: on that process's own port.
+# Kinds of metrics about the process, not its work: they are on its own port.
 _OF_PROCESSES = ("python_", "process_")
 
 
 def engine_metrics(pages: Mapping[str, engine_pb2.GetMetricsResponse]) -> bytes:
-    """Exposition text of what engines count, by the label `engine`, and of their expert servers, by `server`.
+    """Returns engines' metrics as exposition text, by the label `engine`; expert servers' also by `server`.
 
-    Names are those of the engines' own ports; none of them is one of the gateway's.
+    Names are those on the engines' own ports; none of them is one of the gateway's.
     """
     total: Samples = {}
     for engine, page in pages.items():
@@ -85,15 +85,15 @@ def engine_metrics(pages: Mapping[str, engine_pb2.GetMetricsResponse]) -> bytes:
 
 
 def _merge(total: Samples, text: bytes, labels: Mapping[str, str]) -> None:
-    """Adds the samples of an exposition text, with `labels` in place of their own of these names."""
+    """Adds the samples of an exposition text; `labels` replace its own of these names."""
     for metric in text_string_to_metric_families(text.decode()):
         if metric.name.startswith(_OF_PROCESSES):
             continue
-        family = total.setdefault(metric.name, Family(metric.documentation, metric.type))
+        family = total.setdefault(metric.name, MetricFamily(metric.documentation, metric.type))
         for sample in metric.samples:
             family.values[sample.name, tuple(sorted({**sample.labels, **labels}.items()))] = sample.value
 
 
 def rendered(samples: Samples) -> bytes:
-    """The exposition text."""
+    """Returns the exposition text."""
     return generate_latest(_Collected(samples))

@@ -1,4 +1,4 @@
-"""What the gateway processes of one port have in common."""
+"""The state that the gateway processes of one port share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from moebius.model_identity import Parts
 _BYTES = 8
 ALLOWANCES = ("requests_per_minute", "tokens_per_minute")
 _ALLOWANCE_WORDS = 3
-_SLOTS = 4096  # keys that may be counted together
+_SLOTS = 4096  # keys with shared counts
 _LOCK_TRIES = 1000
 
 
 class Places:
-    """How many requests each process has in flight, in memory that all of them map. A process writes its own
-    number only, so nothing has to be locked; a sum may be a request or two behind."""
+    """The number of requests in flight per process, in memory that all of them map. A process writes only
+    its own number, so no lock is needed; a sum may be a request or two behind."""
 
     def __init__(self, count: int = 1, index: int = 0, descriptor: int | None = None) -> None:
         """`descriptor`: of `shared_memory`; None: one process alone. `index`: the process's, < `count`."""
@@ -30,33 +30,33 @@ class Places:
         self._index = index
 
     def add(self, change: int) -> None:
-        """To this process's own number."""
+        """Adds to this process's own number."""
         self._numbers[self._index] += change
 
     @property
     def total(self) -> int:
-        """Of all processes."""
+        """The sum over all processes."""
         return sum(self._numbers)
 
     @property
     def count(self) -> int:
-        """Processes."""
+        """The number of processes."""
         return len(self._numbers)
 
     def clear(self, index: int) -> None:
-        """The process with this number is gone, and its requests with it."""
+        """Resets the number of a process that has ended."""
         self._numbers[index] = 0
 
 
 class KeyTable:
-    """What each API key does in all processes: a slot per key, which the first process that meets it takes.
+    """The use of each API key in all processes: a slot per key, which the first process that meets it takes.
 
-    Of requests in flight a process writes its own number only; allowances are one for all, changed under a
+    A process writes only its own number of requests in flight; allowances are common, and changed under a
     lock that is held for microseconds.
     """
 
     def __init__(self, count: int = 1, index: int = 0, descriptor: int | None = None) -> None:
-        """As `Places`, of which its memory is the rest."""
+        """Takes the arguments of `Places`, whose memory the table's follows."""
         self.count, self.index = count, index
         self._descriptor = descriptor
         self._words = _ALLOWANCE_WORDS * len(ALLOWANCES) + 1 + count  # of a slot; the first is the key's
@@ -67,7 +67,7 @@ class KeyTable:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else changes allowances meanwhile; unless a process was stopped in the middle of it."""
+        """Excludes other changes of allowances, unless a process was stopped while it held the lock."""
         if self._descriptor is None:
             yield
             return
@@ -86,7 +86,7 @@ class KeyTable:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
     def slot(self, name: str) -> KeySlot | None:
-        """That of a key; None: all are taken."""
+        """Returns the slot of a key; None: all are taken."""
         digest = hashlib.sha256(name.encode()).digest()
         mark = int.from_bytes(digest[:8], "big", signed=True) or 1
         with self.locked():
@@ -98,7 +98,7 @@ class KeyTable:
         return None
 
     def clear(self, index: int) -> None:
-        """The process with this number is gone, and its requests with it."""
+        """Resets the numbers of a process that has ended."""
         for first in range(0, _SLOTS * self._words, self._words):
             if self.integers[first]:
                 KeySlot(self, first + 1).numbers[index] = 0
@@ -108,7 +108,7 @@ class KeySlot:
     """One key's place in a `KeyTable`."""
 
     def __init__(self, table: KeyTable, first: int) -> None:
-        """`first`: the number of its first word after the key's."""
+        """`first`: the index of its first word after the key's."""
         self._table = table
         self._first = first
         begin = first + _ALLOWANCE_WORDS * len(ALLOWANCES)
@@ -116,16 +116,16 @@ class KeySlot:
 
     @property
     def in_flight(self) -> int:
-        """Requests of the key in all processes."""
+        """The key's requests in all processes."""
         return sum(self.numbers)
 
     def add(self, change: int) -> None:
-        """To this process's own number."""
+        """Adds to this process's own number."""
         self.numbers[self._table.index] += change
 
     @contextmanager
     def allowance(self, name: str) -> Iterator[memoryview[float]]:
-        """For the time of a change: its rate, what is left of it and since when, as numbers."""
+        """Yields its rate, the rest and the time of the last change, as floats, under the lock."""
         first = self._first + _ALLOWANCE_WORDS * ALLOWANCES.index(name)
         with self._table.locked():
             yield self._table.floats[first : first + _ALLOWANCE_WORDS]
@@ -136,7 +136,7 @@ def _table_bytes(count: int) -> int:
 
 
 def shared_memory(count: int) -> int:
-    """A descriptor for `Places` and `KeyTable` of `count` processes; closed by whoever made it."""
+    """Returns a descriptor for `Places` and `KeyTable` of `count` processes; the caller closes it."""
     descriptor = os.memfd_create("moebius-gateway-places")
     os.ftruncate(descriptor, count * _BYTES + _table_bytes(count))
     return descriptor
@@ -144,20 +144,20 @@ def shared_memory(count: int) -> int:
 
 @dataclass(frozen=True)
 class Shared:
-    """A process's access to the others; filled by `member.py`, or as here for one process alone."""
+    """A process's access to the others; filled by `member.py`, or by `alone` for a single process."""
 
     places: Places
     keys: KeyTable
-    # The metrics of all processes, as Prometheus text; None: those of this process are all there are.
+    # Returns the metrics of all processes, as Prometheus text; None: this process is the only one.
     metrics: Callable[[], Awaitable[bytes]] | None = None
-    # Why not every process that listens could answer, or be replaced; empty: they could. None: only this one.
+    # Returns why a listening process could not answer or be replaced; empty: none. None: a single process.
     why_not_ready: Callable[[], Awaitable[str]] | None = None
-    # Another process can serve meanwhile: this one listens once it can, rather than answer 503.
+    # Another process can serve meanwhile: this one listens when it is ready, instead of answering 503.
     listens_when_ready: bool = False
-    # Digests of files that the first process has found; those that are missing are not compared.
+    # Digests of files that the first process has found; others are not compared.
     files: Parts = field(default_factory=dict)
 
 
 def alone() -> Shared:
-    """For the only process of a port."""
+    """Returns the state for the only process of a port."""
     return Shared(Places(), KeyTable())

@@ -76,7 +76,7 @@ void bind_geometry(py::module_& m) {
       .def_readonly("num_clients", &Geometry::num_clients);
 }
 
-// What a client that shares the mailbox, or that a device drives, needs beyond submit and collect.
+// Functions for clients that share the mailbox or that a device drives, beyond submit and collect.
 void bind_sharing(py::class_<Mailbox>& box) {
   box.def_property_readonly("address",
                             [](const Mailbox& b) { return reinterpret_cast<uintptr_t>(b.segment().base()); })

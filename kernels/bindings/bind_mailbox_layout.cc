@@ -160,7 +160,7 @@ py::array_t<uint8_t> map_shared(const std::string& path, size_t bytes) {
   };
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) raise_os_error(path);
-  // Of reserved pages the system maps whole ones, whatever is asked for.
+  // The system maps reserved pages as a whole, for any requested length.
   const size_t reserved_bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage + kHugePage;
   void* reserved = mmap(nullptr, reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   void* mapped = MAP_FAILED;

@@ -30,7 +30,7 @@ inline void raise_python(const mailbox::MailboxError& error) {
   PyErr_SetObject(type.ptr(), instance.ptr());
 }
 
-// Of the module that calls it.
+// Registers the exceptions for the calling module.
 inline void register_mailbox_errors() {
   pybind11::register_local_exception_translator([](std::exception_ptr thrown) {
     try {

@@ -93,7 +93,7 @@ inline float load_product(const void* scales, ptrdiff_t index) {
   return decode_float16(load_element<uint16_t>(line, column)) * static_cast<float>(whole);
 }
 
-// The same as sources have them: words with the factor in the low half, the whole number in the byte above it.
+// The same in the form of sources: words with the factor in the low half, the whole number in the byte above it.
 inline float decode_product_word(uint32_t word) {
   return decode_float16(static_cast<uint16_t>(word)) * static_cast<float>(static_cast<int8_t>(word >> 16));
 }

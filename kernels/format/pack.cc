@@ -152,7 +152,7 @@ void pack_codes(const SourceMatrix& source, const PanelLayout& layout, const Pan
       }
     }
   }
-  _mm_sfence();  // whoever learns that the panels are ready must see them
+  _mm_sfence();  // any thread that sees the panels as ready must see their bytes
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ inline uint32_t load_nibble(const void* words, ptrdiff_t index, uint32_t nibble)
   return load_element<uint32_t>(words, index) >> (4 * nibble) & 15;
 }
 
-// Of what row_stride and col_stride count.
+// Bytes of the elements that row_stride and col_stride count.
 inline size_t source_unit_bytes(const SourceMatrix& source) {
   if (source.layout == SourceLayout::kMxfp4 || source.layout == SourceLayout::kNvfp4) return 1;
   if (source.layout != SourceLayout::kPlain) return 4;

@@ -191,7 +191,7 @@ struct Int8Dot {
   }
 };
 
-// Up to 32 rows: row tiles of first_rows and second_rows rows, exactly as many as there are, so that nothing is
+// Up to 32 rows: row tiles of first_rows and second_rows rows, exactly the number that exists, so that nothing is
 // read or written beyond them.
 TileConfig tile_config(uint32_t first_rows, uint32_t second_rows) {
   TileConfig config{};

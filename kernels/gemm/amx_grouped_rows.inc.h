@@ -119,7 +119,7 @@ class GroupedRows {
     // Rows beyond the last are added too: what lies there must not be denormal, which is slow.
     __builtin_memset(work_.scratch, 0, places_.scales);
     for (uint32_t p = 0; p < work_.num_panels; ++p) widen(p);
-    pending_ = {totals_of(places_.blocks, 0), {scales_, scales_}, sums_};  // zeros to a place that nobody reads
+    pending_ = {totals_of(places_.blocks, 0), {scales_, scales_}, sums_};  // zeros, added to an unused place
     start_decoding(0);
     finish_decoding();
     for (uint32_t begin = 0; begin < steps_; begin += kSteps) {

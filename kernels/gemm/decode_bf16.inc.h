@@ -169,7 +169,7 @@ constexpr WordTable kUnsignedTable = unsigned_table();
 constexpr WordTable kDifferenceTable = difference_table();
 constexpr WordTable kFloat4Table = float4_table();
 
-// The compiler would otherwise load the line anew for every shift, and load ports are scarce.
+// The compiler would otherwise reload the line for every shift, and load ports are scarce.
 MOEBIUS_INLINE __m512i load_once(const std::byte* line) {
   __m512i value = _mm512_load_si512(line);
   __asm__("" : "+v"(value));

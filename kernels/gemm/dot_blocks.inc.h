@@ -195,7 +195,7 @@ MOEBIUS_INLINE __m512 zero_term(const std::byte* zeros) {
 template <class Format>
 using NibbleDecoder = std::conditional_t<Format::kMins, UnsignedInt4Decoder, CodeDecoder<Format::kCode>>;
 
-// Each chunk's sum begins anew, also within a group: groups of 64 and 128 are summed like those of 32.
+// Each chunk has its own sum, also within a group: groups of 64 and 128 are summed like those of 32.
 template <class Format, int kChunks, int kRows>
 MOEBIUS_INLINE void add_chunks(const NibbleDecoder<Format>& decode, const Panel& panel, uint32_t chunk,
                                uint32_t group_shift, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {

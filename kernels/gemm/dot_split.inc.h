@@ -16,7 +16,7 @@ struct SplitRow {
   const float* sums;       // [chunks] in their place, for mins: the chunk's sum as a number
 };
 
-// Of one row: words, scales, offsets.
+// Bytes of one row: words, scales, offsets.
 constexpr size_t split_row_bytes(uint32_t k_padded, uint32_t chunk_k) {
   const size_t chunks = k_padded / chunk_k;
   return (size_t{k_padded} * 2 + chunks * 8 + 63) / 64 * 64;
@@ -120,7 +120,7 @@ MOEBIUS_INLINE __m512i low_nibbles(__m512i both) { return _mm512_and_si512(both,
 
 MOEBIUS_INLINE __m512i high_nibbles(__m512i both) {
 #ifdef __GFNI__
-  // By the bit matrix of a shift to the right by 4.
+  // Shifts to the right by 4, by a bit matrix.
   return _mm512_gf2p8affine_epi64_epi8(both, _mm512_set1_epi64(0x1020408000000000), 0);
 #else
   return low_nibbles(_mm512_srli_epi16(both, 4));
@@ -187,7 +187,7 @@ MOEBIUS_INLINE void sum_chunk(const ByteDecoder<Format::kCode>& decode, const st
   for (int r = 0; r < kRows; ++r) low[r] = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
 }
 
-// What codes are more than their values, times the row, is taken off from the beginning.
+// The excess of codes over their values, times the row, is subtracted first.
 template <class Format, int kRows>
 MOEBIUS_INLINE void begin_sums(const std::byte* zeros, uint32_t chunk, const SplitRow (&rows)[kRows],
                                __m512i (&sum)[kRows]) {

@@ -21,7 +21,7 @@ namespace moebius {
 
 enum class Isa : int;  // kernels/isa/isa.h
 
-// What a GEMM reads rows as. float32: any request, exact. bfloat16: requests in bfloat16, products exact in
+// The type in which a GEMM reads rows. float32: any request, exact. bfloat16: requests in bfloat16, products exact in
 // float32, sums in float32; the activation between the two phases is rounded to bfloat16. int8: W8A8 formats
 // only; each row carries its scale.
 enum class RowType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
@@ -51,7 +51,7 @@ struct GemmKernel {
   bool (*supports)(const WeightFormat& format);
   size_t (*scratch_bytes)(const PanelLayout& layout, uint32_t num_panels, uint32_t num_rows);
   void (*run)(const GemmWork& work);
-  // What the kernel makes of a row before it is multiplied; null: nothing. It depends on the layout and the row alone,
+  // Prepares a row before it is multiplied; null: nothing. The result depends on the layout and the row alone,
   // so that one serves every work with that row. `prepared` is 64-byte aligned.
   size_t (*prepared_row_bytes)(const PanelLayout& layout) = nullptr;
   void (*prepare_row)(const PanelLayout& layout, const void* row, std::byte* prepared) = nullptr;

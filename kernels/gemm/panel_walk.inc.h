@@ -88,7 +88,7 @@ inline PanelJob panel_job(const GemmWork& work, uint32_t index) {
   return job;
 }
 
-// What no panel before has asked for.
+// Prefetches the first panel, unless it was the `next` of earlier work.
 inline void prefetch_first_panel(const GemmWork& work) {
   if (work.was_next) return;
   const PanelLayout& layout = *work.layout;

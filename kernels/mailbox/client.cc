@@ -1,4 +1,4 @@
-// What clients tell one another and their devices: claims, epochs, failures. No payload here.
+// Communication of clients with one another and their devices: claims, epochs, failures. No payload here.
 #include <unistd.h>
 
 #include <algorithm>

@@ -21,7 +21,7 @@
 //   server: every client's ready == E (A) -> copy header, ids and weights -> request.epoch still E
 //           -> compute -> response -> outcome = E, status (R) -> answered[client] = 1 -> done = E (R) -> wake
 //   client: done == E, or outcome of E (A) -> response.epoch == E -> add own rows
-// Epochs start at 1 and grow strictly over the life of the segment, slot by slot, whoever the clients are; all
+// Epochs start at 1 and grow strictly over the life of the segment, slot by slot, for any clients; all
 // clients of a slot number its requests alike. A server owes an answer wherever all ready lines of a slot
 // agree on an epoch that is not its own done, which is all a restarted server needs to know; an answer to an
 // abandoned epoch carries that epoch and so can never be taken for a newer one. Until every client has rung,
@@ -37,17 +37,17 @@
 // a constant that the client clears before it rings.
 //
 // Liveness is kept by the kernel, not by bytes: every client holds an open-file-description lock on byte
-// kClientLockBase + its record's index of the segment, everybody a shared one on kOwnerLock. The kernel drops them
-// however a process ends, also across pid namespaces. A server holds two: byte kServerClaimBase + index makes it the
+// kClientLockBase + its record's index of the segment, every process a shared one on kOwnerLock. The kernel drops them
+// at any end of a process, also across pid namespaces. A server holds two: byte kServerClaimBase + index makes it the
 // only one of its index and is taken first; byte kServerLockBase + index says that the process described by its
 // ServerRecord lives. It is taken only once `phase` is this process's own, and given up after `phase` is kAbsent:
 //   claim lock -> phase = kLoading (R) -> alive lock -> ++generation (R) ... phase = kAbsent (R) -> both unlocked
-// So whoever sees the alive lock taken and then reads the phase never takes a dead predecessor's kReady for a
-// newcomer that still loads; in between the server counts as dead.
+// So a reader that sees the alive lock taken and then reads the phase never attributes a dead predecessor's kReady
+// to a successor that still loads; in between the server counts as dead.
 //
-// Identity: everybody who computes with a mailbox must mean the same model, divided and rounded alike. The first
-// server to claim an index writes `identity`; every later one compares its own and stays out when they differ,
-// with the reason in `refusals`. What was packed is compared, too, before a server becomes ready: its
+// Identity: all processes that compute with a mailbox must have the same model, divided and rounded alike. The first
+// server to claim an index writes `identity`; every later one compares its own and does not serve when they differ,
+// with the reason in `refusals`. Packed weights are compared, too, before a server becomes ready: its
 // `weights_digest` has to be that of the generations before it. A client that finds a generation to compute
 // wrongly names it in `rejections`; that server leaves, and no client takes it for ready.
 #pragma once
@@ -136,7 +136,7 @@ struct Identity {
   char text[kIdentityText];  // lines "name=value", NUL-terminated; see moebius/expert_slices.py
 };
 
-// Why a server was not let in, for people and for clients that wait for it.
+// Why a server was refused, for people and for clients that wait for it.
 struct Refusal {
   uint64_t generation;      // stored last (release); of a rejection: the generation that must leave
   char text[kRefusalText];  // NUL-terminated; empty: none
@@ -171,14 +171,14 @@ struct Header {
   uint64_t reserved0[3];
 
   // Line 2. Owner: launcher or clients.
-  uint32_t shutdown;          // 1: everybody leaves; sequentially consistent
+  uint32_t shutdown;          // 1: all processes leave; sequentially consistent
   uint32_t reserved1[15];
 
   // Line 3. Owner: the client, where there is one and host code drives it.
   uint64_t next_epoch;        // last epoch given out; survives a restart of the client
   uint64_t reserved2[7];
 
-  // Line 4. Atomic. Clients at each submit or step, and whoever stops a server; futex word.
+  // Line 4. Atomic. Written by clients at each submit or step, and when a server is stopped; futex word.
   uint32_t doorbell;          // incremented after `ready`; what servers spin and sleep on
   uint32_t reserved3[15];
 
@@ -190,7 +190,7 @@ struct Header {
   ServerRecord servers[kMaxServers];
   ClientRecord clients[kMaxRecords];
   Identity identity;
-  Refusal refusals[kMaxServers];    // owner: who holds the claim lock of server i; why it was not let in, or why it
+  Refusal refusals[kMaxServers];    // owner: who holds the claim lock of server i; why it was refused, or why it
                                     // computes only a part of what it is asked for
   Refusal rejections[kMaxServers];  // owner: a client, under kIdentityLock
   uint8_t reserved6[kHeaderBytes - 512 - kMaxServers * (sizeof(ServerRecord) + 2 * sizeof(Refusal)) -
@@ -266,7 +266,7 @@ struct Regions {
   size_t request_stride, response_stride;
 };
 
-// Of a hidden state in a mailbox of such a Geometry::dtype.
+// Bytes of an element of hidden states for a Geometry::dtype.
 constexpr uint32_t element_bytes(uint32_t dtype) { return dtype == 1 ? 4 : 2; }
 
 constexpr Regions regions_of(const Geometry& g) {

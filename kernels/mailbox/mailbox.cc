@@ -13,7 +13,7 @@ namespace moebius::mailbox {
 
 namespace {
 
-// Longest sleep between two looks at a server's pulse: bounds how late its death is noticed.
+// Longest sleep between two checks of a server's liveness: bounds how late its death is noticed.
 constexpr uint64_t kPulseNs = 2'000'000;
 
 void add_rows(float* output, const float* partial, size_t count, bool first) {
@@ -225,7 +225,7 @@ ServerState Mailbox::server_state(uint32_t index) const {
   state.progress = shared(record.progress).load(std::memory_order_relaxed);
   const uint64_t since = shared(record.busy_since_ns).load(std::memory_order_relaxed);
   state.request_s = since == 0 || now < since ? 0.0 : double(now - since) * 1e-9;
-  // Word of an earlier generation has been outlived.
+  // A rejection of an earlier generation no longer applies.
   for (Refusal* found : {&segment_.header().refusals[index], &segment_.header().rejections[index]}) {
     if (shared(found->generation).load(std::memory_order_acquire) != state.generation) continue;
     if (found->text[0] != '\0') state.refusal = std::string(found->text, strnlen(found->text, kRefusalText));

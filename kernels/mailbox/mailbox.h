@@ -11,7 +11,7 @@
 
 namespace moebius::mailbox {
 
-// What one server's record says; filled by Mailbox::server_state.
+// The contents of one server's record; filled by Mailbox::server_state.
 struct ServerState {
   int32_t pid;             // 0 when absent
   std::string state;       // "absent", "loading", "ready", "draining", "dead" or "rejected"
@@ -39,7 +39,7 @@ struct ClientId {
   uint32_t group = 0;   // pipeline stage
 };
 
-// A client's own account of a step it gave up; filled by Mailbox::client_report.
+// A client's report of a step that it gave up; filled by Mailbox::client_report.
 struct ClientReport {
   ClientFailure failure;
   uint32_t server;  // kMaxServers: none in particular
@@ -48,7 +48,7 @@ struct ClientReport {
   uint64_t epoch;
 };
 
-// What a device-driven client's host found wrong with a request under way; filled by Mailbox::overdue.
+// A problem that a device-driven client's host found with a running request; filled by Mailbox::overdue.
 struct Overdue {
   uint32_t server;
   std::string reason;
@@ -75,7 +75,7 @@ class Mailbox {
   // Returns each server's compute time in nanoseconds. Throws kServerLost (deadline, death or restart of a
   // server while waiting, or a peer that gave up), kStaleEpoch, kCompute (the server's own exception) or
   // kShutDown. After kServerLost the same epoch may be collected again once the server is back, or, by all
-  // clients of the slot, the request submitted anew.
+  // clients of the slot, the request submitted again.
   std::vector<uint64_t> collect(uint32_t slot, uint64_t epoch, float* output, uint64_t deadline_ms);
 
   // Trace context of the next submit into `slot`; without a call it is zero.
@@ -90,11 +90,11 @@ class Mailbox {
   // Becomes the client, or throws kMailbox when another process is it; clears what a predecessor reported. Where
   // clients share slots, set_epoch must follow with the highest epoch any of them sees, unless the segment is new.
   void claim(Driver driver);
-  // Another process may be the client from now on.
+  // Lets another process be the client from now on.
   void release();
   // The highest epoch that any client has rung or that was given out, 0: none. Stable only while all rest.
   uint64_t highest_epoch() const;
-  // Further epochs grow from here; all clients of a slot must be given the same number.
+  // Sets the epoch from which further ones grow; all clients of a slot must be given the same number.
   void set_epoch(uint64_t last);
   // Client 0 only: makes what the slots hold unanswerable, so that they may be written again in any order.
   void abandon_requests(uint32_t first_slot, uint32_t num_slots) const;
@@ -102,13 +102,13 @@ class Mailbox {
   void wake_servers() const;
   void report_failure(const ClientReport& report) const;
   void clear_failure() const;
-  // What client `client` of this group reported. Throws std::invalid_argument for an index beyond the geometry.
+  // Returns the report of client `client` of this group. Throws std::invalid_argument for an index beyond the geometry.
   ClientReport client_report(uint32_t client) const;
-  // Tells this client's own device to give up all waits of the step: 1 + server; 0: none.
+  // Makes this client's own device give up all waits of the step: 1 + server; 0: none.
   void set_abandon(uint32_t server_plus_one) const;
   // Releases this client's stream memory operations, which wait for `answered`.
   void release_waits(uint32_t first_slot, uint32_t num_slots) const;
-  // The text a server left with its failed answer; empty when the slot holds another answer by now.
+  // Returns the text of a server's failed answer; empty if the slot holds another answer by now.
   std::string error_text(uint32_t slot, uint32_t server, uint64_t epoch) const;
   // A server that owes this client's last ring of the slot an answer and is dead or absent. `since_ns` is when
   // the caller first saw that epoch there; past `deadline_ns` after it, any server that owes it.
@@ -119,12 +119,12 @@ class Mailbox {
   // Returns each server's generation when all are ready; throws kServerLost naming the first that is not, and why it
   // was refused if it was, or kShutDown.
   std::vector<uint64_t> wait_servers_ready(double timeout_s) const;
-  // From now on `collect` takes answers of these generations only and throws kServerLost for any other; 0: any.
+  // Makes `collect` accept only answers of these generations and throw kServerLost for any other; 0: any.
   void accept_generations(const std::vector<uint64_t>& generations);
-  // That generation of the server is to leave; no client finds it ready any more.
+  // Rejects that generation of the server: it leaves, and no client sees it as ready any more.
   void reject(uint32_t server, uint64_t generation, const std::string& reason) const;
 
-  // Tells everybody to leave and wakes them. Permanent for this segment.
+  // Makes all processes leave, and wakes them. Permanent for this segment.
   void shut_down() const;
   bool is_shut_down() const;
 

@@ -97,7 +97,7 @@ bool held_elsewhere(int fd, int64_t start, int64_t length) {
   return fcntl(fd, F_OFD_GETLK, &probe) != 0 || probe.l_type != F_UNLCK;
 }
 
-// Marks the segment as used. False: somebody is about to remove it.
+// Marks the segment as used. False: another process is about to remove it.
 bool hold_open(int fd) {
   struct flock shared_lock = lock_of(F_RDLCK, kOwnerLock, 1);
   return fcntl(fd, F_OFD_SETLK, &shared_lock) == 0;
@@ -116,14 +116,14 @@ struct Descriptor {
   int release() { return std::exchange(fd, -1); }
 };
 
-// Whether the name still stands for the file: someone may have replaced it since it was opened.
+// Returns whether the name still refers to the file, which may have been replaced since it was opened.
 bool is_named(int fd) {
   struct stat info{};
   return fstat(fd, &info) == 0 && info.st_nlink > 0;
 }
 
-// Removes a segment of the name that nobody holds. The write lock over all bytes is the test and the reservation in
-// one: another creator, or somebody who attaches meanwhile, finds it taken. Throws when the segment is in use.
+// Removes a segment of the name that no process holds. The write lock over all bytes is the test and the reservation in
+// one: another creator, or a process that attaches meanwhile, finds it taken. Throws when the segment is in use.
 void remove_leftover(const std::string& name, const std::string& path, const Interleave& interleave) {
   Descriptor file{shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0)};
   if (file.fd < 0 && errno == ENOENT) return;

@@ -1,4 +1,4 @@
-// A mapped mailbox segment: making, finding, checking and locking it, and what can go wrong. No protocol here.
+// A mapped mailbox segment: making, finding, checking and locking it, and its errors. No protocol here.
 #pragma once
 
 #include <functional>
@@ -41,7 +41,7 @@ class Segment {
  public:
   // Makes the segment; a leftover that no process holds is replaced. Throws MailboxError when the name is
   // in use or shared memory is short, std::invalid_argument for an impossible name or geometry. Of several creators
-  // of one name at most one succeeds. `interleave`, for tests of that, is called where another creator may get in:
+  // of one name at most one succeeds. `interleave`, for tests of that, is called where another creator may interfere:
   // with "leftover" before a leftover is removed, with "made" before the new segment is locked.
   static Segment create(const std::string& name, const Geometry& geometry, const Interleave& interleave = {});
 
@@ -49,7 +49,7 @@ class Segment {
   // kAbiMismatch, or kGeometryMismatch when `expected` is given and differs.
   static Segment attach(const std::string& name, double timeout_s, const std::optional<Geometry>& expected);
 
-  // A look from outside: mapped read-only and held by no lock, so that the segment does not count as used. Throws
+  // Opens the segment read-only and without a lock, so that it does not count as used. Throws
   // like attach.
   static Segment observe(const std::string& name);
 

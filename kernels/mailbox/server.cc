@@ -58,7 +58,7 @@ void MailboxServer::claim(const std::string& identity) {
   shared(record.busy_since_ns).store(0, std::memory_order_relaxed);
   beat();
   shared(record.phase).store(uint32_t(ServerPhase::kLoading), std::memory_order_release);
-  // Nobody else takes this lock while the claim is ours; a server that is just leaving may still have to let it go.
+  // No other process takes this lock while the claim is ours; a leaving server may still have to release it.
   while (!segment_.try_lock(kServerLockBase + index_)) usleep(1000);
   generation_ = shared(record.generation).fetch_add(1, std::memory_order_acq_rel) + 1;
   claimed_ = true;
@@ -126,7 +126,7 @@ void MailboxServer::serve_loop() {
 uint64_t MailboxServer::owed_epoch(uint32_t slot) const {
   const uint64_t rung = segment_.rung_epoch(slot);
   if (rung == 0 || rung == segment_.done(slot, index_).epoch) return 0;
-  // A client that died, or is just now, writing the slot left a request nobody can answer: skip it, the
+  // A client that died, or is just now, writing the slot left a request that cannot be answered: skip it, the
   // next ring tells when it is whole.
   return shared(segment_.request(slot).epoch).load(std::memory_order_acquire) == rung ? rung : 0;
 }

@@ -1,4 +1,4 @@
-// One expert server's side of a mailbox: a thread that answers whatever the ready flags ask for.
+// One expert server's side of a mailbox: a thread that answers the requests of the ready flags.
 #pragma once
 
 #include <atomic>
@@ -38,7 +38,7 @@ class MailboxServer {
   // Attaches and claims the index (state "loading"). The backend must outlive the server. Throws
   // std::invalid_argument (index, or the backend's hidden_size differs from the mailbox's) and
   // MailboxError (see Segment::attach; kMailbox when the index is served by a living process; kIdentityMismatch
-  // naming what differs, after leaving word for those who wait).
+  // naming what differs, after storing it for waiting clients).
   MailboxServer(const std::string& mailbox_name, uint32_t server_index, ExpertBackend& backend,
                 const ServerOptions& options);
   ~MailboxServer();  // stops
@@ -47,9 +47,9 @@ class MailboxServer {
   // the backend has packed, 0: unknown. Throws kIdentityMismatch when a predecessor had packed something else; the
   // server has left then.
   void start(uint64_t weights_digest = 0);
-  // Tells clients that an expert was found damaged: what they were answered so far may be wrong. From any thread.
+  // Reports to clients that an expert was found damaged: earlier answers may be wrong. From any thread.
   void note_damage();
-  // Tells whoever asks for the server's state why it does not compute all that it should; empty: it does.
+  // Adds to the server's state why it does not compute all that it should; empty: it does.
   void note_problem(const std::string& reason);
   // A sign of life while the backend is being filled: from any thread, between the constructor and start.
   void beat();
@@ -61,7 +61,7 @@ class MailboxServer {
 
   bool is_running() const { return running_.load(std::memory_order_acquire); }
   uint64_t generation() const { return generation_; }
-  // Why a client sent this server away; empty: none did.
+  // Returns why a client rejected this server; empty: none did.
   std::string rejection() const;
   // Sampled requests since the last call, at most the 1024 newest.
   std::vector<TracedCall> take_traced_calls();

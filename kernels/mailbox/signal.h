@@ -38,8 +38,8 @@ inline std::atomic_ref<T> shared(T& word) {
 // Low half of an epoch, which is what a 32-bit futex can watch (x86 is little-endian).
 inline uint32_t* low_word(uint64_t& epoch) { return reinterpret_cast<uint32_t*>(&epoch); }
 
-// Spins until `arrived` holds or the budget is spent; returns whether it arrived. Yields now and then: the
-// scheduler likes to wake a sleeper on its waker's core, where a pure spin would keep it from running.
+// Spins until `arrived` holds or the budget is spent; returns whether it arrived. Yields at times: the
+// scheduler often wakes a sleeper on its waker's core, where a pure spin would keep it from running.
 template <typename Condition>
 inline bool spin_for(uint64_t budget_ns, Condition arrived) {
   constexpr uint64_t kYieldNs = 4'000;

@@ -112,7 +112,7 @@ bool populate(std::byte* data, size_t bytes) {
   do {
     result = madvise(data, bytes, MADV_POPULATE_WRITE);
   } while (result != 0 && errno == EINTR);
-  // A kernel that does not know the advice leaves the pages to whoever writes them first.
+  // A kernel that does not know the advice leaves the pages to the thread that writes them first.
   return result == 0 || errno == EINVAL;
 }
 

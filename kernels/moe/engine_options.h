@@ -1,4 +1,4 @@
-// What an engine is made of.
+// The options of an engine.
 #pragma once
 
 #include <cstdint>

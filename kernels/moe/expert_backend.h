@@ -1,4 +1,4 @@
-// What a mailbox server, or any other transport, needs to know of the thing that computes experts.
+// The interface of the expert computation for a mailbox server or any other transport.
 #pragma once
 
 #include <chrono>
@@ -31,8 +31,8 @@ class ExpertBackend {
   // Calls follow one another with pauses of up to this long, through which threads had better spin. 0: nothing is
   // known of them. Not while forward() runs.
   virtual void expect_pauses(std::chrono::nanoseconds /*longest*/) {}
-  // From now on adds 1 to the word (relaxed) at least once for each small piece of a call, so that others can tell a
-  // long call from one that stands still. Null: to none any more; waits for a call under way.
+  // From now on adds 1 to the word (relaxed) at least once for each small piece of a call, to distinguish a long call
+  // from a stuck one. Null: to none any more; waits for a running call.
   virtual void count_progress_in(uint64_t* /*word*/) {}
 };
 

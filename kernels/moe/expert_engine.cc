@@ -13,7 +13,7 @@ namespace moebius {
 namespace {
 
 constexpr size_t kCalibrationExperts = 64;
-// A call waits so long for a repair, and looks so often whether it is still expected.
+// How long a call waits for a repair, and how often it checks that the repair is still expected.
 constexpr std::chrono::seconds kLongestRepair{60};
 constexpr std::chrono::milliseconds kRepairLook{50};
 
@@ -98,7 +98,7 @@ bool ExpertEngine::verify_expert(uint32_t layer, uint32_t expert) {
   check_layer(layer);
   const uint32_t local = local_expert(expert);
   bool whole = true;
-  // A thread of its own, because nobody but root may take a lowest priority back; the caller waits without locks.
+  // A thread of its own, because only root may raise a lowest priority again; the caller waits without locks.
   std::thread([&] {
     const sched_param lowest{};
     sched_setscheduler(0, SCHED_IDLE, &lowest);  // of this thread; refused, it computes at normal priority
@@ -164,7 +164,7 @@ void ExpertEngine::forward(const ExpertRequest& request, float* output) {
   const auto start = std::chrono::steady_clock::now();
   TaskTrace* const trace = trace_.is_on() ? &trace_ : nullptr;
   {
-    // As of a worker beyond the pool's: the tasks of the caller's own thread lie within.
+    // Recorded for a worker beyond the pool's: it contains the tasks of the caller's own thread.
     const TaskScope scope(trace, TaskKind::kCall, pool_.size(), request.layer, -1, request.rows);
     count(request, compute(request, output, lock));
   }
@@ -179,7 +179,7 @@ NonfiniteCounts ExpertEngine::compute(const ExpertRequest& request, float* outpu
   const uint32_t layer = request.layer;
   const auto since = std::chrono::steady_clock::now();
   while (true) {
-    // Anew after a wait, in which others may have computed.
+    // Again after a wait, in which others may have computed.
     groups_.group(request.topk_ids, request.topk_weights, request.rows, request.top_k, options_.expert_begin,
                   options_.num_experts);
     check_loaded(layer);
@@ -200,7 +200,7 @@ NonfiniteCounts ExpertEngine::compute(const ExpertRequest& request, float* outpu
   }
 }
 
-// Of the chosen experts all, or those that were not compared since a predecessor packed them; on all threads.
+// Verifies all chosen experts, or those not compared since a predecessor packed them; on all threads.
 void ExpertEngine::verify_chosen(uint32_t layer, bool all) {
   std::vector<uint32_t> wanted;
   for (const RowGroups::Group& group : groups_.groups) {
@@ -221,7 +221,7 @@ void ExpertEngine::wait_for_repair(uint32_t layer, uint32_t local, std::chrono::
   std::string reason = repairs_.reason({layer, local});
   if (reason.empty() && !repairs_.expected()) reason = "its checksum differs";
   if (reason.empty() && std::chrono::steady_clock::now() - since > kLongestRepair) {
-    reason = "it was not packed anew within " + std::to_string(kLongestRepair.count()) + " s";
+    reason = "it was not repacked within " + std::to_string(kLongestRepair.count()) + " s";
   }
   if (!reason.empty()) throw DamagedExpert(name_of(layer, local) + " is damaged in memory: " + reason);
   repairs_.wait_for_change(kRepairLook);

@@ -46,7 +46,7 @@ struct EngineStats {
   std::vector<std::atomic<uint64_t>> expert_rows;  // [layers, experts]
 };
 
-// A chosen expert is damaged in memory and was not packed anew; the message names it and says why. The Python exception
+// A chosen expert is damaged in memory and was not repacked; the message names it and says why. The Python exception
 // class is a RuntimeError.
 class DamagedExpert : public std::runtime_error {
  public:
@@ -83,9 +83,9 @@ class ExpertEngine final : public ExpertBackend {
   // One call at a time: a second caller waits. Throws std::invalid_argument when the layer is out of range
   // or a chosen expert is not loaded, DamagedExpert.
   //
-  // What a predecessor packed is compared with its checksum before its first use, and all chosen experts are when an
+  // An expert that a predecessor packed is compared with its checksum before its first use, and all chosen ones if an
   // output is not finite though the inputs were. A call that needs a damaged expert, or has used one by the time that it
-  // is found, waits for its repair and computes anew.
+  // is found, waits for its repair and computes again.
   void forward(const ExpertRequest& request, float* output) override;
   void expect_pauses(std::chrono::nanoseconds longest) override;
   void count_progress_in(uint64_t* word) override { pool_.count_progress_in(word); }
@@ -101,21 +101,21 @@ class ExpertEngine final : public ExpertBackend {
   // requests and ranges. False, and nothing changes, when they do not fit.
   bool restore_plan(const std::vector<std::pair<std::string, double>>& choices);
 
-  // Says to whoever opens the segment next that everything is packed, with a text for it; nothing without a segment.
+  // Records in the segment that everything is packed, with a text for its next user; nothing without a segment.
   // Throws std::invalid_argument naming an expert that is missing.
   void finish_load(const std::string& load_record);
-  // By global id; see ExpertStore::verify. Computed at the lowest priority. One that is found damaged is for
-  // wait_for_damage() to name.
+  // Verifies an expert by global id (ExpertStore::verify), at the lowest priority. One that is found damaged is
+  // returned by wait_for_damage().
   bool verify_expert(uint32_t layer, uint32_t expert);
 
-  // --- Of whoever repairs: one thread, which is expected from expect_repairs(true) on.
+  // --- For the one thread that repairs, which is expected from expect_repairs(true) on.
 
   void expect_repairs(bool expected) { repairs_.expect(expected); }
   // (layer, global id) of the next expert that was found damaged by any thread; nothing within the time, or after
   // interrupt_damage_wait().
   std::optional<std::pair<uint32_t, uint32_t>> wait_for_damage(std::chrono::nanoseconds longest);
   void interrupt_damage_wait() { repairs_.interrupt(); }
-  // Packs a damaged expert, by global id, once more, and lets those go on who wait for it. False: the source is not what
+  // Packs a damaged expert, by global id, again, and releases the calls that wait for it. False: the source is not what
   // was packed before. Throws std::invalid_argument when it does not fit or the expert is not damaged, DamagedExpert when
   // the memory does not keep what is written to it.
   bool repair_expert(uint32_t layer, uint32_t expert, const ExpertSource& source);

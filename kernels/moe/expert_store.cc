@@ -16,7 +16,7 @@ namespace moebius {
 
 namespace {
 
-// Of a packed expert: says which one the bytes are of.
+// A digest seed for a packed expert, by which its bytes differ from another one's.
 uint64_t digest_seed(uint32_t layer, uint32_t expert) { return uint64_t{layer} << 32 | expert; }
 
 }  // namespace
@@ -47,7 +47,7 @@ ExpertStore::ExpertStore(const EngineOptions& options)
   if (!options.segment.path.empty()) attach(options);
 }
 
-// What is packed already is there for everybody; nothing of it is read until it is needed, or verified.
+// Publishes experts that are packed already; none is read until it is needed, or verified.
 void ExpertStore::attach(const EngineOptions& options) {
   segment_ = std::make_unique<weights::Segment>(options.segment, options, layouts_, layout_index_);
   for (uint32_t index = 0; index < layers_.size(); ++index) {
@@ -63,7 +63,7 @@ void ExpertStore::attach(const EngineOptions& options) {
       publish(index, expert, segment_->slot(index, expert_begin_ + expert), found->digest, Trust::kUnchecked);
     }
     layer.used = layer.capacity;
-    // Of a layer that was broken off, pages are missing.
+    // A layer whose load was interrupted lacks pages.
     const auto known = layer.claimed.get();
     if (std::count(known, known + num_experts_, true) < layer.capacity) layer.memory = {nullptr, 0};
   }

@@ -25,10 +25,10 @@ using AlignedBytes = std::unique_ptr<std::byte[], FreeBytes>;
 
 class ThreadPool;
 
-// What is known of a packed expert's bytes. kUnchecked: a predecessor packed them. kDamaged: they are not those that
+// The state of a packed expert's bytes. kUnchecked: a predecessor packed them. kDamaged: they are not those that
 // were packed.
 enum class Trust : uint8_t { kUnchecked = 0, kWhole = 1, kDamaged = 2 };
-// What comparing an expert's bytes with its checksum came to. kFound: damaged, and this thread is the first to know.
+// The result of comparing an expert's bytes with its checksum. kFound: damaged, and first found by this thread.
 enum class Verdict { kWhole, kFound, kKnownDamaged };
 
 class ExpertStore {
@@ -36,7 +36,7 @@ class ExpertStore {
   // options as checked_options returns them.
   explicit ExpertStore(const EngineOptions& options);
 
-  // A layer takes memory for so many of its experts only, whichever are loaded. Throws std::invalid_argument when
+  // Limits a layer's memory to `count` of its experts, any of them. Throws std::invalid_argument when
   // count is 0 or above num_experts(), when an expert of the layer was loaded before, or when a segment says which.
   void reserve(uint32_t layer, uint32_t count);
 
@@ -52,13 +52,13 @@ class ExpertStore {
   void fill(uint32_t layer, const Writer& write, ThreadPool& pool);
 
   // Whether an expert's bytes are still those that were packed; reads all of them. When they are not, the expert is
-  // damaged from now on, and missing for whoever opens the segment next. kWhole for one that is not loaded, or was
+  // damaged from now on, and missing for the segment's next user. kWhole for one that is not loaded, or was
   // filled. From any thread, but not while the expert is replaced.
   Verdict verify(uint32_t layer, uint32_t expert);
   Trust trust(uint32_t layer, uint32_t expert) const;
   // Whether every expert's is kWhole.
   bool is_trusted() const { return suspects_.load(std::memory_order_acquire) == 0; }
-  // Packs a damaged expert once more, into memory of its own. Empty: the source is not what was packed. Throws
+  // Packs a damaged expert again, into memory of its own. Empty: the source is not what was packed. Throws
   // std::invalid_argument when it does not fit.
   AlignedBytes pack_again(uint32_t layer, uint32_t expert, const ExpertSource& source) const;
   // Puts what pack_again() returned where the damaged expert is; it must not be read meanwhile. False: the memory
@@ -66,7 +66,7 @@ class ExpertStore {
   bool replace(uint32_t layer, uint32_t expert, const AlignedBytes& packed);
   // Every expert of the segment is packed.
   void finish(const std::string& load_record);
-  // What rounding an expert of the segment cost; null without one, or while it is not packed.
+  // Returns the rounding error of an expert of the segment; null without one, or while it is not packed.
   const weights::ExpertRecord* record(uint32_t layer, uint32_t expert) const;
   weights::Segment* segment() const { return segment_.get(); }  // null: private memory
 
@@ -78,7 +78,7 @@ class ExpertStore {
   const ExpertLayout& layout(uint32_t layer) const { return layouts_[layout_index_[layer]]; }
   uint32_t layout_index(uint32_t layer) const { return layout_index_[layer]; }
   const std::vector<ExpertLayout>& layouts() const { return layouts_; }  // the distinct ones
-  // Of all that load() has packed, here or in a predecessor, whatever the order; 0: nothing. Layers and experts by their numbers here.
+  // Returns a digest of all that load() has packed, here or in a predecessor, in any order; 0: nothing. Ids are local.
   uint64_t weights_digest() const { return weights_digest_.load(std::memory_order_relaxed); }
   size_t packed_bytes() const;  // mapped for layers so far
   size_t huge_page_bytes() const;  // of them in 2 MiB pages now; see arena.h for how exact and how slow

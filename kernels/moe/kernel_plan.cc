@@ -108,8 +108,8 @@ constexpr int kRepetitions = 5;
 constexpr uint32_t kMaxRows = kRowRanges.back();
 constexpr size_t kTaskBytes = size_t{256} << 10;  // of weights, while there are few rows
 constexpr double kTaskOperations = 16e6;          // multiply-adds of a task with many rows
-// Tasks for each thread in one measurement, with up to so many rows: there a single task ends so soon that starting
-// and meeting would decide which kernel is the fastest.
+// Tasks for each thread in one measurement, with up to this many rows: there a single task is so short that start
+// and barrier would decide which kernel is the fastest.
 constexpr uint32_t kTasksPerThread = 4;
 constexpr uint32_t kFewRows = 8;
 // A kernel that was slower than the best by this factor in two ranges running is not measured with more rows. Tile

@@ -47,7 +47,7 @@ class MatrixPlan {
   MatrixPlan(const PlanOptions& options, const WeightFormat& format, RequestKind request);
 
   const GemmKernel& kernel(uint32_t rows) const;
-  // Kernels to choose from in a range, best guess first; one when there is no choice.
+  // Kernels to choose from in a range, the likely fastest first; one if there is no choice.
   std::vector<const GemmKernel*> candidates(size_t range) const;
   const Choice& choice(size_t range) const { return choices_[range]; }
   void choose(size_t range, const Choice& choice) { choices_[range] = choice; }

@@ -1,4 +1,4 @@
-// What the phases of one forward call share, and the scratch of its threads.
+// The data that the phases of one forward call share, and the scratch of its threads.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace moebius {
 
 class RowCache {
  public:
-  // In calls of more rows they are prepared anew for every GEMM: keeping them would cost more than it saves.
+  // In calls of more rows they are prepared again for every GEMM: keeping them would cost more than it saves.
   static constexpr uint32_t kMostRows = 256;
 
   // Where `kernel` prepares rows, gives `work` what it reads instead of them. Row i of the work is number id_of(i) among

@@ -42,11 +42,11 @@ namespace {
 constexpr size_t kLeastGateUpBytes = size_t{32} << 10;
 constexpr size_t kLeastDownBytes = size_t{4} << 10;
 
-// Of the next expert's panels in phase B, asked for before the ones before are multiplied by a GEMM on tiles: a stream
+// Bytes of the next expert's panels in phase B, prefetched before a GEMM on tiles multiplies the ones before: a stream
 // of a few KiB is over before hardware prefetchers have found it. Other GEMMs go from one to the next themselves.
 constexpr size_t kPrefetchBytes = size_t{4} << 10;
 
-// Of a thread's first task of phase B, asked for while others finish phase A.
+// Bytes of a thread's first task of phase B, prefetched while others finish phase A.
 constexpr size_t kPrepareBytes = size_t{64} << 10;
 
 void prefetch(const std::byte* weights, size_t bytes) {
@@ -58,7 +58,7 @@ size_t divide_up(size_t value, size_t by) { return (value + by - 1) / by; }
 // Cost of a unit of weights for a number of rows, in bytes read: computing catches up with memory at some rows.
 double unit_cost(size_t bytes, uint32_t rows) { return static_cast<double>(bytes) * (1.0 + rows / 16.0); }
 
-// Of one panel's GEMM with a group's rows.
+// Bytes of the result of one panel's GEMM with a group's rows.
 size_t result_bytes(uint32_t rows, size_t row_bytes) {
   return kPanelColumns * sizeof(float) * rows_per_call(rows, row_bytes);
 }

@@ -31,7 +31,7 @@ class PreparedRows {
   uint32_t num_order_tasks() const { return num_order_tasks_; }
   void run_order_task(uint32_t task, const LayerCall& call);
 
-  // Of a group, once all tasks are done.
+  // Returns a group's rows, once all tasks are done.
   Rows of_group(uint32_t group, const RowGroups& groups) const;
 
  private:

@@ -1,5 +1,5 @@
-// Experts whose packed bytes are not those that were packed: who finds one says so, whoever owns the checkpoint packs it
-// anew, and whoever needs it waits, so that nothing is computed with it meanwhile.
+// Experts whose packed bytes have changed: the thread that finds one reports it, the owner of the checkpoint repacks
+// it, and calls that need it wait, so that nothing is computed with it meanwhile.
 #pragma once
 
 #include <chrono>
@@ -23,23 +23,23 @@ class Repairs {
     bool operator<(const Expert& other) const { return std::pair(layer, expert) < std::pair(other.layer, other.expert); }
   };
 
-  // Whether somebody repairs what is found; else nobody is waited for. At first: no.
+  // Sets whether a thread repairs reported experts; otherwise no call waits. Initially: no.
   void expect(bool expected);
   bool expected() const;
 
-  // A damaged expert, once for each damage.
+  // Reports a damaged expert, once for each damage.
   void found(Expert expert);
-  // For whoever repairs: the next one that was found; nothing within the time, or after interrupt().
+  // Returns the next reported expert, for the repairing thread; nothing within the time, or after interrupt().
   std::optional<Expert> wait_for_found(std::chrono::nanoseconds longest);
-  // Ends the wait for a found expert under way, or the next one.
+  // Ends the running wait for a reported expert, or the next one.
   void interrupt();
 
-  // How a repair went; both wake those who wait. An expert that was given up may be repaired later.
+  // Report a repair's result; both wake waiting calls. An expert that was given up may be repaired later.
   void repaired(Expert expert);
   void given_up(Expert expert, const std::string& reason);
-  // Why the expert was given up; empty: it was not.
+  // Returns why the expert was given up; empty: it was not.
   std::string reason(Expert expert) const;
-  // Until a repair has ended, or the time is over.
+  // Waits until a repair has ended, or the time is over.
   void wait_for_change(std::chrono::nanoseconds longest) const;
 
  private:

@@ -71,7 +71,7 @@ inline size_t row_stride(size_t row_bytes) {
 
 class RowBuffer {
  public:
-  // Room for `rows` rows of `row_bytes`, always the same number for one buffer. Bytes of a row that nobody wrote
+  // Room for `rows` rows of `row_bytes`, always the same number for one buffer. Bytes of a row that were not written
   // since the buffer grew are zero.
   void grow(size_t rows, size_t row_bytes) {
     if (rows <= pointers_.size()) return;

@@ -8,7 +8,7 @@ namespace {
 constexpr size_t kMostBytes = size_t{256} << 10;
 constexpr size_t kWeightsPerRows = 8;
 constexpr size_t kMostResultBytes = size_t{1} << 20;
-constexpr uint32_t kFineTasks = 4;  // so many of the smallest tasks for each thread even out
+constexpr uint32_t kFineTasks = 4;  // this many of the smallest tasks per thread balance the load
 constexpr double kShare = 1.5;  // of what is left for each thread, a task takes 1 / kShare
 
 constexpr size_t kRowsBytes = size_t{1} << 20;

@@ -17,8 +17,8 @@ struct TaskUnit {
   uint32_t step;        // tasks have a multiple of it where possible
 };
 
-// Weights of the largest task. With many rows each task also reads, and may copy, those, from the caches of whoever
-// wrote them: it had better have several times as many weights.
+// Weights of the largest task. With many rows each task also reads, and may copy, those, from the caches of the
+// threads that wrote them: it should have several times as many weights.
 size_t most_task_bytes(size_t all_row_bytes);
 
 class TaskCutter {
@@ -39,7 +39,7 @@ class TaskCutter {
   }
 
   // The same of a sequence that is all there is to do. Where even the smallest tasks are a good part of a thread's
-  // share, whoever took the last one would keep all others waiting: there tasks are equal, and as many for each thread.
+  // share, the last one would keep all other threads waiting: there tasks are equal, with the same number per thread.
   template <class Take>
   void cut_whole(uint32_t units, const TaskUnit& unit, Take&& take) {
     const uint32_t tasks = even_tasks(units, unit);

@@ -221,7 +221,7 @@ std::string Segment::compare() const {
     COMPARE(abi_version);
     COMPARE(header_bytes);
     if (text_of(header.boot_id, kBootText) != text_of(planned_.boot_id, kBootText)) {
-      return "it was written before the machine was started anew";
+      return "it was written before the machine was rebooted";
     }
     const std::string found = text_of(header.identity, kIdentityText), wanted = planned_.identity;
     if (found != wanted) return identity_difference(found, wanted);
@@ -276,7 +276,7 @@ std::string Segment::compare() const {
 void Segment::map() {
   struct stat info{};
   if (fstat(fd_, &info) != 0) fail("can not be looked at", errno);
-  // Never smaller: another process may have mapped it, and would end by a signal where the file does.
+  // Never shrunk: another process may have mapped it, and would get SIGBUS beyond the file's end.
   const auto bytes = static_cast<size_t>(info.st_size);
   if (bytes < planned_.total_bytes && ftruncate(fd_, static_cast<off_t>(planned_.total_bytes)) != 0) no_room();
   // The address a multiple of 2 MiB, as the offsets in the file are.
@@ -290,15 +290,15 @@ void Segment::map() {
   if (mmap(base_, planned_.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, 0) == MAP_FAILED) {
     no_room();
   }
-  // Advice, both. A dump of the weights would keep a process that crashed from being started again.
+  // Both are advice. A dump of the weights would delay the restart of a process that crashed.
   madvise(base_ + planned_.data_offset, planned_.total_bytes - planned_.data_offset, MADV_HUGEPAGE);
   madvise(base_ + planned_.data_offset, planned_.total_bytes - planned_.data_offset, MADV_DONTDUMP);
   experts_ = reinterpret_cast<ExpertRecord*>(base_ + planned_.experts_offset);
   if (!populate(base_, planned_.data_offset)) no_room();
 }
 
-// Not before the first expert is packed: a server that is refused for another reason has changed nothing by then.
-// Whoever is killed in here leaves a file without magic, of which only the generation is believed.
+// Runs when the first expert is packed: a server that is refused for another reason has changed nothing by then.
+// A process that is killed here leaves a file without magic, of which only the generation is trusted.
 void Segment::reset() {
   replaces_ = false;
   Header& now = header();

@@ -6,7 +6,7 @@
 //   [header]       Header
 //   [layers]       LayerRecord[num_layers], ascending by layer: those of which experts are held here
 //   [experts]      ExpertRecord[num_experts]: of the first layer's slots, then of the second's, ...
-//   [load record]  text of the server's own: what it found out while it loaded, and needs when it starts anew
+//   [load record]  text of the server's own: the results of its load, which it needs after a restart
 //   [data]         from data_offset, for each layer at a multiple of 2 MiB: [slots][expert_bytes], the bytes of
 //                  panel_layout.h. Of an expert, gate and up are [0, down_offset), down and any order lie after it
 //
@@ -14,7 +14,7 @@
 // Ordering: data of an expert -> digest -> state = kPacked (R); all experts and the load record -> complete = 1 (R).
 // Before content is replaced: complete = 0 -> ++generation (R) -> states and data. A reader that finds `complete` and
 // the generation it knew (A) has whole data; after another generation it reads the tables again. So it is, too, when an
-// expert is found damaged (complete = 0 -> ++generation (R) -> state = kMissing) and packed anew (data -> state ->
+// expert is found damaged (complete = 0 -> ++generation (R) -> state = kMissing) and repacked (data -> state ->
 // complete = 1 (R)). `checked` says that the server has compared all checksums since it opened the file.
 //
 // A server that finds a segment with the tables it would write itself, of the same identity, uses it as it is, or
@@ -63,7 +63,7 @@ struct Header {
   uint32_t intermediate_begin;  // channels of every expert held here
   uint32_t intermediate_end;
   int32_t numa_node;            // that the memory is bound to; -1: none
-  char boot_id[kBootText];      // of the system that wrote it: memory of before a restart is not believed
+  char boot_id[kBootText];      // of the system that wrote it: memory from before a reboot is not trusted
   uint64_t reserved0;
   uint64_t generation;          // atomic; grows before content is replaced; 1: the first
   uint32_t complete;            // atomic; 1: every expert is packed, and the load record written
@@ -119,7 +119,7 @@ class SegmentError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What the server found under the path.
+// The state of the file under the path.
 enum class Found { kNew, kComplete, kPartial, kReplaced };
 
 // The writing server's mapping.
@@ -144,14 +144,14 @@ class Segment {
   static constexpr uint32_t kNone = UINT32_MAX;
   uint32_t record_of(uint32_t layer) const { return record_of_[layer]; }
   const LayerRecord& layer(uint32_t record) const { return layers_[record]; }
-  // By global id; null: not held.
+  // Returns an expert's record by global id; null: not held.
   ExpertRecord* expert(uint32_t layer, uint32_t expert) const;
   std::byte* slot(uint32_t layer, uint32_t expert) const;
   bool is_packed(const ExpertRecord& record) const;
   MemoryRange memory(uint32_t record) const;  // of a layer, rounded up to whole pages
 
-  // Not from several threads at once. Gives the layer's pages memory, bound and in 2 MiB pages where the system grants them, on the pool's threads.
-  // Throws SegmentError when there is not enough.
+  // Allocates the layer's pages on the pool's threads, bound, in 2 MiB pages where the system grants them. Not
+  // thread-safe. Throws SegmentError when there is not enough.
   void prepare(uint32_t record, ThreadPool& pool);
   void set_packed(ExpertRecord& record, uint64_t digest, double squared_error, double squared_reference);
   // The expert's bytes are not what was packed: it is missing from now on, and readers learn of it.

@@ -1,4 +1,4 @@
-// What a pool may use when its owner does not say: threads and spinning within affinity and cgroup quota.
+// A pool's defaults: threads and spinning within affinity and cgroup quota.
 #pragma once
 
 #include <chrono>

@@ -227,7 +227,7 @@ void ThreadPool::wait_for_work() {
   sleepers_.fetch_sub(1);
 }
 
-// Until the run is finished or its next phase is open.
+// Waits until the run is finished or its next phase is open.
 void ThreadPool::wait_as_caller(uint32_t finished_before) {
   auto due = [&] { return ticket_open(ticket_.load()) || finished_.load() != finished_before; };
   if (spin_until(spin(), due)) return;

@@ -9,9 +9,9 @@
 //       pool_phase([&] { return num_down_tasks(); }, [&](uint32_t task, uint32_t worker) { ... }));
 //
 // One broadcast starts the run. Tasks of phases whose counts are known before form a stage and are handed out in one
-// sequence: who finds no task of a phase left takes one of the next and waits with it until whoever does the last
-// task of the phase opens the gate. Nobody has to wake the caller between phases; who finds no task left, or a gate
-// closed, spins a moment and then sleeps.
+// sequence: a thread that finds no task of a phase left takes one of the next and waits with it until the thread
+// with the phase's last task opens the gate. No thread has to wake the caller between phases; one that finds no
+// task left, or a gate closed, spins a moment and then sleeps.
 #pragma once
 
 #include <array>
@@ -62,7 +62,7 @@ class ThreadPool {
 
   uint32_t size() const { return num_threads_; }
   std::chrono::nanoseconds spin() const { return std::chrono::nanoseconds(spin_ns_.load(std::memory_order_relaxed)); }
-  // From now on; negative: as limits.h says.
+  // Sets the spin time from now on; negative: the default of limits.h.
   void set_spin(std::chrono::nanoseconds spin);
 
   // From now on the caller's thread adds 1 to the word (relaxed) after each task of its own: it has one at least as
@@ -70,7 +70,7 @@ class ThreadPool {
   void count_progress_in(uint64_t* word);
 
   // Runs the phases in order, each with fn(task, worker) for every task in [0, count), handed out in ascending order
-  // to whoever is free; a phase begins when all tasks of the one before are done and sees what they wrote. worker
+  // to idle threads; a phase begins when all tasks of the one before are done and sees what they wrote. worker
   // is below size(), and no two tasks run at once with the same one. Returns when the last phase is done.
   //
   // After an exception of a task or of a count no further phase begins (with one thread, no further task); the
@@ -164,7 +164,7 @@ class ThreadPool {
   std::exception_ptr exception_;
   std::atomic<bool> failed_{false};  // there is an exception
 
-  // [total 32 | next 32] of the open stage. A claim adds 1, so whoever claims, however late, owns a task of the stage
+  // [total 32 | next 32] of the open stage. A claim adds 1, so a claim, however late, owns a task of the stage
   // that is open at that moment, or none if `next` had reached `total`.
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<uint32_t> done_{0};       // tasks of the open stage

@@ -47,7 +47,7 @@ struct Round {
     return g.dtype == 2 ? static_cast<const void*>(hidden_bits.data()) : hidden_states.data();
   }
 
-  // Of the rows that are the client's.
+  // Checks the client's own rows.
   bool answered_rightly(const Geometry& g, uint32_t client, float scale_sum) const {
     const uint32_t end = row_begin(rows, client + 1, g.num_clients);
     for (uint32_t row = row_begin(rows, client, g.num_clients); row < end; ++row) {
@@ -93,10 +93,10 @@ void see_through(Mailbox& mailbox, uint32_t slot, Round& round, const StressOpti
       }
     }
     ++result.lost;
-    // Both ways back are legal: anew at once, while the old answer may still arrive, or the same epoch. Clients
+    // Both recoveries are legal: submit again at once, with the old answer still arriving, or the same epoch. Clients
     // that share slots would have to agree on the first; the draw must not make their inputs differ.
-    const bool anew = mailbox.segment().geometry().num_clients == 1 && random() % 2 == 0;
-    if (anew) {
+    const bool resubmits = mailbox.segment().geometry().num_clients == 1 && random() % 2 == 0;
+    if (resubmits) {
       epoch = submit(mailbox, slot, round);
       ++result.resubmitted;
     }

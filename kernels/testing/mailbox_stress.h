@@ -20,7 +20,7 @@ struct StressResult {
   uint64_t answered = 0;    // rounds whose answer was collected and compared
   uint64_t wrong = 0;       // of those, answers that were not the function of their own input
   uint64_t lost = 0;        // kServerLost seen
-  uint64_t resubmitted = 0; // lost requests sent anew; the others were collected again under their epoch
+  uint64_t resubmitted = 0; // lost requests submitted again; the others were collected again under their epoch
   uint64_t stale = 0;       // kStaleEpoch seen; a correct protocol gives none
 };
 
@@ -38,7 +38,7 @@ std::vector<double> ping_pong(uint32_t* lines, bool asks, uint32_t rounds, uint6
 
 // --- A round trip as two host functions that a CUDA stream can call: what the bench compares doorbells with.
 
-// Filled by whoever captures the calls; the arrays and the mailbox must outlive the graph.
+// Filled by the code that captures the calls; the arrays and the mailbox must outlive the graph.
 struct HostCall {
   Mailbox* mailbox;
   uint32_t slot;

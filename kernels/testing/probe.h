@@ -1,4 +1,4 @@
-// What this machine can do: how fast threads together read memory, and compute in registers.
+// Measures this machine: how fast threads together read memory, and compute in registers.
 #pragma once
 
 #include <cstddef>

@@ -44,7 +44,7 @@ PACKAGES = {"openai, Responses": "openai", "pydantic-ai": "pydantic-ai-slim"}
 
 @contextlib.contextmanager
 def scripted_model() -> Iterator[str]:
-    """The URL of the gateway in front of the model that follows rules."""
+    """Yields the URL of the gateway in front of the model that follows rules."""
     command = [sys.executable, "-m", "tests.clients.scripted_model"]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -61,16 +61,16 @@ def scripted_model() -> Iterator[str]:
 
 
 def run_checks(python: Path, scripted: str, demo: str, only: Sequence[str]) -> list[dict[str, Any]]:
-    """The results of all checks, each printed as it comes."""
+    """Yields the results of all checks, each printed as it arrives."""
     command = [str(python), "-m", "checks", scripted, demo, *only]
     results = []
-    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # or it asks another host
+    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it contacts another host
     environment.pop("PYTHONPATH", None)  # of our environment
     with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if not line.startswith("{"):
-                continue  # what a client prints
+                continue  # a client's own output
             result = json.loads(line)
             results.append(result)
             state = f"FAILED {result['detail']}" if result["detail"] else "ok"
@@ -81,12 +81,12 @@ def run_checks(python: Path, scripted: str, demo: str, only: Sequence[str]) -> l
 
 
 def failures(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What went wrong, a line each."""
+    """Returns the failures, a line each."""
     return [f"{one['client']}: {one['check']}: {one['detail']}" for one in results if one["detail"]]
 
 
 def table(results: Sequence[dict[str, Any]], versions: dict[str, str]) -> str:
-    """Clients by capabilities, in Markdown."""
+    """Returns a table of clients by capabilities, in Markdown."""
     lines = [f"| client | {' | '.join(CAPABILITIES)} |", "|---" * (len(CAPABILITIES) + 1) + "|"]
     for client in dict.fromkeys(result["client"] for result in results):
         cells = []
@@ -99,13 +99,13 @@ def table(results: Sequence[dict[str, Any]], versions: dict[str, str]) -> str:
 
 
 def versions_of() -> dict[str, str]:
-    """Of requirements.txt, by package."""
+    """Returns the versions in requirements.txt, by package."""
     lines = (HERE / "requirements.txt").read_text().splitlines()
     return dict(line.split("==", 1) for line in lines if "==" in line and not line.startswith("#"))
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("python", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="clients, by parts of their files' names")

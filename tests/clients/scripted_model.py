@@ -1,4 +1,4 @@
-"""A model that follows rules instead of weights, behind the real gateway: agent loops, every time alike.
+"""A model that follows rules instead of weights, behind the real gateway: agent loops that always repeat.
 
 It reads the rendered prompt as a model would, and answers in Hermes' format: tool calls in tags, thoughts in
 tags. Run as `python -m tests.clients.scripted_model`; a line of standard output is the gateway's URL.
@@ -43,7 +43,7 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model sees; filled by `read_prompt`."""
+    """The parts of a prompt that the rules use; filled by `read_prompt`."""
 
     tools: frozenset[str]
     user: str  # the last user's turn
@@ -54,7 +54,7 @@ class Prompt:
 
 
 def read_prompt(text: str) -> Prompt:
-    """The turns of a prompt that `TEMPLATE` rendered."""
+    """Returns the turns of a prompt that `TEMPLATE` rendered."""
     turns = re.findall(r"<\|start\|>(\w+)\n(.*?)<\|end\|>", text, re.DOTALL)
     users = [(place, content) for place, (role, content) in enumerate(turns) if role == "user"]
     last, user = users[-1] if users else (0, "")
@@ -74,12 +74,12 @@ def read_prompt(text: str) -> Prompt:
 
 
 def call(name: str, /, **arguments: Any) -> str:
-    """A call as the model writes it."""
+    """Returns a call as the model writes it."""
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
 
 
 def instance_of(schema: dict[str, Any], definitions: dict[str, Any] | None = None, number: int = 0) -> Any:
-    """A small value that a schema allows, another for each `number`; of the keywords that the checks use."""
+    """Returns a small value that a schema allows, another for each `number`; for the checks' keywords."""
     definitions = definitions or schema.get("$defs", {})
     if "$ref" in schema:
         return instance_of(definitions[schema["$ref"].rpartition("/")[2]], definitions, number)
@@ -101,7 +101,7 @@ def instance_of(schema: dict[str, Any], definitions: dict[str, Any] | None = Non
 
 
 def reply(prompt: Prompt) -> str:
-    """What the model writes."""
+    """Returns the model's output."""
     thought = "<think>\nThe user wants something.\n</think>\n\n" if "think" in prompt.user else ""
     city = next((name for name in WEATHER if name in prompt.user), "")
     if "get_weather" in prompt.tools and city:
@@ -114,7 +114,7 @@ def reply(prompt: Prompt) -> str:
 
 
 def with_tools(prompt: Prompt, city: str) -> str:
-    """One step of a loop in which somebody else runs the tools."""
+    """Returns one step of a loop in which the client runs the tools."""
     results = prompt.results
     if "Fahrenheit" in prompt.user:  # one after the other
         if not results:
@@ -135,14 +135,14 @@ class ScriptedModel(FakeEngine):
     placeholder = -1
 
     def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
-        """As the fake's, of a model that sees."""
+        """Returns the fake engine's facts, with images."""
         info = super().GetModelInfo(request, context)
         info.supports_vision, info.image_token_id = True, self.placeholder
         info.served_model_name = "scripted"
         return info
 
     def reply(self, prompt: str, request: pb.GenerateRequest) -> str:
-        """What it writes where no schema decides it."""
+        """Returns the output where no schema decides it."""
         return reply(read_prompt(prompt))
 
     def _output(self, script: Script, request: pb.GenerateRequest, index: int) -> tuple[list[int], str]:
@@ -154,7 +154,7 @@ class ScriptedModel(FakeEngine):
         if request.constraint.WhichOneof("kind") == "json_object":
             text = '{"answer": 42}'
         if not request.sampling_params.HasField("max_tokens"):
-            request.sampling_params.max_tokens = CONTEXT  # as unset means
+            request.sampling_params.max_tokens = CONTEXT  # the meaning of unset
         return super()._output(Script(text=text), request, index)
 
 

@@ -200,7 +200,7 @@ def spoil(path: Path, what: str) -> dict[str, Any]:
     ("what", "reason"),
     [
         ("abi", "abi_version is 99, expected 2"),
-        ("boot", "before the machine was started anew"),
+        ("boot", "before the machine was rebooted"),
         ("record", "the checksum of its load record is wrong"),
         ("truncated", r"it is truncated: \d+ bytes"),
         ("short", "it is truncated: 100 bytes"),

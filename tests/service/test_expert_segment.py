@@ -205,7 +205,7 @@ def test_files_that_were_only_touched_are_looked_at_but_not_packed(tmp_path: Pat
     with capture_logs() as logs:
         assert serve(memory, SliceRequest(str(model))) == first
     events = [line["event"] for line in logs]
-    assert "files of the checkpoint were written since; they are looked at anew" in events
+    assert "files of the checkpoint were written since; they are read again" in events
     assert sum(line.get("source_bytes", 0) for line in logs if line["event"] == "layer packed") == 0
 
 

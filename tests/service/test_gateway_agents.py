@@ -29,14 +29,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
 
 @pytest.fixture
 def gateway(shared: AgentGateway) -> AgentGateway:
-    """The shared one with a fresh record; it says a short text."""
+    """The shared gateway with a fresh record; it says a short text."""
     shared.engine.reset()
     shared.says("It is done.")
     return shared
 
 
 def answer(gateway: AgentGateway, path: str, body: dict[str, Any], **headers: str) -> str:
-    """The text of a 200."""
+    """Returns the text of a 200."""
     response = httpx.post(f"{gateway.url}{path}", json={"model": MODEL, **body}, headers=headers)
     assert response.status_code == 200, response.text
     return response.text

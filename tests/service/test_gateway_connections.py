@@ -54,20 +54,20 @@ def gateway(engine: tuple[FakeEngine, str], **settings: Any) -> Iterator[tuple[s
 
 
 def dial(port: int, data: bytes = b"") -> socket.socket:
-    """A connection on which `data` was sent."""
+    """Returns a connection on which `data` was sent."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=60)
     connection.sendall(data)
     return connection
 
 
 def head_for(body: bytes) -> bytes:
-    """The head of a completion request whose connection ends with the answer."""
+    """Returns the head of a completion request whose connection ends with the answer."""
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
 
 
 def answer_on(connection: socket.socket) -> bytes:
-    """All that comes until the server closes; fails when it does not."""
+    """Returns all that arrives until the server closes; fails when it does not."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
         while data := connection.recv(65536):
@@ -76,13 +76,13 @@ def answer_on(connection: socket.socket) -> bytes:
 
 
 def metric(url: str, name: str) -> float:
-    """One sample of /metrics; 0 when there is none yet."""
+    """Returns one sample of /metrics; 0 when there is none yet."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)), 0.0)
 
 
 def error_in(answer: bytes) -> tuple[int, dict[str, Any]]:
-    """Status and error object of a raw answer."""
+    """Returns status and error object of a raw answer."""
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]
 
@@ -141,7 +141,7 @@ def test_an_idle_connection_is_closed(engine: tuple[FakeEngine, str]) -> None:
 
 
 def test_a_client_that_does_not_read_is_given_up(engine: tuple[FakeEngine, str]) -> None:
-    """An answer that nobody takes does not hold its request, nor its place, for ever."""
+    """An answer that its client does not read does not hold its request, nor its place, for ever."""
     with gateway(engine, idle_timeout_s=1) as (url, port):
         engine[0].script = Script(text="The quick brown fox " * 40, tokens_per_chunk=1)
         body = json.dumps({**BODY, "max_tokens": 250, "n": 100, "logprobs": 5, "stream": True}).encode()
@@ -317,7 +317,7 @@ def test_a_client_that_was_answered_and_sends_no_more_is_closed(
 
 
 def wait_until_reset(connection: socket.socket) -> float:
-    """Seconds for which a byte now and then was still taken; fails when it is for ever."""
+    """Returns the seconds for which a byte now and then was still taken; fails when it is for ever."""
     began = time.monotonic()
     while time.monotonic() - began < 60:
         try:
@@ -377,7 +377,7 @@ def test_a_body_byte_by_byte_with_headers_after_it_is_read(engine: tuple[FakeEng
 
 def test_pipelined_requests_are_answered_in_order(engine: tuple[FakeEngine, str]) -> None:
     """A request sent before the answer to the last one waits for its turn, and its connection has no deadline
-    meanwhile: it is we who do not answer."""
+    meanwhile: the server is the side that does not answer."""
     with gateway(engine, header_timeout_s=1.0, body_timeout_s=1.0) as (_, port):
         engine[0].script = Script(delay_s=0.1)
         first = json.dumps({**BODY, "max_tokens": 15, "ignore_eos": True}).encode()
@@ -434,7 +434,7 @@ def test_requests_that_arrive_together_are_begun_some_at_a_time() -> None:
     assert len(runs) >= 3
 
 
-def test_a_request_that_can_not_be_begun_holds_up_nobody() -> None:
+def test_a_request_that_cannot_start_does_not_delay_others() -> None:
     """Those that wait after it are begun, and so are later ones."""
     seen: list[int] = []
 

@@ -58,7 +58,7 @@ def setup(running: Setup) -> Setup:
 
 
 def sse_payloads(body: str) -> list[str]:
-    """What follows `data: ` in each event."""
+    """Returns the text after `data: ` of each event."""
     return [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
 
 

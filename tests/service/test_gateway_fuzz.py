@@ -102,7 +102,7 @@ PATHS: dict[str, type[BaseModel]] = {
 
 
 def bodies(schema: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
-    """Required fields mostly well; of the others a few, each well or in any way."""
+    """Draws required fields, mostly valid; of the others a few, each valid or of any kind."""
     fields = {name: GOOD.get(name, VALUES) for name in schema.model_fields}
     required = {
         name: fields.pop(name) for name in ("model", "messages", "prompt", "tokens") if name in fields
@@ -117,7 +117,7 @@ def bodies(schema: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Of a gateway whose engine is scripted and whose template touches everything."""
+    """The URL of a gateway whose engine is scripted and whose template reads everything."""
     directory: Path = tmp_path_factory.mktemp("fuzz")
     tokenizer = byte_level_tokenizer()
     write_tokenizer(directory, tokenizer, TEMPLATE)
@@ -132,7 +132,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 def check(client: httpx.Client, path: str, content: bytes) -> None:
-    """One request: an answer, or a refusal in OpenAI's shape; no failure within a stream either."""
+    """Sends one request: it is answered, or refused in OpenAI's shape; no failure within a stream either."""
     response = client.post(path, content=content)
     assert response.status_code < 500, (response.text, content)
     if response.status_code >= 400:

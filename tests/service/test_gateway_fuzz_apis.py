@@ -34,7 +34,7 @@ Make = Callable[[], Any]
 
 
 class Fuzzer:
-    """Bodies that are mostly right, of one seed."""
+    """Draws bodies that are mostly valid, from one seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -42,7 +42,7 @@ class Fuzzer:
         self._odds = self._random.choice([0.0, 0.02, 0.2])
 
     def wild(self, depth: int = 2) -> Any:
-        """Any value."""
+        """Draws any value."""
         kind = self._random.randrange(4 if depth else 2)
         if kind < 2:
             return self._random.choice(ODD if kind else TEXTS)
@@ -53,22 +53,22 @@ class Fuzzer:
         }
 
     def one_of(self, *values: Any) -> Make:
-        """One of these."""
+        """Draws one of these."""
         return lambda: self._random.choice(values)
 
     def text(self) -> Any:
-        """Some text."""
+        """Draws some text."""
         return self._random.choice(TEXTS)
 
     def list_of(self, make: Make) -> Make:
-        """Up to three."""
+        """Draws up to three."""
         return lambda: [self._made(make) for _ in range(self._random.randrange(1, 4))]
 
     def _made(self, make: Make) -> Any:
         return self.wild() if self._random.random() < self._odds else make()
 
     def object(self, needed: dict[str, Make], optional: dict[str, Make]) -> dict[str, Any]:
-        """With these fields, some of the others, and now and then one that nobody knows."""
+        """Draws these fields, some of the others, and now and then an unknown one."""
         names = [*needed, *(name for name in optional if self._random.random() < 0.15)]
         value = {name: self._made({**optional, **needed}[name]) for name in names}
         if self._random.random() < self._odds:
@@ -78,13 +78,13 @@ class Fuzzer:
         return value
 
     def source(self) -> dict[str, Any]:
-        """Of an image or a document."""
+        """Draws the source of an image or a document."""
         kind = {"type": self.one_of("base64", "url", "text", "content")}
         fields = dict.fromkeys(("data", "url", "content", "media_type"), self.text)
         return self.object({**kind, **fields}, {})
 
     def block(self, depth: int = 1) -> dict[str, Any]:
-        """Of an Anthropic message, with the fields of every kind."""
+        """Draws blocks of an Anthropic message, with the fields of every kind."""
         texts = dict.fromkeys(("text", "id", "tool_use_id", "name", "title", "thinking"), self.text)
         inner = self.list_of(lambda: self.block(depth - 1)) if depth else self.text
         return self.object(
@@ -103,12 +103,12 @@ class Fuzzer:
         )
 
     def part(self) -> dict[str, Any]:
-        """Of an item's content."""
+        """Draws the content of an item."""
         image = self.one_of("data:image/png;base64,AA", "http://[", "x")
         return self.object({"type": self.one_of(*PARTS), "text": self.text}, {"image_url": image})
 
     def item(self) -> dict[str, Any]:
-        """Of an input, with the fields of every kind."""
+        """Draws items of an input, with the fields of every kind."""
         texts = dict.fromkeys(("call_id", "name", "input"), self.text)
         content = self.one_of(self.text(), [self.part()])
         return self.object(
@@ -125,7 +125,7 @@ class Fuzzer:
         )
 
     def tool(self) -> dict[str, Any]:
-        """In the shapes of all APIs at once."""
+        """Draws tools in the shapes of all APIs at once."""
         schema = self.one_of(SCHEMA, {"type": "nothing"}, {"$ref": "#/x"})
         function = {"name": self.one_of("f", "g"), "description": self.text, "parameters": schema}
         return self.object(
@@ -139,7 +139,7 @@ class Fuzzer:
         )
 
     def message(self) -> dict[str, Any]:
-        """Of Anthropic's kind and of Ollama's."""
+        """Draws thinking switches, Anthropic's and Ollama's."""
         call = {"function": {"name": "f", "arguments": {"a": self.text()}}}
         return self.object(
             {"role": self.one_of(*ROLES[:3]), "content": self.one_of(self.text(), [self.block()], "x")},
@@ -151,7 +151,7 @@ class Fuzzer:
         )
 
     def body(self, path: str) -> dict[str, Any]:
-        """Of this path."""
+        """Draws a body for this path."""
         form = {"type": "json_schema", "schema": SCHEMA}
         anything: dict[str, Make] = {
             "temperature": self.one_of(0, 0.5),
@@ -202,7 +202,7 @@ class Fuzzer:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
-    """One whose model always thinks and calls, with halves of surrogate pairs."""
+    """A gateway whose model always thinks and calls, with halves of surrogate pairs."""
     with agent_gateway(tmp_path_factory.mktemp("fuzz")) as running:
         call = '<tool_call>\n{"name": "f", "arguments": {"input": "\\ud800"}}\n</tool_call>'
         running.engine.script = Script(text=f"<think>\nx\n</think>\n\ny{call}")
@@ -210,7 +210,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
 
 
 def check(path: str, response: httpx.Response, content: bytes) -> bool:
-    """An answer, or a refusal in the shape of the API, and no failure within a stream; whether answered."""
+    """Returns whether it is answered; a refusal has the shape of the API, and no stream fails."""
     assert response.status_code < 500, (response.text, content)
     if response.status_code >= 400:
         error = response.json()["error"]

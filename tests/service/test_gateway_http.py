@@ -33,7 +33,7 @@ class Setup:
     spans: InMemorySpanExporter
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        """POST with JSON."""
+        """Sends a POST with JSON."""
         return httpx.post(f"{self.url}{path}", json=body, headers=headers)
 
 
@@ -225,7 +225,7 @@ def test_metrics_count_tokens_and_latencies(setup: Setup) -> None:
 
 
 def between_tokens(setup: Setup) -> tuple[float, float]:
-    """Number and sum, seconds, of the times between tokens."""
+    """Returns number and sum, seconds, of the times between tokens."""
     lines = httpx.get(f"{setup.url}/metrics").text.splitlines()
     name = "vllm:inter_token_latency_seconds"
     count, total = (
@@ -250,7 +250,7 @@ def test_times_between_tokens_count_all_tokens_but_first_ones(setup: Setup) -> N
 
 
 def chunks_of(setup: Setup, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The JSON of a stream's events."""
+    """Returns the JSON of a stream's events."""
     text = setup.post(path, {"model": MODEL, "stream": True, **body}).text
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
@@ -292,7 +292,7 @@ def test_a_refusal_names_all_keys_that_are_no_token_ids(setup: Setup) -> None:
 
 
 def first_token_times(setup: Setup) -> tuple[float, float]:
-    """Number and sum, seconds, of the gateway's times to the first token."""
+    """Returns number and sum, seconds, of the gateway's times to the first token."""
     lines = httpx.get(f"{setup.url}/metrics").text.splitlines()
     found = [line for line in lines if line.startswith("vllm:time_to_first_token_seconds_")]
     return tuple(  # type: ignore[return-value]

@@ -32,14 +32,14 @@ TEMPLATE = (
 
 
 def picture(kind: str, size: tuple[int, int] = (8, 6), **settings: Any) -> bytes:
-    """A file of one colour."""
+    """Returns a file of one colour."""
     buffer = io.BytesIO()
     Image.new("RGB", size, (200, 30, 60)).save(buffer, kind, **settings)
     return buffer.getvalue()
 
 
 def data_url(data: bytes, kind: str = "png") -> str:
-    """As clients send files."""
+    """Returns a file as clients send it."""
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
@@ -85,7 +85,7 @@ class Setup:
     placeholder: int
 
     def chat(self, *parts: dict[str, Any] | str, **body: Any) -> httpx.Response:
-        """A user's message of text parts and, as strings, URLs of images."""
+        """Sends a user's message of text parts and, as strings, URLs of images."""
         content = [
             {"type": "image_url", "image_url": {"url": part}} if isinstance(part, str) else part
             for part in parts
@@ -95,7 +95,7 @@ class Setup:
 
 
 def text(value: str) -> dict[str, Any]:
-    """A text part."""
+    """Returns a text part."""
     return {"type": "text", "text": value}
 
 

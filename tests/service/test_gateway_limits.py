@@ -44,7 +44,7 @@ class Setup:
         self.engine = engine
 
     def post(self, path: str, content: Any, **headers: str) -> httpx.Response:
-        """POST of bytes, or of pieces without a length."""
+        """Sends a POST of bytes, or of pieces without a length."""
         return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=120)
 
     def refusal(self, path: str, body: dict[str, Any]) -> tuple[int, str | None, str, str]:
@@ -72,7 +72,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 
 def chat(content: Any = "hello", **fields: Any) -> dict[str, Any]:
-    """A chat request with one message of a user."""
+    """Returns a chat request with one message of a user."""
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 4, **fields}
 
 
@@ -195,7 +195,7 @@ def test_templates_are_bounded_in_time_and_memory(setup: Setup, word: str) -> No
 
 
 def prompt_processes() -> list[psutil.Process]:
-    """The processes that this one's gateway reads requests in."""
+    """Returns the processes that this one's gateway reads requests in."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
@@ -204,7 +204,7 @@ def prompt_processes() -> list[psutil.Process]:
 
 
 def test_a_prompt_process_that_is_killed_costs_no_request(setup: Setup) -> None:
-    """Whoever ends one, waiting or working, the request goes to the next one."""
+    """Any process may end, waiting or working: the request goes to the next one."""
     large = json.dumps({**chat(), "user": "x" * 1000, "messages": chat()["messages"] * 4000}).encode()
     for body, status in ((json.dumps(chat()).encode(), 200), (large, 400)):
         for process in prompt_processes():

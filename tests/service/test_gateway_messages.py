@@ -36,7 +36,7 @@ class Setup:
 
     @property
     def client(self) -> anthropic.Anthropic:
-        """One that shows errors instead of retrying."""
+        """Returns a client that shows errors instead of retrying."""
         return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=60)
 
 

@@ -44,18 +44,18 @@ def gateway(running: AgentGateway) -> AgentGateway:
 
 
 def post(gateway: AgentGateway, path: str, **body: Any) -> httpx.Response:
-    """One request; the model's name has the tag that Ollama's clients write."""
+    """Sends a request; the model's name has the tag that Ollama's clients write."""
     return httpx.post(f"{gateway.url}{path}", json={"model": f"{MODEL}:latest", **body}, timeout=60)
 
 
 def lines(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The objects of a stream, each with a line of its own."""
+    """Returns the objects of a stream, each with a line of its own."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/x-ndjson"
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
-def test_chat_streams_unless_told_otherwise(gateway: AgentGateway) -> None:
+def test_chat_streams_by_default(gateway: AgentGateway) -> None:
     """Lines whose texts join to the whole answer; the last has the reason, counts and times."""
     options = {"temperature": 0}
     found = lines(post(gateway, "/api/chat", messages=HELLO, options=options))
@@ -180,14 +180,14 @@ def test_loading(gateway: AgentGateway) -> None:
 
 
 def test_prefill_is_continued(gateway: AgentGateway) -> None:
-    """A last message of the assistant is gone on with."""
+    """A last message of the assistant is continued."""
     messages = [*HELLO, {"role": "assistant", "content": "The fox"}]
     post(gateway, "/api/chat", messages=messages, stream=False)
     assert gateway.prompt().endswith("assistant\nThe fox")
 
 
 def test_logprobs(gateway: AgentGateway) -> None:
-    """As many as tokens of content, with their alternatives."""
+    """There is one entry per token of content, with its alternatives."""
     answer = post(gateway, "/api/chat", messages=HELLO, logprobs=True, top_logprobs=2, stream=False).json()
     assert len(answer["logprobs"]) >= answer["eval_count"] - 1
     assert len(answer["logprobs"][0]["top_logprobs"]) == 2

@@ -13,7 +13,7 @@ from tests.helpers.openapi_cases import described_gateway, operations, try_opera
 
 
 def document(**gateway: Any) -> dict[str, Any]:
-    """The document of a gateway with these settings."""
+    """Returns the document of a gateway with these settings."""
     described: dict[str, Any] = create_app(gateway_config("unix:/nowhere", **gateway)).openapi()
     return described
 
@@ -33,20 +33,20 @@ def test_answers_are_as_the_document_says(tmp_path: Path) -> None:
 
 def test_streams_errors_and_unsupported_fields_are_described() -> None:
     """No 422; streams by their media type; each API's own errors; fields that pass only when neutral."""
-    told = document()
-    for path, operations_ in told["paths"].items():
+    found = document()
+    for path, operations_ in found["paths"].items():
         for operation in operations_.values():
             assert "422" not in operation["responses"], path
-    chat = told["paths"]["/v1/chat/completions"]["post"]["responses"]
+    chat = found["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert set(chat["200"]["content"]) == {"application/json", "text/event-stream"}
     assert {"400", "404", "413", "429", "502", "503", "504"} <= set(chat)
-    assert set(told["paths"]["/tokenize"]["post"]["responses"]["200"]["content"]) == {"application/json"}
-    messages = told["paths"]["/v1/messages"]["post"]["responses"]
+    assert set(found["paths"]["/tokenize"]["post"]["responses"]["200"]["content"]) == {"application/json"}
+    messages = found["paths"]["/v1/messages"]["post"]["responses"]
     reference = messages["400"]["content"]["application/json"]["schema"]["$ref"]
     assert reference.endswith("/AnthropicErrorResponse")
     assert ("529" in messages, "503" in messages) == (True, False)
-    fields = told["components"]["schemas"]["CompletionRequest"]["properties"]
+    fields = found["components"]["schemas"]["CompletionRequest"]["properties"]
     assert fields["use_beam_search"]["enum"] == [*NEUTRAL_VALUES["use_beam_search"], None]
-    assert "additionalProperties" not in told["components"]["schemas"]["CompletionRequest"]
+    assert "additionalProperties" not in found["components"]["schemas"]["CompletionRequest"]
     strict = document(strict_parameters=True)["components"]["schemas"]
     assert strict["CompletionRequest"]["additionalProperties"] is False

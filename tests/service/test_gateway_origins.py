@@ -39,7 +39,7 @@ GETS = (
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a scripted engine."""
+    """The address of a scripted engine."""
     directory = tmp_path_factory.mktemp("origins")
     tokenizer = byte_level_tokenizer()
     write_tokenizer(directory, tokenizer)
@@ -49,19 +49,19 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url(address: str) -> Iterator[str]:
-    """A gateway as it is by default: on 127.0.0.1, without keys."""
+    """A gateway with the default settings: on 127.0.0.1, without keys."""
     with running_gateway(gateway_config(address)) as running:
         yield running
 
 
 def simple(url: str, path: str, headers: dict[str, str]) -> httpx.Response:
-    """A POST that a page may send without asking first."""
+    """Sends a POST that a page may send without a preflight."""
     headers = {"Content-Type": "text/plain;charset=UTF-8", **headers}
     return httpx.post(f"{url}{path}", content=json.dumps(POSTS[path]), headers=headers, timeout=60)
 
 
 def message_in(path: str, answer: httpx.Response) -> str:
-    """The error's message, from the shape of the path's API."""
+    """Returns the error's message, from the shape of the path's API."""
     body = answer.json()
     if path.startswith("/api/"):
         assert set(body) == {"error"}

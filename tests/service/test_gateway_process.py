@@ -35,7 +35,7 @@ sys.exit(code)
 
 
 def start(address: str, port: int, stop_timeout_s: float = 20.0) -> subprocess.Popen[str]:
-    """A gateway process."""
+    """Starts a gateway process."""
     supervisor = SupervisorConfig(stop_timeout_s=stop_timeout_s)
     config = gateway_config(address, port=port).model_copy(update={"supervisor": supervisor})
     config = tls_everywhere.with_https(config)
@@ -143,7 +143,7 @@ def test_signal_without_requests_ends_at_once(engine: tuple[FakeEngine, str]) ->
 
 
 def until_refused(url: str) -> httpx.Response:
-    """The first answer of a server that has begun to drain."""
+    """Returns the first answer of a server that has begun to drain."""
     end = time.monotonic() + 60
     while (answer := httpx.get(url)).status_code == 200:
         assert time.monotonic() < end, "it does not drain"
@@ -166,7 +166,7 @@ def test_taken_port_is_an_exit_code(engine: tuple[FakeEngine, str]) -> None:
 
 
 def test_broken_template_ends_the_process_before_any_engine_is_there(tmp_path: Path) -> None:
-    """Files that cannot be used are refused at once, in one line that names the file; nobody waits for them
+    """Files that cannot be used are refused at once, in one line that names the file, without a wait
     until the engine has loaded."""
     write_tokenizer(tmp_path, byte_level_tokenizer())
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')

@@ -48,7 +48,7 @@ def gateway(running: AgentGateway) -> AgentGateway:
 
 @pytest.fixture
 def client(gateway: AgentGateway) -> openai.OpenAI:
-    """One that shows errors instead of retrying."""
+    """A client that shows errors instead of retrying."""
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 

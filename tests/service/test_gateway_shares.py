@@ -1,4 +1,4 @@
-"""Guards that clients of one server have equal shares of it, whoever of them sends more at once."""
+"""Guards that clients of one server have equal shares of it, even if one of them sends more at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine(directory: Path) -> Iterator[str]:
 
 
 class Load:
-    """Clients that each send their next request when one is answered, until so many tokens are served."""
+    """Clients that each send their next request when one is answered, until a number of tokens is served."""
 
     def __init__(self, url: str, tokens: int) -> None:
         self.url = url
@@ -58,7 +58,7 @@ class Load:
             self.answers[key] += 1
 
     async def run(self, connections: dict[str, int]) -> Load:
-        """`connections`: of each key."""
+        """`connections`: number per key."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=300, limits=limits) as client:
             await asyncio.gather(
@@ -99,9 +99,9 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngine,
         yield scripted, address, directory
 
 
-def test_who_fills_the_gateway_keeps_nobody_out(fake: tuple[FakeEngine, str, Path]) -> None:
+def test_a_client_that_fills_the_gateway_keeps_no_other_out(fake: tuple[FakeEngine, str, Path]) -> None:
     """All places are one key's: its next request gets 429, another key's is answered, up to an equal share.
-    The engine is told whose they are by what is no key and no name."""
+    The engine gets a client identifier that is no key and no name."""
     scripted, address, directory = fake
     keys = str(directory / "keys")
     greedy, other = (add_key(keys, name, KeyLimits()) for name in ("greedy", "other"))
@@ -124,9 +124,9 @@ def test_who_fills_the_gateway_keeps_nobody_out(fake: tuple[FakeEngine, str, Pat
             assert not any(one.done() for one in others)
         assert post(other) == 429  # it has a half of the places
         assert [one.result() for one in (*held, *others)] == [200] * 6
-    told = Counter(request.fairness_id for request in scripted.seen.requests)
-    assert sorted(told.values()) == [2, 4]
-    for name in told:
+    fairness_ids = Counter(request.fairness_id for request in scripted.seen.requests)
+    assert sorted(fairness_ids.values()) == [2, 4]
+    for name in fairness_ids:
         assert not any(secret in name for secret in (greedy, other, "greedy", "other"))
 
 
@@ -150,7 +150,7 @@ def test_without_keys_an_address_is_a_client(fake: tuple[FakeEngine, str, Path])
                 for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
                     sent = {**body, "stream": False}
                     assert client.post(f"http://127.0.0.1:{port}{path}", json=sent).status_code == 200
-    told = [request.fairness_id for request in scripted.seen.requests]
-    assert len(set(told[:6])) == len(set(told[6:9])) == len(set(told[9:])) == 1
-    assert len(set(told)) == 3
-    assert all(told)
+    fairness_ids = [request.fairness_id for request in scripted.seen.requests]
+    assert len(set(fairness_ids[:6])) == len(set(fairness_ids[6:9])) == len(set(fairness_ids[9:])) == 1
+    assert len(set(fairness_ids)) == 3
+    assert all(fairness_ids)

@@ -1,4 +1,4 @@
-"""Guards that no request makes the streams of others wait: whatever is large is taken in small pieces."""
+"""Guards that no request makes the streams of others wait: large ones are processed in small pieces."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Watched:
             self.longest_s = max(self.longest_s, time.thread_time() - before)
 
     def stop(self) -> None:
-        """Ends it."""
+        """Ends the gateway."""
         self._server.should_exit = True
         self.thread.join(30)
 
@@ -96,7 +96,7 @@ def serving_watched(values: dict[str, Any]) -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """One for this file."""
+    """A gateway shared by this file."""
     with watched(tmp_path_factory.mktemp("stalls")) as running:
         yield running
 

@@ -35,14 +35,14 @@ class Served:
     tokenizer: Tokenizer
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer."""
+        """Returns the whole answer."""
         response = httpx.post(f"{self.url}/v1/{path}", json=body)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
 
     def chunks(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The objects of a stream."""
+        """Returns the objects of a stream."""
         response = httpx.post(f"{self.url}/v1/{path}", json={**body, "stream": True})
         assert response.status_code == 200, response.text
         lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
@@ -50,17 +50,17 @@ class Served:
         return [json.loads(line) for line in lines]
 
     def refusal(self, path: str, body: dict[str, Any]) -> str:
-        """The parameter that a 400 names."""
+        """Returns the parameter that a 400 names."""
         response = httpx.post(f"{self.url}/v1/{path}", json=body)
         assert response.status_code == 400, response.text
         return str(response.json()["error"]["param"])
 
     def sent(self) -> Any:
-        """The last request that reached the engine."""
+        """Returns the last request that reached the engine."""
         return self.engine.seen.requests[-1]
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a text."""
+        """Returns the tokens of a text."""
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
 
@@ -79,7 +79,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def served(running: Served) -> Served:
-    """With a fresh record."""
+    """The gateway with a fresh record."""
     running.engine.reset()
     return running
 

@@ -1,4 +1,4 @@
-"""Guards what the gateway does with fields it has no use for: answered, counted, named once in the log."""
+"""Guards fields that the gateway does not use: requests are answered, the fields counted, logged once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_hints_are_answered_counted_and_refused_where_that_is_wanted(served: Ser
 
 @pytest.mark.parametrize("name", ["modalities", "use_beam_search", "web_search_options"])
 def test_what_would_change_the_answer_is_refused_by_name(served: Served, name: str) -> None:
-    """A client that asks for something else than it would get is told, with either setting."""
+    """A client that asks for something else than it would get gets a 400, with either setting."""
     value = {"modalities": ["text", "audio"]}.get(name, True)
     for url in (served.tolerant, served.strict):
         body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], name: value}
@@ -93,7 +93,7 @@ def test_what_would_change_the_answer_is_refused_by_name(served: Served, name: s
 
 
 def test_names_are_logged_once_and_bounded() -> None:
-    """However many names clients make up, the log and the metric hold so many and no more."""
+    """Clients may make up any number of names: the log and the metric hold a limited number."""
     metrics = GatewayMetrics()
     with capture_logs() as lines:
         for number in range(2 * MAX_IGNORED_NAMES):

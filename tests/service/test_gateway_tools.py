@@ -44,20 +44,20 @@ class Setup:
     client: openai.OpenAI
 
     def create(self, text: str, **fields: Any) -> Any:
-        """The answer to the messages when the model says `text`."""
+        """Returns the answer to the messages when the model says `text`."""
         self.engine.reset()
         self.engine.script = Script(text=text)
         return self.client.chat.completions.create(model=MODEL, messages=MESSAGES, **fields)
 
     def refusal(self, **fields: Any) -> dict[str, Any]:
-        """The error object of a request that is refused."""
+        """Returns the error object of a request that is refused."""
         answer = httpx.post(f"{self.url}/v1/chat/completions", json={"messages": MESSAGES, **fields})
         assert answer.status_code == 400, answer.text
         error: dict[str, Any] = answer.json()["error"]
         return error
 
     def prompt(self) -> str:
-        """What the engine was sent last."""
+        """Returns the last request that reached the engine."""
         return self.engine.decode(self.engine.seen.requests[-1].tokenized.input_ids)
 
 
@@ -71,7 +71,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 @dataclass
 class Message:
-    """What a stream's deltas add up to."""
+    """The sum of a stream's deltas."""
 
     content: str = ""
     reasoning: str = ""
@@ -80,7 +80,7 @@ class Message:
 
 
 def collected(stream: Any) -> Message:
-    """Adds deltas up as clients do, by index."""
+    """Adds deltas up by index, as clients do."""
     message = Message()
     for chunk in stream:
         for choice in chunk.choices:

@@ -45,7 +45,7 @@ def url(engine: tuple[FakeEngine, str]) -> Iterator[str]:
 
 
 def references(text: str) -> set[str]:
-    """What a file of the page loads or links to."""
+    """Returns the addresses that a file of the page loads or links to."""
     return {one or other for one, other in re.findall(r'(?:src|href)="([^"#]+)"|from "([^"]+)"', text)}
 
 

@@ -60,7 +60,7 @@ class Gateway:
         self.process, self.url, self.log = process, f"{tls_everywhere.scheme()}://127.0.0.1:{port}", log
 
     def workers(self) -> list[psutil.Process]:
-        """Those that serve, oldest first."""
+        """Returns those that serve, oldest first."""
         found = []
         for one in psutil.Process(self.process.pid).children():
             with suppress(psutil.NoSuchProcess):  # a process that has just ended is one of these
@@ -68,11 +68,11 @@ class Gateway:
         return sorted(found, key=lambda one: (one.create_time(), one.pid))
 
     def post(self, body: Any) -> httpx.Response:
-        """On a connection of its own: each may reach another process."""
+        """Sends a request on a connection of its own: each may reach another process."""
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
+        """Returns the sum of a metric's samples."""
         lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
@@ -92,7 +92,7 @@ class Gateway:
             time.sleep(0.05)
 
     def answers(self) -> bool:
-        """Whether a request would be answered by whichever process it reaches; asked several times."""
+        """Returns whether a request would be answered by any process it reaches; asked several times."""
         return all(httpx.get(f"{self.url}/ready").status_code == 200 for _ in range(8))
 
 
@@ -128,9 +128,9 @@ def gateway(
 
 
 def test_to_clients_they_are_one(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
-    """Any process answers, and goes on from what another one answered; counts are of all of them, whoever is
-    asked; the bound on requests in flight is common; a process that is killed is replaced, what it had
-    counted stays, and others never notice; at SIGTERM streams end in order and all processes are gone."""
+    """Any process answers, and continues what another one answered; counts are of all of them, in any
+    answer; the bound on requests in flight is common; a process that is killed is replaced, its counts
+    stay, and others never notice; at SIGTERM streams end in order and all processes are gone."""
     with gateway(engine, tmp_path, max_queued_requests=3) as running:
         for _ in range(12):
             assert running.post(BODY).status_code == 200
@@ -246,7 +246,7 @@ def test_one_that_finds_another_tokenizer_does_not_serve(
 
 
 def test_they_do_not_outlive_the_first(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
-    """A process that nobody watches any more ends, and the port is free for those that follow; until then
+    """A process without its supervising process ends, and the port is free for later ones; until then
     it cannot be taken by accident."""
     with gateway(engine, tmp_path) as running:
         port = int(running.url.rsplit(":", 1)[1])

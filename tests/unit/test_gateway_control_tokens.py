@@ -83,7 +83,7 @@ def served(name: str, template: str = CHAT_TEMPLATE) -> ServedTokenizer:
 
 
 def ids_of(tokenizer: ServedTokenizer, messages: list[dict[str, Any]], **settings: Any) -> list[int]:
-    """Token ids of a conversation; `parse_special` as in requests, other settings as in `Conversation`."""
+    """Returns token ids of a conversation; `parse_special` as in requests, others as in `Conversation`."""
     assert tokenizer.chat_template is not None
     parse_special = settings.pop("parse_special", False)
     conversation = Conversation(messages, **settings)
@@ -92,7 +92,7 @@ def ids_of(tokenizer: ServedTokenizer, messages: list[dict[str, Any]], **setting
 
 
 def controls_in(tokenizer: ServedTokenizer, ids: list[int]) -> list[str]:
-    """The control tokens among `ids`."""
+    """Returns the control tokens among `ids`."""
     return [tokenizer.piece(i) for i in ids if tokenizer.controls.found(tokenizer.piece(i))]
 
 

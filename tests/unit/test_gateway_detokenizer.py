@@ -26,7 +26,7 @@ TEXTS = st.lists(
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], skip: bool) -> list[str]:
-    """What each step gives, and the flush."""
+    """Returns the text of each step, and of the flush."""
     detokenizer = make_detokenizer(tokenizer, skip)
     return [*(detokenizer.step(token) for token in ids), detokenizer.flush()]
 

@@ -40,7 +40,7 @@ def test_what_the_client_sent_is_repeated() -> None:
 
 
 def scope_of(path: str) -> dict[str, Any]:
-    """Of a request that has an id."""
+    """Returns the scope of a request that has an id."""
     return {"type": "http", "path": path, "state": {"request_id": "r1"}}
 
 

@@ -1,4 +1,4 @@
-"""Guards that what clients ask of an output's form is enforced as they said it, or refused by name."""
+"""Guards that what clients ask of an output's form is enforced exactly, or refused by name."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ POINT = {
 
 
 def constraint_of(**fields: Any) -> Constraint | None:
-    """What the gateway makes of a request with these fields."""
+    """Returns the gateway's constraint for a request with these fields."""
     return response_format_constraint(CompletionRequest.model_validate({"prompt": "x", **fields}))
 
 
 def takes(constraint: Constraint | None, text: str) -> bool:
-    """Whether an output may be exactly this text."""
+    """Returns whether an output may be exactly this text."""
     assert constraint is not None
     matcher = LLMatcher(BYTES, grammar_of(constraint), log_level=0)
     data = list(text.encode())
@@ -84,7 +84,7 @@ def test_no_field_means_no_constraint() -> None:
 
 
 def test_white_space_is_bounded() -> None:
-    """A model that goes on with line breaks for ever, as some do, has to go on with JSON."""
+    """A model that continues with line breaks for ever, as some do, has to continue with JSON."""
     constraint = constraint_of(guided_json=POINT)
     assert takes(constraint, '{ "x" : 1 }')
     assert takes(constraint, '{\n    "x": 1\n}')
@@ -154,7 +154,7 @@ def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_what_can_not_be_enforced_is_refused(fields: dict[str, Any], param: str, part: str) -> None:
-    """A 400 that names the parameter and the keyword, never an output that looks as it likes."""
+    """A 400 that names the parameter and the keyword, never an output in any other form."""
     with pytest.raises(ApiError) as caught:
         constraint_of(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -420,7 +420,7 @@ AMBIGUOUS = {
 
 
 def masks_until_refused(grammar: str, text: str) -> int:
-    """How many masks an output of these characters has before it is ended; -1: it is not."""
+    """Returns how many masks an output of these characters has before it is ended; -1: it is not."""
     matcher = LLMatcher(BYTES, grammar, log_level=0, limits=limits())
     for number, byte in enumerate(text.encode()):
         matcher.compute_bitmask()

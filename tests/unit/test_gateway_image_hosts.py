@@ -105,7 +105,7 @@ async def test_what_a_host_has_compressed_is_not_taken_apart(
 
 
 class Unread(httpx.AsyncByteStream):
-    """A body that nobody may take."""
+    """A body that must not be read."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

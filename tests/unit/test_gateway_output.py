@@ -31,7 +31,7 @@ RULES = OutputRules(
 def run(
     ids: list[int], rules: OutputRules, reason: str = "length", matched: int | None = None
 ) -> list[ParsedDelta]:
-    """One chunk per token with a log-probability, then the completion; stops after a finish."""
+    """Yields one chunk per token with a log-probability, then the completion; stops after a finish."""
     state, deltas = OutputState(0, TOKENIZER, rules, [3, 4]), []
     for token in ids:
         logprobs = pb.OutputLogProbs(
@@ -47,12 +47,12 @@ def run(
 
 
 def text_of(deltas: list[ParsedDelta]) -> str:
-    """All text given out."""
+    """Returns all released text."""
     return "".join(delta.content for delta in deltas)
 
 
 def logprobs_of(deltas: list[ParsedDelta]) -> list[TokenLogprob]:
-    """All log-probabilities given out."""
+    """Returns all released log-probabilities."""
     return [token for delta in deltas for token in delta.logprobs]
 
 
@@ -131,7 +131,7 @@ def test_messages_do_not_change_log_probabilities(
 def grouped(
     ids: list[int], rules: OutputRules, cuts: set[int], streamed: int
 ) -> tuple[str, list[TokenLogprob]]:
-    """Text and log-probabilities of tokens that come in some messages."""
+    """Returns text and log-probabilities of tokens that come in some messages."""
     state = OutputState(0, TOKENIZER, rules, [3, 4])
     ends = [cut for cut in sorted(cuts) if 0 < cut < min(streamed, len(ids))]
     deltas, start = [], 0

@@ -28,7 +28,7 @@ MODEL = ServedModel(
 
 
 def body(**fields: object) -> CompletionRequest:
-    """A request with further fields."""
+    """Returns a request with further fields."""
     return CompletionRequest.model_validate({"model": "m", "prompt": "x", **fields})
 
 

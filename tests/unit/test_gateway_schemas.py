@@ -18,7 +18,7 @@ TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
 
 
 def refusal(schema: type[BaseModel], body: dict[str, Any]) -> tuple[str, str | None, str]:
-    """Message, param and code of a body that must be refused."""
+    """Returns message, param and code of a body that must be refused."""
     with pytest.raises(ValidationError) as caught:
         schema.model_validate(body)
     return describe_validation_error([dict(error) for error in caught.value.errors()])

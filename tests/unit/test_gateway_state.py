@@ -55,7 +55,7 @@ SPOILERS = (
 
 
 async def reason_of(model: Path, template: str, wait_s: float) -> str | None:
-    """Why a gateway without an engine gives up; None when it still waits after `wait_s`."""
+    """Returns why a gateway without an engine gives up; None if it still waits after `wait_s`."""
     gateway = {"engine_address": f"unix:{model}/nobody.sock", "chat_template": template}
     config = MoebiusConfig.model_validate({"model": {"model": str(model)}, "gateway": gateway})
     broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()

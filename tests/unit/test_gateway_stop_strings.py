@@ -12,7 +12,7 @@ WORDS = st.text("ab", min_size=1, max_size=4)
 
 
 def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The definition: cut at the match that is complete first; the longer one on a tie."""
+    """The definition: the text is cut at the match that is complete first; the longer one on a tie."""
     for end in range(1, len(text) + 1):
         matches = sorted((stop for stop in stops if text[:end].endswith(stop)), key=len)
         if matches:
@@ -21,7 +21,7 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | No
 
 
 def run(parts: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
-    """What the streaming version shows in total."""
+    """Returns the text that the streaming version shows in total."""
     machine, shown = StopStrings(stops, include), ""
     for part in parts:
         result = machine.feed(part)

@@ -99,7 +99,7 @@ class Client:
 
 
 async def nothing() -> None:
-    """For streams that leave nothing behind."""
+    """Does nothing, for streams without a cleanup."""
 
 
 async def test_comments_fill_silence_only() -> None:
@@ -184,7 +184,7 @@ async def test_work_ends_when_the_client_leaves_and_only_then() -> None:
 
 
 async def test_work_that_ends_as_the_client_leaves_is_not_cancelled_later() -> None:
-    """Who has left the guard in the moment in which the client left goes on: it has to clean up."""
+    """A task that left the guard at the moment when the client left continues: it has to clean up."""
     for steps in range(6):  # in one of them the watch has ended, and its callbacks are due
         client = Client()
         watch = ClientWatch(client.receive)

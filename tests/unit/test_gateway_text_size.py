@@ -24,7 +24,7 @@ def composing() -> Tokenizer:
 
 
 def stripping() -> Tokenizer:
-    """An added token that takes the white space around it."""
+    """Returns an added token that takes the white space around it."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken("<|wide|>", lstrip=True, rstrip=True)])
     return tokenizer

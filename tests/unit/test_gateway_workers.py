@@ -21,12 +21,12 @@ from tests.helpers.ports import free_port
 pytestmark = pytest.mark.timeout(600)
 WAIT_S = 200.0
 
-# Says that it is ready, and ends when it is told to retire, after some seconds of requests that it finishes.
+# Reports that it is ready, and ends when it is retired, after some seconds of requests that it finishes.
 MEMBER = """
 import pickle, socket, struct, sys, time
-from gateway.workers.contract import Beat
+from gateway.workers.contract import Heartbeat
 channel = socket.socket(fileno=0)
-data = pickle.dumps((0, False, "beat", Beat(True, {})))
+data = pickle.dumps((0, False, "beat", Heartbeat(True, {})))
 channel.sendall(struct.pack("!I", len(data)) + data)
 channel.recv(4, socket.MSG_WAITALL)  # the setup
 while b"retire" not in channel.recv(65536):
@@ -39,13 +39,13 @@ class Started:
     """Stands for the start of processes: some fail, and the others are small ones."""
 
     def __init__(self) -> None:
-        self.failures = 0  # of the next starts
+        self.failures = 0  # failures left for the next starts
         self.running: list[subprocess.Popen[bytes]] = []
-        self.finishing_s = 0.0  # what a retired one still has to do
+        self.finishing_s = 0.0  # how long a retired one still works
         self._start = subprocess.Popen
 
     def __call__(self, _command: Any, **options: Any) -> subprocess.Popen[bytes]:
-        """As `subprocess.Popen`."""
+        """Replaces `subprocess.Popen`."""
         if self.failures:
             self.failures -= 1
             raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -54,7 +54,7 @@ class Started:
         return self.running[-1]
 
     def alive(self) -> list[subprocess.Popen[bytes]]:
-        """Those that have not ended."""
+        """Returns those that have not ended."""
         return [one for one in self.running if one.poll() is None]
 
 
@@ -76,7 +76,7 @@ async def two_seats(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Grou
 
 
 def seated(made: Group) -> set[int]:
-    """Process ids of those that can serve."""
+    """Returns process ids of those that can serve."""
     return {one.popen.pid for one in made._seats if one is not None and one.ready.is_set()}
 
 
@@ -113,7 +113,7 @@ async def test_signals_that_follow_one_another_leave_one_process_per_seat(
 async def test_a_process_that_ends_while_it_is_replaced_has_one_successor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whether the restart or the replacement comes first, nobody serves without a seat."""
+    """Whether the restart or the replacement comes first, no process serves without a seat."""
     async with two_seats(monkeypatch) as (made, started):
         signal.raise_signal(signal.SIGHUP)
         await until(lambda: len(started.running) == 3)
@@ -131,13 +131,13 @@ async def test_nothing_is_started_after_the_end_was_asked_for(monkeypatch: pytes
 
 
 class Channel:
-    """Stands for that of a process; answers after some seconds."""
+    """Replaces a process's channel; answers after some seconds."""
 
     def __init__(self, answer_s: float) -> None:
         self.answer_s = answer_s
 
     async def ask(self, name: str) -> str:
-        """As the real one."""
+        """Answers like the real one."""
         await asyncio.sleep(self.answer_s)
         return name
 
@@ -147,7 +147,7 @@ async def test_an_engine_that_is_silent_is_no_gateway_that_is_silent(
     monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...]
 ) -> None:
     """A process that waits for its engine answers late, and one that hangs never: probes get an answer within
-    their time either way, or a kubelet would start the gateways anew where an engine is lost."""
+    their time either way, or a kubelet would restart the gateways where an engine is lost."""
     monkeypatch.setattr(group, "_ANSWER_S", 0.1)
     monkeypatch.setattr(group, "_ANY_ANSWER_S", 10.0)
     made = Group(gateway_config("unix:/nowhere", port=free_port(), workers=2))

@@ -166,7 +166,7 @@ def test_who_took_the_place_after_the_comparison_is_not_asked(geometry: MoeGeome
     client = client_of(geometry, server)
     client.wait_ready(60)
     server.becomes(2, weights_digest=8)
-    with pytest.raises(ExpertUnavailable, match="started anew"):
+    with pytest.raises(ExpertUnavailable, match="server was restarted"):
         ask(client, geometry)
     assert server.asked == 0
     client.close()

@@ -113,7 +113,7 @@ async def test_a_process_that_finds_another_tokenizer_does_not_serve(tmp_path: P
                 bodies = [large, json.dumps({"prompt": "hello"}).encode()]
                 await asyncio.gather(*(pool.prepare("tokenize", [body]) for body in bodies))
         assert pool.refusal.startswith("tokenizer.json has changed since the gateway has read it")
-        assert not pool.stands_still
+        assert not pool.outage
         for _ in range(3):
             assert await token_count(pool) == 3
             assert await pool.prepare("tokenize", [large]) == expected
@@ -121,7 +121,7 @@ async def test_a_process_that_finds_another_tokenizer_does_not_serve(tmp_path: P
         with pytest.raises(ApiError, match=r"tokenizer\.json has changed") as caught:
             await pool.prepare("tokenize", [large])
         assert (caught.value.status, caught.value.code) == (503, "model_files_changed")
-        assert pool.stands_still
+        assert pool.outage
         put(tmp_path / "tokenizer.json", right)
         async with asyncio.timeout(60):
             while pool.refusal:  # noqa: ASYNC110 - it looks by itself

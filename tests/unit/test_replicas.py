@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.engine_client import SERVICE, EngineClient
 from gateway.replicas.addresses import is_name, resolved
-from gateway.replicas.prefixes import BLOCK, SentPrefixes, block_digests, favourite
+from gateway.replicas.prefixes import BLOCK, SentPrefixes, block_digests, preferred_replica
 from gateway.replicas.replica import Replica, difference
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.replicas.routing import choose, last_resort
@@ -68,13 +68,13 @@ def test_what_is_kept_of_prompts_is_bounded_and_begins_at_their_beginning() -> N
 
 @given(prompt=st.lists(st.integers(0, 2**17), min_size=BLOCK, max_size=BLOCK), gone=st.integers(0, 3))
 def test_only_the_prompts_of_a_replica_that_goes_move(prompt: list[int], gone: int) -> None:
-    """The favourite is the same in every process and order, and stays when another one leaves."""
+    """The preferred replica is the same in every process and order, and stays when another one leaves."""
     names = [f"10.0.0.{number}:50051" for number in range(4)]
     digests = block_digests(prompt)
-    chosen = favourite(digests, names)
-    assert favourite(digests, names[::-1]) == chosen
+    chosen = preferred_replica(digests, names)
+    assert preferred_replica(digests, names[::-1]) == chosen
     if names[gone] != chosen:
-        assert favourite(digests, names[:gone] + names[gone + 1 :]) == chosen
+        assert preferred_replica(digests, names[:gone] + names[gone + 1 :]) == chosen
 
 
 class Clock:
@@ -108,7 +108,7 @@ def test_a_prompt_goes_where_its_prefix_is_cached_unless_that_is_far_busier() ->
 
 def test_the_load_that_others_cause_counts() -> None:
     """A replica reports all its outputs; what this process sent meanwhile comes on top."""
-    one, two = replica("a", reported=30, ours_then=10, in_flight=12), replica("b", in_flight=25)
+    one, two = replica("a", reported=30, reported_own=10, in_flight=12), replica("b", in_flight=25)
     assert one.load == pytest.approx(32 / 64)
     assert choose([one, two], ()) is two
 

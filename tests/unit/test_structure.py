@@ -36,7 +36,7 @@ def sources() -> list[Path]:
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """Shared: nobody changes it."""
+    """The file's tree, shared by all tests: callers must not change it."""
     return ast.parse((ROOT / path).read_text())
 
 

@@ -1,6 +1,6 @@
-// The gateway's HTTP interface. Addresses are relative to the page, which may lie below any path.
+// The gateway's HTTP interface. Addresses are relative to the page, which may be below any path.
 
-/** What went wrong, in words for people; `status` 0: no answer came. */
+/** A failed request, with a message for people; `status` 0: there was no answer. */
 export class ApiFailure extends Error {
   constructor(status, message) {
     super(message);
@@ -8,7 +8,7 @@ export class ApiFailure extends Error {
   }
 }
 
-/** The data of server-sent events in a stream of bytes, as the standard cuts them. */
+/** The data of server-sent events in a stream of bytes, split as the standard requires. */
 export async function* eventData(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -18,7 +18,7 @@ export async function* eventData(stream) {
       const { value, done } = await reader.read();
       if (done) return;
       rest += value;
-      // A carriage return at the end may be half of a line end.
+      // A carriage return at the end may be half of a line break.
       const lines = rest.split(/\r\n|\n|\r(?!$)/);
       rest = lines.pop();
       for (const line of lines) {
@@ -64,7 +64,7 @@ export class Api {
     return response;
   }
 
-  /** A GET's JSON. */
+  /** The JSON that a GET returns. */
   async get(path, signal) {
     return (await this.request(path, { signal })).json();
   }
@@ -96,7 +96,7 @@ async function failureText(response) {
   }
 }
 
-/** An answer that grows by the deltas of a stream: what to show, and what to send back as history. */
+/** An answer that grows by a stream's deltas: the texts to show, and the message to send back as history. */
 export class Answer {
   constructor(message) {
     this.message = message;
@@ -125,7 +125,7 @@ export class Answer {
     calls[index].arguments += made.arguments ?? "";
   }
 
-  /** Ends it, whatever the reason; keeps times in seconds. */
+  /** Ends it, for any reason; keeps times in seconds. */
   end() {
     const now = performance.now();
     this.message.toolCalls = this.message.toolCalls.filter(Boolean);
@@ -136,7 +136,7 @@ export class Answer {
   }
 }
 
-/** A conversation's messages as requests have them. */
+/** A conversation's messages in the form of requests. */
 export function requestMessages(system, messages) {
   const sent = system ? [{ role: "system", content: system }] : [];
   for (const message of messages) {

@@ -28,7 +28,7 @@ function askForKey() {
   dialog.showModal();
 }
 
-/** Says what went wrong; true: the user is asked for a key. */
+/** Shows an error; true: the user is asked for a key. */
 function report(error) {
   if (error instanceof ApiFailure && error.status === 401) {
     askForKey();

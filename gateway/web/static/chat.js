@@ -1,4 +1,4 @@
-// Conversations: what is shown of them, and the requests that make them longer.
+// Conversations: their display, and the requests that extend them.
 
 import { Answer, ApiFailure, requestMessages } from "./api.js";
 import { announce, byId, element } from "./dom.js";
@@ -38,7 +38,7 @@ export class Chat {
     if (this.current.messages.length) this.#keep();
   }
 
-  /** Reads what was kept and shows the last conversation, unless the user has begun one meanwhile. */
+  /** Reads stored conversations and shows the last one, unless the user has started one meanwhile. */
   async start() {
     this.#showAll();
     this.list = await this.kept.all();
@@ -84,14 +84,14 @@ export class Chat {
     this.isAtEnd = true;
   }
 
-  /** As high as its text, which may wrap; the style sheet bounds it. */
+  /** Sets the height to that of its text, which may wrap; the style sheet bounds it. */
   #fitComposer() {
     const { style } = this.composer;
     style.height = "auto";
     if (this.composer.value) style.height = `${this.composer.scrollHeight + 2}px`; // its borders
   }
 
-  /** Images that are dropped anywhere on the conversation; other files would replace the page. */
+  /** Attaches images that are dropped anywhere on the conversation; other files would replace the page. */
   #takeDropped() {
     const view = byId("chat-view");
     const hasFiles = (event) => event.dataTransfer.types.includes("Files");
@@ -107,7 +107,7 @@ export class Chat {
     });
   }
 
-  /** Attaches images among files that came by drop or paste, and says why others are left. */
+  /** Attaches images among dropped or pasted files, and says why others are not attached. */
   #take(files) {
     const images = files.filter((file) => byId("file").accept.split(",").includes(file.type));
     if (byId("attach").hidden) this.page.notice("This model takes no images.");
@@ -225,14 +225,14 @@ export class Chat {
     this.#answer();
   }
 
-  /** A user's message becomes another one; what followed is dropped. */
+  /** Replaces a user's message; what followed is dropped. */
   #edit(index, text) {
     const { messages } = this.current;
     messages.splice(index, Infinity, { ...messages[index], content: text });
     this.#answer();
   }
 
-  /** The answer at this place is made anew. */
+  /** Generates the answer at this place again. */
   #again(index) {
     this.current.messages.splice(index);
     this.#answer();
@@ -295,7 +295,7 @@ export class Chat {
       const begin = performance.now();
       this.log.lastElementChild.update();
       this.#scroll();
-      // Long answers take longer to draw; most of the time stays free for what the user does.
+      // Long answers take longer to draw; most of the time stays free for the user's actions.
       due = performance.now() + Math.max(SHOW_MS, 4 * (performance.now() - begin));
     };
     try {
@@ -318,7 +318,7 @@ export class Chat {
     announce(message.error ? `Failed: ${message.error}` : message.stopped ? "Stopped" : "Answer finished");
   }
 
-  /** Only the last node changes: focus and what was unfolded elsewhere stay. */
+  /** Only the last node changes: focus and unfolded parts elsewhere stay. */
   #showMessagesEnd(current, message) {
     this.#showRunning();
     const nodes = current.messages.map((one, index) => (one === message ? this.#node(one, index) : null));

@@ -10,7 +10,7 @@ class Document {
     this.content = content;
   }
 
-  /** A schema with its references followed. */
+  /** A schema with its references resolved. */
   resolve(schema) {
     let found = schema ?? {};
     for (let steps = 0; found.$ref && steps < 20; steps++) {
@@ -31,7 +31,7 @@ class Document {
     return found.title && found.properties ? found.title : (found.type ?? "anything");
   }
 
-  /** Bounds in words. */
+  /** A field's bounds in words. */
   boundsOf(schema) {
     const found = this.resolve(schema);
     const all = [found, ...(found.anyOf ?? []).map((part) => this.resolve(part))];
@@ -39,7 +39,7 @@ class Document {
     return all.flatMap((part) => Object.entries(named).filter(([name]) => part[name] !== undefined).map(([name, sign]) => `${sign} ${part[name]}`));
   }
 
-  /** Schemas of objects within a schema. */
+  /** The object schemas within a schema. */
   objectsOf(schema, depth = 0) {
     const found = this.resolve(schema);
     if (depth > MOST_DEPTH) return [];

@@ -1,6 +1,6 @@
-// Elements without HTML: every text ends as a text node.
+// Elements without HTML: every text becomes a text node.
 
-/** An element; attributes named on… are listeners, `null` and `false` ones are left out. */
+/** An element; attributes named on… are listeners, those that are `null` or `false` are left out. */
 export function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -22,7 +22,7 @@ export function svg(tag, attributes = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
-/** Copies text also where the page came over plain HTTP, which has no clipboard interface. */
+/** Copies text also on a page that came over plain HTTP, which has no clipboard interface. */
 export async function copyText(text) {
   if (navigator.clipboard && window.isSecureContext) {
     await navigator.clipboard.writeText(text);
@@ -36,7 +36,7 @@ export async function copyText(text) {
   area.remove();
 }
 
-/** A button that copies what `read` gives and says so. */
+/** A button that copies the result of `read` and says so. */
 export function copyButton(read, label = "Copy") {
   const button = element("button", { type: "button", class: "quiet copy" }, label);
   button.addEventListener("click", async () => {

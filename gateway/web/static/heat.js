@@ -1,4 +1,4 @@
-// How hot experts are: arithmetic on two answers of /v1/live, and the picture of it.
+// How hot experts are: computed from two answers of /v1/live, and drawn.
 
 import { element } from "./dom.js";
 
@@ -8,10 +8,10 @@ const MOST_HEIGHT = 420; // CSS pixels
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 /**
- * Heat by layer: rows of each expert since `before`; of all time where nothing has happened since.
+ * Heat by layer: rows of each expert since `before`; since the start where nothing has happened since.
  *
- * `isStale`: a count fell, so something was started anew and `before` means nothing. Of a layer: `heat` per expert,
- * null where it is not known; `cpuRows` and `elsewhere` (rows computed by CPU servers and not by them), null: unknown.
+ * `isStale`: a count fell, so a process has restarted and `before` is invalid. Of a layer: `heat` per expert,
+ * null where unknown; `cpuRows` and `elsewhere` (rows computed by CPU servers and not by them), null: unknown.
  */
 export function heatOf(experts, before) {
   const changes = experts.layers.map((layer, index) => change(layer, before.layers[index]));
@@ -38,7 +38,7 @@ function change(layer, before) {
   return { cpu, chosen, fell: [...(cpu ?? []), ...(chosen ?? [])].some((value) => value < 0) };
 }
 
-/** A row per layer, a column per expert: colour says where an expert is, strength how hot it is. */
+/** A row per layer, a column per expert: the colour shows where an expert is, its strength how hot it is. */
 export class HeatMap {
   constructor() {
     this.canvas = element("canvas", { role: "img" });
@@ -62,7 +62,7 @@ export class HeatMap {
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(height * scale);
     canvas.style.height = `${height}px`;
-    // The legend's own colours: a canvas does not know those of a style sheet.
+    // The legend's own colours: a canvas cannot use those of a style sheet.
     const [gpu, cpu, cold] = this.keys.map((node) => getComputedStyle(node, "::before").backgroundColor);
     const colours = { gpu, cpu, cold };
     const context = canvas.getContext("2d");
@@ -75,7 +75,7 @@ export class HeatMap {
         context.globalAlpha = 1;
         context.fillStyle = colours.cold;
         context.fillRect(expert * wide, row * high, wide - gap, high - gap);
-        // Experts of the GPU stay visible where nobody counts them.
+        // Experts of the GPU stay visible where they are not counted.
         const strength = value ? 0.15 + 0.85 * (value / most) : place === "gpu" ? 0.12 : 0;
         context.globalAlpha = strength;
         context.fillStyle = colours[place];
@@ -86,7 +86,7 @@ export class HeatMap {
     canvas.setAttribute("aria-label", `Heat of ${columns} experts in ${rows} layers, ${resident} of them on the GPU; the table below has the figures`);
   }
 
-  /** Draws what is shown again, as in other colours. */
+  /** Draws the same again, for example in other colours. */
   redraw() {
     if (this.shown) this.show(this.shown.experts, this.shown.heat);
   }

@@ -1,4 +1,4 @@
-// The live view: figures of /v1/live, as they are and over time. What the server does not know is "not measured".
+// The live view: figures of /v1/live, current and over time. Unknown figures are "not measured".
 
 import { element, svg } from "./dom.js";
 import { HeatMap, heatOf } from "./heat.js";
@@ -13,7 +13,7 @@ const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 const seconds = (value) => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(2)} s`);
 const whole = (value) => Math.round(value).toLocaleString("en");
 
-/** What servers did between two answers; null: nothing is known, or a server began anew. */
+/** The servers' work between two answers; null: unknown, or a server has restarted. */
 export function serverRates(before, now) {
   const elapsed = now.time - before.time;
   const old = new Map((before.experts?.servers ?? []).map((server) => [server.index, server]));
@@ -59,7 +59,7 @@ function cells(tag, ...texts) {
   return element("tr", {}, texts.map((text) => element(tag, { scope: tag === "th" ? "col" : null }, text)));
 }
 
-/** A table that scrolls by itself where it is too wide. */
+/** A table that scrolls by itself if it is too wide. */
 function table(title, columns, body) {
   const node = element("table", {}, element("thead", {}, cells("th", ...columns)), body);
   return element("div", { class: "table", tabindex: "0", role: "region", "aria-label": title }, node);
@@ -124,7 +124,7 @@ export class LiveView {
     this.choice.value = String(this.replica);
   }
 
-  /** Asks while it is shown, and only then. */
+  /** Polls while it is shown, and only then. */
   setShown(isShown) {
     clearTimeout(this.timer);
     this.timer = null;
@@ -208,7 +208,7 @@ export class LiveView {
   #showLayers(experts) {
     this.baseline ??= experts;
     const heat = heatOf(experts, this.baseline);
-    if (heat.isStale) this.baseline = experts; // a server or the recorder began anew
+    if (heat.isStale) this.baseline = experts; // a server or the recorder has restarted
     const since = heat.hasNew ? "since this view was opened" : "since the servers started";
     const what = experts.recorder_is_on
       ? "Every choice is counted, wherever it is computed."

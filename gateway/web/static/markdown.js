@@ -1,12 +1,12 @@
-// Markdown as models write it, turned into DOM nodes. No HTML is ever parsed: text becomes text nodes, and a link is
-// made only for the schemes below. Images become links, because loading one would tell its host what a model wrote.
+// Turns Markdown as models write it into DOM nodes. No HTML is ever parsed: text becomes text nodes, and a link is
+// made only for the schemes below. Images become links, because loading one would send a model's text to its host.
 // Time grows in proportion to the text: searches for closing marks are bounded.
 
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const MARK_REACH = 1000; // characters between an opening mark and its closing one
 const MOST_DEPTH = 12; // of quotes, lists and marks within one another
 
-// Expressions that could go back and forth over a long line are only tried on short ones.
+// Expressions that may backtrack over a long line are only tried on short ones.
 const LONGEST_FENCE = 300;
 const LONGEST_TABLE_RULE = 2000;
 const FENCE = /^( {0,3})(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
@@ -20,7 +20,7 @@ const ADDRESS = /https?:\/\/[^\s<>"'`\])]+[^\s<>"'`\]).,;:!?]/y;
 const fenceOf = (line) => (line.length > LONGEST_FENCE ? null : FENCE.exec(line));
 const isTableRule = (line) => line.length <= LONGEST_TABLE_RULE && line.includes("-") && TABLE_RULE.test(line);
 
-/** The address when it may be followed, else null. */
+/** The address if it may be followed, else null. */
 export function safeAddress(text) {
   try {
     const found = new URL(text.trim());
@@ -115,7 +115,7 @@ function readList(lines, at, depth) {
   return [{ type: "list", isOrdered, start: isOrdered ? parseInt(first[2], 10) : 1, items }, end];
 }
 
-/** Whether a line goes on with a list item that is indented so far. */
+/** Whether a line continues a list item with this indentation. */
 function belongs(lines, at, indent) {
   const line = lines[at];
   if (!line.trim()) {
@@ -124,7 +124,7 @@ function belongs(lines, at, indent) {
   }
   if (leading(line) > indent + 1) return true;
   const isNew = ITEM.test(line) || HEADING.test(line) || fenceOf(line) || RULE.test(line) || QUOTE.test(line);
-  return !isNew && lines[at - 1].trim() !== ""; // a line that lazily goes on
+  return !isNew && lines[at - 1].trim() !== ""; // a lazy continuation line
 }
 
 const leading = (line) => line.length - line.trimStart().length;
@@ -249,7 +249,7 @@ function readLink(text, at, depth) {
   return { span: { type: "link", address, children }, end };
 }
 
-/** Up to the bracket that closes one opened before the text. */
+/** The text up to the bracket that closes one opened before it. */
 function balanced(text) {
   let open = 1;
   for (let at = 0; at < text.length; at++) {

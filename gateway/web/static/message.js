@@ -7,7 +7,7 @@ const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
 const REASONS = { length: "cut off: the token limit was reached", content_filter: "cut off by a filter" };
 
 /**
- * The node of a message. `actions`: `edit(text)`, `again()` and `results(texts)`, which go on from here; `isLast`,
+ * The node of a message. `actions`: `edit(text)`, `again()` and `results(texts)`, which continue from here; `isLast`,
  * `isRunning`. The node of an assistant's message has `update()`, for when it has grown.
  */
 export function messageNode(message, actions) {
@@ -69,7 +69,7 @@ function fillAssistant(node, message, actions) {
     const isThinking = message.reasoning && !message.content && !message.toolCalls.length && !message.times;
     thought.hidden = !message.reasoning;
     summary.textContent = isThinking ? "Reasoning…" : "Reasoning";
-    // Folded text is rendered when somebody unfolds it.
+    // Folded text is rendered when it is unfolded.
     if (thought.open) thoughtView.show(message.reasoning);
     view.show(message.content);
     calls.replaceChildren(...message.toolCalls.filter(Boolean).map(callNode));
@@ -109,7 +109,7 @@ function callNode(call) {
   try {
     shown = JSON.stringify(JSON.parse(call.arguments), null, 2);
   } catch {
-    // Still growing: as it is.
+    // Still growing: shown as it is.
   }
   return element(
     "div",
@@ -119,7 +119,7 @@ function callNode(call) {
   );
 }
 
-/** Nobody calls tools here but the user, who says what they gave. */
+/** Asks the user for the results of tool calls: nothing else runs tools here. */
 function resultsForm(message, actions) {
   const fields = message.toolCalls.map((call) => {
     const field = element("textarea", { rows: 2, class: "code-field", "aria-label": `Result of ${call.name}` });

@@ -23,7 +23,7 @@ const inline = (text) => spans(parseInline(text));
 function codeBlock({ language, text }) {
   const code = element("code", {}, text);
   const head = element("div", { class: "code-head" }, element("span", {}, language || "text"), copyButton(() => code.textContent));
-  // Wide code scrolls, which a keyboard can do only where the focus can go.
+  // Wide code scrolls, which by keyboard requires that it can have the focus.
   const pre = element("pre", { tabindex: "0", "aria-label": `code${language ? `, ${language}` : ""}` }, code);
   return element("div", { class: "code" }, head, pre);
 }
@@ -56,14 +56,14 @@ function block(one) {
   return element("p", {}, inline(one.text));
 }
 
-/** Shows growing text in a node; what has not changed since the last call stays as it is. */
+/** Shows growing text in a node; unchanged parts keep their nodes. */
 export class MarkdownView {
   constructor(node) {
     this.node = node;
     this.shown = [];
   }
 
-  /** The whole text so far. */
+  /** Takes the whole text so far. */
   show(text) {
     const blocks = splitBlocks(text);
     let same = 0;

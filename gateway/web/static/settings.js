@@ -17,7 +17,7 @@ const NUMBERS = [
 
 export const NO_SETTINGS = { system: "", numbers: {}, stop: "", tools: "", extra: "" };
 
-/** The fields of a request that settings ask for. Raises Error naming the field that is no JSON. */
+/** The request fields of the settings. Raises Error naming the field that is no JSON. */
 export function requestFields({ numbers, stop, tools, extra }) {
   const fields = { ...numbers };
   const stops = stop.split("\n").filter(Boolean);

@@ -1,4 +1,4 @@
-// Conversations in this browser's database, settings in its small storage; in memory where it allows neither.
+// Conversations in this browser's database, settings in its local storage; in memory where neither is allowed.
 // Two servers behind one host, below different paths, share nothing.
 
 const PLACE = location.pathname.replace(/[^/]*$/, "");
@@ -24,7 +24,7 @@ export class Conversations {
     this.database = open().catch(() => null); // who is quicker than the database waits for it
   }
 
-  /** Whether anything outlives the page. */
+  /** Whether data is kept beyond the page. */
   async areKept() {
     return (await this.database) !== null;
   }
@@ -34,7 +34,7 @@ export class Conversations {
     return database?.transaction(STORE, mode).objectStore(STORE);
   }
 
-  /** All of them, the latest first. */
+  /** All conversations, the latest first. */
   async all() {
     const store = await this.#store("readonly");
     const found = store ? await finished(store.getAll()) : [...this.inMemory.values()];
@@ -55,7 +55,7 @@ export class Conversations {
   }
 }
 
-/** A JSON value under a name, or what `otherwise` is. */
+/** The JSON value of a name, or `otherwise`. */
 export function recall(name, otherwise) {
   try {
     return JSON.parse(localStorage.getItem(`moebius${PLACE}:${name}`)) ?? otherwise;

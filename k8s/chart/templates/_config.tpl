@@ -1,4 +1,4 @@
-{{/* The configuration that all processes of a release read; a container adds flags for what is its own. */}}
+{{/* The configuration that all processes of a release read; a container adds flags for its own ones. */}}
 {{- define "moebius.config" -}}
 {{- $values := .Values -}}
 {{- $tree := dict -}}

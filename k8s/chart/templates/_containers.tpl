@@ -36,7 +36,7 @@
       containerPort: {{ $port }}
     - name: metrics-e{{ .index }}
       containerPort: {{ add 9411 .index }}
-  # It answers at once; that its weights are there is its readiness, so that no server waits for another one's load.
+  # It answers at once; readiness shows that its weights are loaded, so that no server waits for another one's load.
   # Probes ask the operators' port: a kubelet's gRPC probe speaks no TLS.
   startupProbe:
     httpGet:
@@ -115,7 +115,7 @@
     periodSeconds: 20
     timeoutSeconds: 10
     failureThreshold: 6
-  # Until load balancers have heard that it is going; then it drains.
+  # Waits until load balancers have removed it; then it drains.
   lifecycle:
     preStop:
       sleep:

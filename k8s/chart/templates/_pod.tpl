@@ -1,4 +1,4 @@
-{{/* What all Pods have: identity, security, where they may run. */}}
+{{/* Common to all Pods: identity, security, where they may run. */}}
 {{- define "moebius.podBase" -}}
 serviceAccountName: {{ include "moebius.serviceAccount" . }}
 automountServiceAccountToken: false
@@ -11,7 +11,7 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
-{{/* .own: values of the component, which stand instead of those for all where they are set. */}}
+{{/* .own: values of the component, which override those for all where they are set. */}}
 {{- define "moebius.scheduling" -}}
 {{- $all := .root.Values -}}
 {{- with $all.schedulerName }}

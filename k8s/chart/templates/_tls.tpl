@@ -38,7 +38,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* As moebius.grpcSecret. Readable by the group that fsGroup names, and by nobody else. */}}
+{{/* As moebius.grpcSecret. Readable only by the group that fsGroup names. */}}
 {{- define "moebius.grpcVolume" -}}
 {{- if ne .root.Values.tls.grpc.mode "none" -}}
 - name: grpc-tls
@@ -72,7 +72,7 @@
   secret:
     secretName: {{ .Values.tls.http.clientCaSecretName }}
     defaultMode: 0440
-    # Nobody here needs the key of clients' CA, should the Secret have one.
+    # The key of clients' CA, if the Secret has one, is not needed here.
     items:
       - {key: ca.crt, path: ca.crt}
 {{- end }}

@@ -25,13 +25,13 @@ MODULES = (
 
 
 def server_at(url: str) -> Server:
-    """A server with the name of its model."""
+    """Returns a server with the name of its model."""
     with urllib.request.urlopen(f"{url}/v1/models") as answer:
         return Server(url, json.load(answer)["data"][0]["id"])
 
 
 def main(scripted: str, demo: str, *wanted: str) -> None:
-    """Every check of the wanted clients; what raises has failed."""
+    """Runs every check of the wanted clients; a check that raises has failed."""
     servers = Servers(server_at(scripted), server_at(demo))
     for name in MODULES:
         if not wanted or any(one in name for one in wanted):

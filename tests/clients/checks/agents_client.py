@@ -38,7 +38,7 @@ set_tracing_disabled(True)
 
 
 def agents_of(server: Server, **options: Any) -> list[Any]:
-    """The same agent over both APIs; clients belong to one event loop."""
+    """Returns the same agent over both APIs; clients belong to one event loop."""
     client = AsyncOpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=120)
     models: list[Any] = [
         OpenAIResponsesModel(server.model, client),
@@ -48,7 +48,7 @@ def agents_of(server: Server, **options: Any) -> list[Any]:
 
 
 def outputs(server: Server, given: Any, **options: Any) -> list[Any]:
-    """Final outputs over both APIs."""
+    """Returns the final outputs over both APIs."""
 
     async def run() -> list[Any]:
         return [(await Runner.run(agent, given)).final_output for agent in agents_of(server, **options)]

@@ -42,12 +42,12 @@ class Unbounded(BaseModel):
 
 
 def client_of(server: Server) -> Anthropic:
-    """Without retries."""
+    """Returns a client without retries."""
     return Anthropic(base_url=server.base, api_key="none", max_retries=0, timeout=120)
 
 
 def ask(server: Server, given: Any, **options: Any) -> Any:
-    """One question, or a list of messages."""
+    """Sends one question, or a list of messages."""
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     request = {"model": server.model, "max_tokens": 500, "messages": messages, **options}
     return client_of(server).messages.create(**request)

@@ -1,4 +1,4 @@
-"""What all checks use: the servers, the tools, a picture, and the list of checks."""
+"""Shared by all checks: the servers, the tools, a picture, and the list of checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Server:
 
     @property
     def v1(self) -> str:
-        """The base that OpenAI's clients want."""
+        """Returns the base URL for OpenAI's clients."""
         return f"{self.base}/v1"
 
 
@@ -29,7 +29,7 @@ class Servers:
     """Both servers; filled by `__main__`."""
 
     scripted: Server  # follows rules: chooses tools by itself, thinks, sees
-    demo: Server  # real weights: what has to be forced is forced by grammars
+    demo: Server  # real weights: grammars force what has to be forced
 
 
 Check = Callable[[Servers], None]
@@ -65,7 +65,7 @@ def to_fahrenheit(celsius: int) -> str:
 
 
 def function(name: str, description: str, field: str, kind: str) -> dict[str, Any]:
-    """A tool of one field as OpenAI's API wants it."""
+    """Returns a tool of one field in the form of OpenAI's API."""
     parameters = {
         "type": "object",
         "properties": {field: {"type": kind}},
@@ -98,12 +98,12 @@ class Report(BaseModel):
 
 
 def is_report(value: Report | None) -> None:
-    """Fails unless it is one."""
+    """Fails unless the value is one."""
     assert isinstance(value, Report), value
 
 
 def png(width: int = 4, height: int = 4) -> bytes:
-    """A red picture."""
+    """Returns a red picture."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -13,12 +13,12 @@ MESSAGES: Any = [{"role": "user", "content": "Report the weather."}]
 
 
 def asked(server: Server, mode: instructor.Mode) -> Any:
-    """A client in a mode; it checks answers itself."""
+    """Returns a client in a mode; it checks answers itself."""
     return instructor.from_openai(OpenAI(base_url=server.v1, api_key="none", max_retries=0), mode=mode)
 
 
 def request_to(server: Server) -> dict[str, Any]:
-    """Fields of every request."""
+    """Returns the fields of every request."""
     return {
         "model": server.model,
         "messages": MESSAGES,

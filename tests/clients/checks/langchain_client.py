@@ -29,7 +29,7 @@ TOOLS = [tool(get_weather), tool(to_fahrenheit)]
 
 
 def model_of(server: Server, **options: Any) -> ChatOpenAI:
-    """A chat model."""
+    """Returns a chat model."""
     return ChatOpenAI(base_url=server.v1, api_key="none", model=server.model, max_retries=0, **options)
 
 

@@ -1,4 +1,4 @@
-"""litellm, by its OpenAI and its Anthropic provider."""
+"""litellm, with its OpenAI and its Anthropic provider."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FUNCTIONS: dict[str, Any] = {"get_weather": get_weather, "to_fahrenheit": to_fah
 
 
 def complete(server: Server, text: str | list[Any], **options: Any) -> Any:
-    """One question, or a list of messages, to a server that litellm knows as vLLM."""
+    """Sends one question, or a list of messages, to a server that litellm knows as vLLM."""
     messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
     model = f"hosted_vllm/{server.model}"
     return litellm.completion(model, messages, api_base=server.v1, api_key="none", num_retries=0, **options)

@@ -28,7 +28,7 @@ NAME = "llm"
 
 
 def model_of(server: Server) -> Any:
-    """As a line of extra-openai-models.yaml makes it."""
+    """Returns a model as a line of extra-openai-models.yaml makes it."""
     directory = Path(tempfile.mkdtemp(prefix="llm-"))
     entry = {
         "model_id": "served",

@@ -27,7 +27,7 @@ FUNCTIONS: dict[str, Any] = {"get_weather": get_weather, "to_fahrenheit": to_fah
 
 
 def chat(server: Server, given: Any, **options: Any) -> Any:
-    """One question, or a list of messages."""
+    """Sends one question, or a list of messages."""
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return Client(host=server.base, timeout=120).chat(server.model, messages, **options)
 

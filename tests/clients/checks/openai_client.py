@@ -31,12 +31,12 @@ PICTURE = "data:image/png;base64," + base64.b64encode(png()).decode()
 
 
 def client_of(server: Server) -> OpenAI:
-    """Without retries, which would hide errors."""
+    """Returns a client without retries, which would hide errors."""
     return OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=120)
 
 
 def chat(server: Server, text: str, **options: Any) -> Any:
-    """One question; `options` go into the request."""
+    """Sends one question; `options` go into the request."""
     messages: Any = [{"role": "user", "content": text}]
     return client_of(server).chat.completions.create(model=server.model, messages=messages, **options)
 
@@ -176,7 +176,7 @@ def loop(servers: Servers) -> None:
 
 
 def respond(server: Server, given: Any, **options: Any) -> Any:
-    """One call of /v1/responses."""
+    """Calls /v1/responses once."""
     return client_of(server).responses.create(model=server.model, input=given, **options)
 
 

@@ -28,17 +28,17 @@ NAME = "pydantic-ai"
 
 
 def chat_model(server: Server) -> OpenAIChatModel:
-    """Over chat completions."""
+    """Returns a model over chat completions."""
     return OpenAIChatModel(server.model, provider=OpenAIProvider(base_url=server.v1, api_key="none"))
 
 
 def agent_of(model: Any, **options: Any) -> Any:
-    """An agent with both tools."""
+    """Returns an agent with both tools."""
     return Agent(model, tools=[get_weather, to_fahrenheit], retries=0, **options)
 
 
 def calls_of(result: Any) -> list[str]:
-    """Names of the tools that were called, in order."""
+    """Returns the names of the tools that were called, in order."""
     return [
         part.tool_name
         for message in result.all_messages()

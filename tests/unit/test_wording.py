@@ -1,0 +1,73 @@
+"""Guards the wording of comments, docstrings and documents: words that the field does not use stay out."""
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = re.compile(r"\b(?:nobody|whoever|anew|so many|told)\b", re.IGNORECASE)
+PLACES = ("gateway", "protos", "kernels", "expert_service", "deploy", "k8s", "docs", "README.md")
+TESTS = ("CONTRIBUTING.md", "tests/clients", "tests/service/test_gateway*", "tests/unit/test_gateway*")
+COMMENTS = re.compile(r"//.*|/\*(?:.|\n)*?\*/")
+# Messages as programs write them.
+QUOTED = re.compile(r"```.*?```|`[^`]*`|^ {4}[^\n]*$", re.DOTALL | re.MULTILINE)
+# Settings' descriptions, which are generated, and files that still have such words.
+LEFT_OUT = {
+    "k8s/chart/values.schema.json",
+    "expert_service/host.py",
+    "expert_service/integrity.py",
+    "docs/reliability.md",
+}
+
+
+def python_prose(text: str) -> Iterator[str]:
+    """Comments and docstrings, those of attributes included."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+
+
+def prose(path: Path) -> Iterator[str]:
+    """The texts of a file that people read: comments of code, all of a document but what it quotes."""
+    text = (ROOT / path).read_text()
+    if path.suffix in (".py", ".pyi"):
+        yield from python_prose(text)
+    elif path.suffix in (".cc", ".h", ".js", ".proto"):
+        yield from COMMENTS.findall(text)
+    elif path.suffix == ".md":
+        yield QUOTED.sub("", text)
+    elif path.suffix != ".svg":
+        yield text
+
+
+def words_in(path: Path) -> list[str]:
+    """The words of the list in one file, in their order."""
+    return [found.lower() for text in prose(path) for found in WORDS.findall(re.sub(r"\s+", " ", text))]
+
+
+@pytest.mark.parametrize("place", [*PLACES, *TESTS])
+def test_words_that_the_field_does_not_use_stay_out(place: str) -> None:
+    """A maintainer of another engine reads any page without stopping at a private word."""
+    listed = subprocess.run(["git", "ls-files", place], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+    assert names, place
+    assert {name: found for name in names if name not in LEFT_OUT and (found := words_in(Path(name)))} == {}
+
+
+def test_words_are_found_across_lines_and_only_in_prose(tmp_path: Path) -> None:
+    """The search reads comments and docstrings, also where a line ends within a word pair; not strings."""
+    file = tmp_path / "one.py"
+    file.write_text('"""Keeps so\nmany."""\nA = "nobody"  # made anew\n')
+    assert words_in(file) == ["anew", "so many"]
+    page = tmp_path / "page.md"
+    page.write_text("Nobody reads `an expert is packed anew`.\n\n    whoever\n")
+    assert words_in(page) == ["nobody"]
