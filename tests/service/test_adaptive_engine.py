@@ -9,7 +9,6 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from gpu_service.experts.adaptive import placement as placement_module
-from gpu_service.experts.adaptive import policy
 from gpu_service.experts.adaptive.metrics import export
 from gpu_service.experts.adaptive.record import RoutingRecord
 from gpu_service.request import Request, SamplingParams
@@ -37,9 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def restless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Counts are read in every step, and any gain is worth an exchange; records are this test's."""
-    monkeypatch.setattr(policy, "COPY_COST", 0.0)
-    monkeypatch.setattr(policy, "_DOUBT", 0.0)
-    monkeypatch.setattr(placement_module, "_EVERY_S", 0.0)
+    monkeypatch.setattr(placement_module, "COPY_COST", 0.0)
+    monkeypatch.setattr(placement_module, "READ_EVERY_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

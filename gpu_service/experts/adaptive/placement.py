@@ -18,21 +18,16 @@ import structlog
 from numpy.typing import NDArray
 
 from gpu_service.experts.adaptive.counts import Observation, RoutingCounts
+from gpu_service.experts.adaptive.decision import PlacementDecision, exchanges_per_step
 from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
-from gpu_service.experts.adaptive.forecast import RoutingForecast
-from gpu_service.experts.adaptive.policy import worthwhile
+from gpu_service.experts.adaptive.policy import COPY_COST
 from gpu_service.experts.resident.experts import ResidentExperts
 
 _log = structlog.get_logger(__name__)
 # How often counts are read, at most.
-_EVERY_S = 0.02
-# Exchanges that one step begins, at most, and the share of a step's time that their copies may take of the
-# link: servers lose no more of their bandwidth than a third of that.
-_MOST_A_STEP, _SHARE_OF_STEP = 8, 0.05
+READ_EVERY_S = 0.02
 # Before the link was measured, and what a step is taken to last after a pause.
 _LINK, _LONGEST_STEP_S = 40e9, 0.05
-# Exchanges that may wait: later counts know better.
-_MOST_WANTED = 64
 _SAVED_EVERY_S = 60.0
 # After a find of damage, while servers pack the expert anew and compare the others.
 _CAREFUL_S = 60.0
@@ -71,11 +66,10 @@ class AdaptivePlacement:
         self._exchanges = exchanges
         self._save, self._link = save, link
         self._layers = tuple(resident.slots)
-        self._num_slots = slots = [found.count for found in resident.slots.values()]
-        num_experts = resident.geometry.num_experts
-        self._forecast = RoutingForecast(slots, num_experts, resident.geometry.top_k, known)
         self._bytes_each = max(found.kind.expert_bytes for found in resident.slots.values())
-        self._num_experts = num_experts
+        self._num_experts, top_k = resident.geometry.num_experts, resident.geometry.top_k
+        slots = [found.count for found in resident.slots.values()]
+        self._decision = PlacementDecision(self._layers, slots, self.resident_mask(), top_k, known)
         # What was chosen, and what was resident then; None for the latter: another decision is under way.
         self._inbox: queue.SimpleQueue[tuple[Observation, NDArray[np.bool_] | None] | None]
         self._inbox = queue.SimpleQueue()
@@ -110,7 +104,7 @@ class AdaptivePlacement:
             self._is_deciding = True
             self._inbox.put((found, resident))
         if now >= self._next_read:
-            self._next_read = now + _EVERY_S
+            self._next_read = now + READ_EVERY_S
             self._counts.fetch()
 
     def resident_mask(self) -> NDArray[np.bool_]:
@@ -141,9 +135,7 @@ class AdaptivePlacement:
     def _next_exchanges(self) -> list[Wanted]:
         if not self._wanted:
             return []
-        link = self._link() or _LINK
-        count = int(self._step_s * _SHARE_OF_STEP * link / self._bytes_each)
-        count = max(1, min(_MOST_A_STEP, count))
+        count = exchanges_per_step(self._step_s, self._link() or _LINK, self._bytes_each)
         taken, self._wanted = self._wanted[:count], self._wanted[count:]
         return taken
 
@@ -151,32 +143,20 @@ class AdaptivePlacement:
         try:
             while (item := self._inbox.get()) is not None:
                 self._take(*item)
-            self._save(self._forecast.to_record())
+            self._save(self._decision.to_record())
         except Exception:  # serving goes on with what is resident
             _log.exception("experts on the GPU are not exchanged any more")
 
     def _take(self, observation: Observation, resident: NDArray[np.bool_] | None) -> None:
-        self._forecast.observe(observation)
+        self._decision.observe(observation, COPY_COST)
         if resident is not None:
             self._note_hits(observation, resident)
-            self._wanted = self._decide(resident)
+            self._half_lives = self._decision.half_lives
+            self._wanted = self._decision.wanted(resident, COPY_COST)
             self._is_deciding = False
         if time.monotonic() - self._saved > _SAVED_EVERY_S:
             self._saved = time.monotonic()
-            self._save(self._forecast.to_record())
-
-    def _decide(self, resident: NDArray[np.bool_]) -> list[Wanted]:
-        forecast = self._forecast
-        self._half_lives = dict(zip(self._layers, forecast.half_lives.tolist(), strict=True))
-        rates = forecast.rates
-        # An expert that could not be copied has left a slot empty.
-        wanted = [
-            Wanted(layer, int(np.where(resident[row], -1.0, rates[row]).argmax()), -1)
-            for row, layer in enumerate(self._layers)
-            if resident[row].sum() < self._num_slots[row]
-        ]
-        found = worthwhile(rates, forecast.tokens, forecast.half_lives, resident, _MOST_WANTED)
-        return wanted + [Wanted(self._layers[each.row], each.newcomer, each.leaver) for each in found]
+            self._save(self._decision.to_record())
 
     def _note_hits(self, observation: Observation, resident: NDArray[np.bool_]) -> None:
         self._chosen += int(observation.decode.sum())
