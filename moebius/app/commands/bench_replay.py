@@ -17,7 +17,10 @@ Trace = Annotated[
         help="Recorded choices (`experts record start --mode per_token`) [default: random routers]",
     ),
 ]
-Skew = Annotated[str, typer.Option(help="How unequally experts are chosen: none, or zipf:S")]
+Skew = Annotated[
+    str,
+    typer.Option(help="How unequally experts are chosen: none, or zipf:S; several: layers take them in turn"),
+]
 Overlap = Annotated[
     str, typer.Option(help="Percent of its experts that a token shares with the next, comma separated")
 ]
@@ -65,10 +68,9 @@ def replay(
     if top_k > experts:
         raise UserError(f"--top-k: {top_k} is not allowed; allowed: 1 to {experts}, the number of --experts")
     if trace is None:
+        exponents = tuple(map(parse_skew, skew.split(",")))
         routers = [
-            RandomRouting(
-                layers, experts, top_k, parse_skew(skew), Topics(percent, topic_tokens), changes + 1, seed
-            )
+            RandomRouting(layers, experts, top_k, exponents, Topics(percent, topic_tokens), changes + 1, seed)
             for percent in parse_percents(overlap, "--overlap")
         ]
         routings = [random_routing(each, steps) for each in routers]

@@ -38,7 +38,8 @@ class RandomRouting:
     layers: int = 12
     num_experts: int = 128
     top_k: int = 8
-    exponent: float = 1.2  # Of the Zipf law by which experts are chosen; 0: evenly.
+    # Of the Zipf law by which experts are chosen; 0: evenly. Layers take them in turn.
+    exponents: tuple[float, ...] = (1.2,)
     topics: Topics = NO_TOPICS
     # Equal parts of the steps, each with another order of the experts by how often they are chosen.
     phases: int = 1
@@ -49,10 +50,10 @@ class RandomRouting:
 
         Raises UserError when the overlap is out of reach.
         """
-        share = fitted_share(self.topics, self.num_experts, self.top_k, self.exponent)
         topics = self._trajectories(steps, streams)
         found = np.empty((steps, self.layers, self.num_experts), np.int16)
         for layer in range(self.layers):
+            share = fitted_share(self.topics, self.num_experts, self.top_k, self._exponent(layer))
             rng = generator(self.seed, _NOISE, layer)
             scores = rng.standard_normal((steps, streams, self.num_experts), np.float32)
             if share > 0:
@@ -64,11 +65,14 @@ class RandomRouting:
             found[:, layer] = rows_that_chose(chosen, self.num_experts)
         return found
 
+    def _exponent(self, layer: int) -> float:
+        return self.exponents[layer % len(self.exponents)]
+
     def _biases(self, layer: int, steps: int) -> NDArray[np.float32]:
         """float32 `[steps, num_experts]`."""
         by_phase = np.stack(
             [
-                layer_biases(self.num_experts, self.top_k, self.exponent, layer, self.seed + phase)
+                layer_biases(self.num_experts, self.top_k, self._exponent(layer), layer, self.seed + phase)
                 for phase in range(self.phases)
             ]
         )
@@ -95,7 +99,7 @@ def rows_that_chose(chosen: NDArray[np.integer], num_experts: int) -> NDArray[np
 def random_routing(drawn: RandomRouting, steps: int) -> Routing:
     """Of `steps` decode steps, whatever the number of streams."""
     topics = drawn.topics
-    skew = f"zipf:{drawn.exponent:g}" if drawn.exponent else "none"
+    skew = ",".join(f"zipf:{each:g}" if each else "none" for each in drawn.exponents)
     name = (
         f"skew {skew}, overlap {topics.overlap} %, topics of {topics.topic_tokens} tokens, "
         f"changes: {drawn.phases - 1}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_service.experts.resident.warm_start import most_saving
 from moebius.app.bench.output import write_json
 from moebius.app.bench.replay.routing import Counts, Routing
 from moebius.app.bench.replay.simulate import Replayed, replay
@@ -91,6 +92,16 @@ def placed(strategy: str, ratio: int, counts: NDArray[np.int64], seed: int = 42)
     return mask
 
 
+def begun_with(ratio: int, counts: NDArray[np.int64], top_k: int) -> Mask:
+    """Where a start puts experts that knows `counts`, int64 `[layers, experts]`, of the last run."""
+    even = {layer: np.flatnonzero(row).tolist() for layer, row in enumerate(placed("uniform", ratio, counts))}
+    some = {layer: experts for layer, experts in even.items() if experts}
+    mask = np.zeros(counts.shape, np.bool_)
+    for layer, experts in most_saving(some, dict(enumerate(counts)), dict.fromkeys(some, 1), top_k).items():
+        mask[layer, list(experts)] = True
+    return mask
+
+
 def make_strategy(
     name: str, ratio: int, counts: Counts, settle: int, top_k: int, costs: Costs, seed: int
 ) -> SimulatedStrategy:
@@ -106,7 +117,7 @@ def make_strategy(
         case "adaptive":
             return Adaptive(placed("uniform", ratio, before), costs, top_k)
         case "adaptive-warm":
-            return Adaptive(placed("adaptive", ratio, before), costs, top_k, before)
+            return Adaptive(begun_with(ratio, before, top_k), costs, top_k, before)
         case "lru":
             return LeastRecentlyUsed(placed("uniform", ratio, before), costs)
     return StaticList(placed(name, ratio, before, seed), costs)
