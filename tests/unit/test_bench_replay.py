@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from moebius.app.bench.replay.routing import Counts, RandomRouting, Routing, recorded_routing, rows_that_chose
 from moebius.app.bench.replay.run import STATIC, STRATEGIES, Point, ReplayOptions, make_strategy, run
 from moebius.app.bench.replay.simulate import recovery, replay
 from moebius.app.bench.replay.strategies import Costs
+from moebius.app.commands.bench import app
 from moebius.app.random_model.topics import Topics
 from moebius.app.random_model.values import wanted_shares
 from moebius.errors import UserError
@@ -169,3 +171,36 @@ def test_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert all(max(p.of_best_static for p in each) == 1.0 for each in best.values())
     with pytest.raises(UserError, match="--strategies: lru is not allowed"):
         run(ReplayOptions([routing], strategies=("lru",)), COSTS)
+
+
+def test_the_command_line_draws_and_refuses(tmp_path: Path) -> None:
+    """Options become routers and costs; what cannot be is one line that says what is allowed."""
+    small = ["replay", "--layers", "2", "--experts", "16", "--top-k", "2", "--steps", "256", "--streams", "1"]
+    path = tmp_path / "points.json"
+    arguments = [
+        *small,
+        "--ratios",
+        "0,50",
+        "--overlap",
+        "0",
+        "--skew",
+        "zipf:0.5,zipf:1",
+        "--copy-reads",
+        "2",
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    document = json.loads(path.read_text())
+    assert len(document["points"]) == 2 * len(STRATEGIES)
+    assert document["costs"]["copy_price"] == 2.0
+    assert document["points"][0]["routing"].startswith("skew zipf:0.5,zipf:1, overlap 0 %")
+    for changed, message in (
+        (["--overlap", "99"], "--overlap: 99 is not allowed"),
+        (["--top-k", "17"], "--top-k: 17 is not allowed; allowed: 1 to 16"),
+        (["--ratios", "101"], "--ratios: '101' is not allowed"),
+        (["--strategies", "best"], "--strategies: best is not allowed"),
+        (["--trace", str(tmp_path / "none")], "none cannot be read"),
+    ):
+        refused = CliRunner().invoke(app, [*small, *changed])
+        assert isinstance(refused.exception, UserError)
+        assert message in str(refused.exception)
