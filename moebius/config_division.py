@@ -57,7 +57,7 @@ class PlacementConfig(Section):
         default=None,
         ge=0,
         le=1,
-        description="As gpu_experts, but as a share (0 to 1) of each layer's experts",
+        description="As gpu_experts, but as a share (0 to 1) of all these layers' experts",
     )
     placement_strategy: Literal["adaptive", "uniform", "frequency", "front-loading", "random"] = Field(
         default="adaptive", description="Which experts are on the GPU; adaptive: those that requests choose"

@@ -184,8 +184,6 @@ class ModelRunner:
 
     def begin_step(self) -> None:
         """Before every step, replayed or not: experts move between the device and expert servers."""
-        if self.resident is not None:
-            self.resident.begin_step()
         if self.placement is not None:
             self.placement.begin_step()
 

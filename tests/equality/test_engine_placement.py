@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
 from gpu_service.experts.local_client import LocalExpertClient
-from gpu_service.experts.resident.experts import ResidentExperts
-from gpu_service.experts.resident.make import make_resident_experts
 from moebius.config import ExpertConfig, MoebiusConfig, PlacementConfig
 from tests.equality.test_engine_real_model import config_for, engine_tokens, prompts
 from tests.helpers.expert_cluster import running_cluster
@@ -67,62 +65,38 @@ def test_mailbox_servers_compute_the_rest(model: Path, wanted: list[list[int]], 
 
 
 def test_experts_move_under_a_running_engine(
-    model: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    model: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Slots change before nearly every step; expert servers are asked for just what is not resident."""
-    made: list[ResidentExperts] = []
-
-    def noted(*arguments: Any) -> ResidentExperts:
-        resident = make_resident_experts(*arguments)
-        assert resident is not None
-        made.append(resident)
-        return resident
-
-    monkeypatch.setattr("gpu_service.assembly.experts.make_resident_experts", noted)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made: list[SlotExchanges] = []
     asked: set[tuple[int, int]] = set()
-    submit = LocalExpertClient.submit
+    advance, submit = SlotExchanges.advance, LocalExpertClient.submit
+    experts = int(TINY_MODELS[MODEL].changes["n_routed_experts"])
+    turn = itertools.count()
+
+    def advancing(self: SlotExchanges, _: Any) -> None:
+        """In place of what the placement wants: experts in turn."""
+        made[:] = [self]
+        moves = []
+        for layer in (1, 2):
+            held = [expert for expert in self._resident.slots[layer].expert_of_slot if expert >= 0]
+            if held:
+                moves.append(Wanted(layer, next(turn) % experts, held[0]))
+        advance(self, moves)
 
     def noting(self: Any, layer: int, hidden: Any, ids: Any, weights: Any) -> Any:
         asked.update((layer, expert) for expert in ids.flatten().tolist() if expert >= 0)
-        assert not set(ids.flatten().tolist()) & set(made[0].experts(layer))
+        assert not made or not set(ids.flatten().tolist()) & set(made[0]._resident.experts(layer))
         return submit(self, layer, hidden, ids, weights)
 
+    monkeypatch.setattr(SlotExchanges, "advance", advancing)
     monkeypatch.setattr(LocalExpertClient, "submit", noting)
-    ended, moved = threading.Event(), 0
-
-    def moves() -> Iterator[tuple[int, int, int]]:
-        number = 0
-        while True:
-            for layer in (1, 2):
-                yield layer, number % 2, (number * 3 + 2 * (number % 2)) % 10
-            number += 1
-
-    def move() -> None:
-        nonlocal moved
-        for layer, slot, expert in moves():
-            if ended.is_set():
-                return
-            if not made:
-                ended.wait(0.01)
-                continue
-            done = made[0].schedule(layer, slot, expert)
-            while not done.done() and not ended.is_set():
-                ended.wait(0.001)
-            if done.done() and done.exception() is None:
-                moved += 1
-
-    mover = threading.Thread(target=move)
-    mover.start()
-    try:
-        config = placed(config_for(model), gpu_experts=2)
-        # Its reference asks for residents, too.
-        quiet = config.experts.model_copy(update={"self_test_layers": 0})
-        assert engine_tokens(config.model_copy(update={"experts": quiet}), prompts(211)) == wanted
-    finally:
-        ended.set()
-        mover.join()
-    made[0].check_integrity()
-    assert moved > 10
-    experts = int(TINY_MODELS[MODEL].changes["n_routed_experts"])
+    config = placed(config_for(model), gpu_experts=2, drop_resident="keep")
+    # Its reference asks for residents, too.
+    quiet = config.experts.model_copy(update={"self_test_layers": 0})
+    assert engine_tokens(config.model_copy(update={"experts": quiet}), prompts(211)) == wanted
+    made[0]._resident.check_integrity()
+    assert made[0].count > 10
     assert {layer for layer, _ in asked} == {1, 2}
     assert all(expert < experts for _, expert in asked)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.local_client import LocalExpertClient
-from gpu_service.experts.resident.experts import ResidentExperts, Share
+from gpu_service.experts.resident.experts import ResidentExperts, Share, SlotChange
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
+from gpu_service.experts.streaming.ring import HostTransfers
 from gpu_service.parallel.context import ParallelContext
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import ExpertConfig, ModelConfigSection, MoebiusConfig, PlacementConfig
@@ -156,11 +158,12 @@ def test_float32_experts_take_the_type_of_the_computation(tmp_path: Path) -> Non
     assert [only.share(layer) for layer in range(3)] == [Share.NONE, Share.SOME, Share.NONE]
 
 
-def test_slots_can_be_reassigned(tmp_path: Path) -> None:
-    """Replaced, moved and emptied slots give the same sums; the scheduled change waits for the next step."""
+def test_experts_can_be_exchanged(tmp_path: Path) -> None:
+    """While an expert takes another's slot, in an emptied slot and in a filled one, sums stay the same."""
     geometry = read_geometry(TinyMoe().write(tmp_path))
     local = LocalExpertClient(str(tmp_path), geometry, torch.float32)
-    resident = load(configuration(tmp_path, gpu_experts=3), geometry)
+    resident, device = load(configuration(tmp_path, gpu_experts=3), geometry), HostTransfers()
+    exchanges = SlotExchanges(resident, device, None)
     inputs = routed(geometry, 1)
     expected = hybrid(local, None, 1, inputs)
 
@@ -171,40 +174,43 @@ def test_slots_can_be_reassigned(tmp_path: Path) -> None:
 
     before = resident.experts(1)
     others = [expert for expert in range(geometry.num_experts) if expert not in before]
-    resident.assign(1, 0, others[0])
+    exchanges.advance([Wanted(1, others[0], before[0])])
     check()
-    done = resident.schedule(1, 1, others[1])
-    assert others[1] not in resident.experts(1)
-    assert not done.done()
-    resident.begin_step()
-    assert done.result(0) is None
-    assert others[1] in resident.experts(1)
-    check()
-    resident.assign(1, 2, None)
+    while exchanges.under_way:
+        exchanges.advance(())
+        check()
+    assert resident.experts(1) == tuple(sorted((others[0], *before[1:])))
+    resident.remap([SlotChange(1, 2, -1)], device)
     assert len(resident.experts(1)) == 2
     check()
+    exchanges.advance([Wanted(1, others[1], -1)])
+    exchanges.wait()
+    assert len(resident.experts(1)) == 3
+    assert others[1] in resident.experts(1)
+    check()
+    exchanges.close()
 
 
-def test_impossible_assignments_are_named(tmp_path: Path) -> None:
-    """Nothing is lost or doubled by a wrong call; a scheduled one reports through its future."""
+def test_impossible_exchanges_are_not_begun(tmp_path: Path) -> None:
+    """Nothing is lost or doubled by a wish that has become impossible, and a whole layer stays whole."""
     geometry = read_geometry(TinyMoe().write(tmp_path))
     resident = load(configuration(tmp_path, gpu_layers="2", gpu_experts=2), geometry)
-    held = resident.experts(0)
-    for arguments, message in (
-        ((5, 0, 1), "layer 5 has no slots"),
-        ((0, 2, 1), "layer 0 has no slot 2"),
-        ((0, 0, 7), "expert 7 does not exist"),
-        ((0, 1, held[0]), "in another slot already"),
-        ((2, 0, 1), "all experts of layer 2 are resident"),
+    exchanges = SlotExchanges(resident, HostTransfers(), None)
+    before = {layer: resident.experts(layer) for layer in resident.slots}
+    held, absent = before[0], sorted({*range(geometry.num_experts)} - {*before[0]})
+    for wanted in (
+        Wanted(0, held[1], held[0]),  # It is in another slot.
+        Wanted(0, held[0], held[0]),
+        Wanted(0, absent[0], absent[1]),  # Who shall leave is not there.
+        Wanted(0, absent[0], -1),  # No slot is empty.
+        Wanted(2, 0, 1),
     ):
-        with pytest.raises(ValueError, match=message):
-            resident.assign(*arguments)
-    done = resident.schedule(0, 1, held[0])
-    resident.begin_step()
-    with pytest.raises(ValueError, match="in another slot already"):
-        done.result(0)
-    assert resident.experts(0) == held
+        exchanges.advance([wanted])
+        exchanges.wait()
+        assert {layer: resident.experts(layer) for layer in resident.slots} == before, wanted
+    assert exchanges.count == 0
     resident.check_integrity()
+    exchanges.close()
 
 
 def test_experts_of_another_format_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from gpu_service.experts import costs as costs_module
 from gpu_service.experts.adaptive import placement as placement_module
-from gpu_service.experts.adaptive import policy
 from gpu_service.experts.adaptive.metrics import export
 from gpu_service.experts.adaptive.record import RoutingRecord
 from gpu_service.experts.costs import Estimate, ExpertCosts
@@ -45,8 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def restless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Counts are read in every step, and any gain is worth an exchange; records are this test's."""
     monkeypatch.setattr(ExpertCosts, "copy_price", lambda costs, nbytes: 0.0)
-    monkeypatch.setattr(policy, "_DOUBT", 0.0)
-    monkeypatch.setattr(placement_module, "_EVERY_S", 0.0)
+    monkeypatch.setattr(placement_module, "READ_EVERY_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -150,8 +148,7 @@ def test_falsified_costs_are_corrected_while_serving(
     worth any copy: within a minute of requests the engine's own copies and decode steps show what is true,
     and a copy has its right price again.
     """
-    monkeypatch.setattr(policy, "_DOUBT", 0.0)
-    monkeypatch.setattr(placement_module, "_EVERY_S", 0.0)
+    monkeypatch.setattr(placement_module, "READ_EVERY_S", 0.0)
     monkeypatch.setattr(costs_module, "_LINK_SEEN_FOR_S", 0.5)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=KEPT)

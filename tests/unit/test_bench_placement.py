@@ -12,7 +12,15 @@ import pytest
 
 from moebius.app.bench.engine.measure import DecodeResult
 from moebius.app.bench.engine.servers import ServerCounters
-from moebius.app.bench.placement import CurvePoint, PlacementOptions, check, placed, statistics_of, table
+from moebius.app.bench.placement import (
+    CurvePoint,
+    PlacementOptions,
+    check,
+    parse_ratios,
+    placed,
+    statistics_of,
+    table,
+)
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
@@ -61,8 +69,9 @@ def test_wrong_options_are_named() -> None:
     """Strategies by name, ratios in percent."""
     with pytest.raises(UserError, match=r"--strategies: \['best'\] are not allowed; allowed: uniform"):
         check(PlacementOptions(strategies=("uniform", "best")))
-    with pytest.raises(UserError, match="--ratios: allowed are percentages"):
-        check(PlacementOptions(ratios=(0, 101)))
+    assert parse_ratios("0,100") == (0, 100)
+    with pytest.raises(UserError, match="--ratios: '0,101' is not allowed; allowed: percentages"):
+        parse_ratios("0,101")
     check(PlacementOptions())
 
 

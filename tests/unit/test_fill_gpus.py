@@ -51,10 +51,10 @@ def test_a_small_gpu_gets_what_fits_beside_a_cache(monkeypatch: pytest.MonkeyPat
     for gib in (14, 16, 20):
         found = filled(monkeypatch, qwen, gib, 64)
         assert found is not None
-        assert found.gpu_experts is not None
-        assert found.gpu_experts_ratio is None
+        assert found.gpu_experts is None
+        assert found.gpu_experts_ratio is not None
         assert keeps_residents(found)
-        counts.append(found.gpu_experts)
+        counts.append(found.gpu_experts_ratio * 128)
     assert 0 < counts[0] < counts[1] < counts[2] < 128
     config, host = settings(qwen, expert_dtype="int4"), hardware("4090", ram_gib=64, sockets=1)
     assert host.gpu is not None
@@ -70,7 +70,7 @@ def test_too_little_ram_means_that_residents_are_there_only(
     """Memory of GPU and host adds up where the host could not hold all experts."""
     found = filled(monkeypatch, qwen, 20, 12)
     assert found is not None
-    assert found.gpu_experts
+    assert found.gpu_experts_ratio
     assert not keeps_residents(found)
 
 
@@ -92,7 +92,7 @@ def test_other_processes_memory_is_not_planned_with(monkeypatch: pytest.MonkeyPa
     alone = filled_placement(config, (DeviceUse(int(16 * GIB / 0.9), int(16 * GIB / 0.9)),))
     assert shared == alone
     assert shared is not None
-    assert shared.gpu_experts
+    assert shared.gpu_experts_ratio
 
 
 def test_a_gpu_that_does_not_hold_the_rest_is_left_to_the_engine_to_refuse(
@@ -101,7 +101,7 @@ def test_a_gpu_that_does_not_hold_the_rest_is_left_to_the_engine_to_refuse(
     """It says what would fit; no expert is put where not even the dense layers are."""
     found = filled(monkeypatch, qwen, 3, 64)
     assert found is not None
-    assert found.gpu_experts == 0
+    assert found.gpu_experts_ratio == 0
 
 
 def test_without_a_gpu_nothing_is_placed(monkeypatch: pytest.MonkeyPatch, qwen: Path) -> None:

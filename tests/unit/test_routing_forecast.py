@@ -7,12 +7,15 @@ import pytest
 from numpy.typing import NDArray
 
 from gpu_service.experts.adaptive.counts import Observation
-from gpu_service.experts.adaptive.forecast import HALF_LIVES, RoutingForecast, top_counts
+from gpu_service.experts.adaptive.forecast import RoutingForecast
 from gpu_service.experts.adaptive.policy import worthwhile
 
-EXPERTS, TOP_K, SLOTS = 64, 4, 8
-# Of a copy, in choices.
-PRICE = 4.0
+EXPERTS, TOP_K, SLOTS, PRICE = 64, 4, 8, 4.0
+
+
+def forecast_of(known: NDArray[np.int64] | None = None) -> RoutingForecast:
+    """Of one layer, whose first experts are in its slots."""
+    return RoutingForecast(np.arange(EXPERTS)[None] < SLOTS, TOP_K, known)
 
 
 def zipf(rng: np.random.Generator, exponent: float = 1.2) -> NDArray[np.float64]:
@@ -36,15 +39,15 @@ def observed(decode: NDArray[np.int64] | None, prefill: NDArray[np.int64] | None
 
 def hits(forecast: RoutingForecast, counts: NDArray[np.int64]) -> float:
     """Of the experts that the forecast would put into the slots."""
-    return float(top_counts(forecast.rates, counts, np.array([SLOTS]))[0] / counts.sum())
+    return float(counts[0, np.argsort(-forecast.expected[0])[:SLOTS]].sum() / counts.sum())
 
 
 def test_frequent_experts_are_found() -> None:
     """With a fixed skew the slots get nearly what a statistics file of the same traffic would give them."""
     rng = np.random.default_rng(1)
-    chances, forecast = zipf(rng), RoutingForecast([SLOTS], EXPERTS, TOP_K)
+    chances, forecast = zipf(rng), forecast_of()
     for _ in range(300):
-        forecast.observe(observed(counts_of(rng, chances, 4)))
+        forecast.observe(observed(counts_of(rng, chances, 4)), PRICE)
     later = counts_of(rng, chances, 4000)
     best = np.sort(later[0])[-SLOTS:].sum() / later.sum()
     assert hits(forecast, later) > 0.97 * best
@@ -54,10 +57,10 @@ def test_frequent_experts_are_found() -> None:
 def test_a_new_topic_is_followed() -> None:
     """After the skew has changed, experts of the old one are left within some hundred tokens."""
     rng = np.random.default_rng(2)
-    old, new, forecast = zipf(rng), zipf(rng), RoutingForecast([SLOTS], EXPERTS, TOP_K)
+    old, new, forecast = zipf(rng), zipf(rng), forecast_of()
     for chances, steps in ((old, 400), (new, 400)):
         for _ in range(steps):
-            forecast.observe(observed(counts_of(rng, chances, 1)))
+            forecast.observe(observed(counts_of(rng, chances, 1)), PRICE)
     later = counts_of(rng, new, 4000)
     best = np.sort(later[0])[-SLOTS:].sum() / later.sum()
     assert hits(forecast, later) > 0.9 * best
@@ -66,13 +69,13 @@ def test_a_new_topic_is_followed() -> None:
 def test_tokens_that_repeat_their_neighbours_experts_are_forecast_by_recency() -> None:
     """Where each token keeps most of the last one's experts and topics are short, a short half-life wins."""
     rng = np.random.default_rng(3)
-    forecast = RoutingForecast([SLOTS], EXPERTS, TOP_K)
+    forecast = forecast_of()
     chosen = rng.choice(EXPERTS, TOP_K, replace=False)
     for _ in range(3000):
         if rng.random() < 0.2:
             others = np.setdiff1d(np.arange(EXPERTS), chosen)
             chosen[rng.integers(TOP_K)] = rng.choice(others)
-        forecast.observe(observed(np.bincount(chosen, minlength=EXPERTS)[None]))
+        forecast.observe(observed(np.bincount(chosen, minlength=EXPERTS)[None]), PRICE)
     assert forecast.half_lives[0] <= 32
 
 
@@ -81,13 +84,13 @@ def test_recorded_counts_are_known_at_once_and_given_up_for_what_is_seen() -> No
     rng = np.random.default_rng(4)
     recorded, real = zipf(rng), zipf(rng)
     known = counts_of(rng, recorded, 5000)
-    forecast = RoutingForecast([SLOTS], EXPERTS, TOP_K, known)
-    assert set(np.argsort(-forecast.rates[0])[:4]) <= set(np.argsort(-known[0])[:6])
+    forecast = forecast_of(known)
+    assert set(np.argsort(-forecast.expected[0])[:4]) <= set(np.argsort(-known[0])[:6])
     for _ in range(500):
-        forecast.observe(observed(counts_of(rng, real, 4)))
+        forecast.observe(observed(counts_of(rng, real, 4)), PRICE)
     later = counts_of(rng, real, 4000)
     assert hits(forecast, later) > 0.9 * np.sort(later[0])[-SLOTS:].sum() / later.sum()
-    again = RoutingForecast([SLOTS], EXPERTS, TOP_K, forecast.to_record())
+    again = forecast_of(forecast.to_record())
     assert hits(again, later) > 0.9 * np.sort(later[0])[-SLOTS:].sum() / later.sum()
 
 
@@ -95,37 +98,39 @@ def test_a_prompt_is_heard_and_does_not_drown_all_else() -> None:
     """A prompt of thousands of tokens weighs as some dozen decoded ones."""
     rng = np.random.default_rng(5)
     usual, prompt = zipf(rng), zipf(rng)
-    forecast = RoutingForecast([SLOTS], EXPERTS, TOP_K)
+    forecast = forecast_of()
     for _ in range(2000):
-        forecast.observe(observed(counts_of(rng, usual, 1)))
+        forecast.observe(observed(counts_of(rng, usual, 1)), PRICE)
     long_ago = forecast._tokens[-1, 0]
-    forecast.observe(observed(None, counts_of(rng, prompt, 8000)))
+    forecast.observe(observed(None, counts_of(rng, prompt, 8000)), PRICE)
     assert forecast._tokens[-1, 0] < long_ago + 65
     assert forecast._sums[0, 0].argmax() == prompt.argmax()
 
 
-def exchanges(better: float, worse: float, half_life: float, tokens: float = 1e9) -> int:
-    """How many there are where one absent expert has one rate and all present ones another."""
-    rates = np.full((1, EXPERTS), worse)
-    rates[0, 40:] = 0.0
-    rates[0, 40] = better
-    resident = np.zeros((1, EXPERTS), np.bool_)
-    resident[0, :SLOTS] = True
-    return len(worthwhile(rates, np.array([tokens]), np.array([half_life]), resident, 10, PRICE))
+def test_copies_that_bring_nothing_are_not_made() -> None:
+    """Where each token's experts differ from the last one's by chance alone, hardly anything is exchanged."""
+    rng, forecast = np.random.default_rng(6), forecast_of()
+    resident, exchanged = np.arange(EXPERTS)[None] < SLOTS, 0
+    for _ in range(3000):
+        forecast.observe(observed(counts_of(rng, np.full(EXPERTS, 1 / EXPERTS), 1)), PRICE)
+        found = worthwhile(forecast.expected, resident, PRICE)
+        resident[0, found.newcomers], resident[0, found.leavers] = True, False
+        exchanged += len(found)
+    assert exchanged < 40, exchanged
+
+
+def exchanges(better: float, price: float = PRICE) -> int:
+    """How many there are where one absent expert is expected as often, and all present ones 10 times."""
+    expected = np.zeros((1, EXPERTS))
+    expected[0, :SLOTS], expected[0, 40] = 10.0, better
+    return len(worthwhile(expected, expected == 10.0, price))
 
 
 def test_an_exchange_has_to_earn_its_copy() -> None:
-    """What is chosen more often by less than the copy's reads within the half-life stays where it is."""
-    gain = PRICE / (1.4427 * 32)
-    assert exchanges(0.1 + 0.9 * gain, 0.1, 32) == 0
-    assert exchanges(0.1 + 1.1 * gain, 0.1, 32) == 1
-    assert exchanges(0.1 + 0.9 * gain, 0.1, 64) == 1
-
-
-def test_chance_is_not_believed() -> None:
-    """The same difference counts after many tokens, not after few."""
-    assert exchanges(0.13, 0.1, 8192, tokens=20) == 0
-    assert exchanges(0.13, 0.1, 8192, tokens=5000) == 1
+    """What is expected more often by less than the copy's reads stays where it is."""
+    assert exchanges(10.0 + 0.9 * PRICE) == 0
+    assert exchanges(10.0 + 1.1 * PRICE) == 1
+    assert exchanges(10.0 + 1.1 * PRICE, price=2 * PRICE) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -134,13 +139,15 @@ def test_exchanges_are_possible(seed: int) -> None:
     for.
     """
     rng = np.random.default_rng(seed)
-    rates = rng.random((5, EXPERTS))
-    resident = rng.random(rates.shape) < rng.choice([0.0, 0.2, 0.9, 1.0])
+    expected = rng.random((5, EXPERTS)) * 20
+    resident = rng.random(expected.shape) < rng.choice([0.0, 0.2, 0.9, 1.0])
     most = int(rng.integers(1, 30))
-    found = worthwhile(rates, np.full(5, 1e9), rng.choice(HALF_LIVES, 5), resident, most, PRICE)
+    found = worthwhile(expected, resident, PRICE).best(most)
     assert len(found) <= most
-    assert [each.gain for each in found] == sorted((each.gain for each in found), reverse=True)
-    for name in ("newcomer", "leaver"):
-        pairs = [(each.row, getattr(each, name)) for each in found]
+    assert found.gains.tolist() == sorted(found.gains.tolist(), reverse=True)
+    gains = expected[found.rows, found.newcomers] - expected[found.rows, found.leavers] - PRICE
+    assert gains == pytest.approx(found.gains)
+    for experts, are_leavers in ((found.newcomers, False), (found.leavers, True)):
+        pairs = list(zip(found.rows.tolist(), experts.tolist(), strict=True))
         assert len(set(pairs)) == len(pairs)
-        assert all(resident[pair] == (name == "leaver") for pair in pairs)
+        assert all(resident[pair] == are_leavers for pair in pairs)

@@ -7,6 +7,7 @@ which forecasts and decides; exchanges that are wanted go back the same way, a f
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -18,24 +19,19 @@ import structlog
 from numpy.typing import NDArray
 
 from gpu_service.experts.adaptive.counts import Observation, RoutingCounts
+from gpu_service.experts.adaptive.decision import PlacementDecision, exchanges_per_step
 from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
-from gpu_service.experts.adaptive.forecast import RoutingForecast
-from gpu_service.experts.adaptive.policy import worthwhile
+from gpu_service.experts.adaptive.policy import USUAL_COPY_PRICE
 from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.resident.experts import ResidentExperts
 
 _log = structlog.get_logger(__name__)
 # How often counts are read, at most.
-_EVERY_S = 0.02
-# Exchanges that one step begins, at most, and the share of a step's time that their copies may take of the
-# link: servers lose no more of their bandwidth than a third of that.
-_MOST_A_STEP, _SHARE_OF_STEP = 8, 0.05
+READ_EVERY_S = 0.02
 # What a step is taken to last after a pause.
 _LONGEST_STEP_S = 0.05
 # Half-life of the share of hits that steps are predicted with, choices of a layer.
 _HITS_OVER = 1024.0
-# Exchanges that may wait: later counts know better.
-_MOST_WANTED = 64
 _SAVED_EVERY_S = 60.0
 # After a find of damage, while servers pack the expert anew and compare the others.
 _CAREFUL_S = 60.0
@@ -85,11 +81,10 @@ class AdaptivePlacement:
         self._exchanges = exchanges
         self._costs, self._save = costs, save
         self._layers = tuple(resident.slots)
-        self._num_slots = slots = [found.count for found in resident.slots.values()]
-        num_experts = resident.geometry.num_experts
-        self._forecast = RoutingForecast(slots, num_experts, resident.geometry.top_k, known)
         self._bytes_each = max(found.kind.expert_bytes for found in resident.slots.values())
-        self._num_experts = num_experts
+        self._num_experts, top_k = resident.geometry.num_experts, resident.geometry.top_k
+        slots = [found.count for found in resident.slots.values()]
+        self._decision = PlacementDecision(self._layers, slots, self.resident_mask(), top_k, known)
         # What was chosen, and what was resident then; None for the latter: another decision is under way.
         self._inbox: queue.SimpleQueue[tuple[Observation, NDArray[np.bool_] | None] | None]
         self._inbox = queue.SimpleQueue()
@@ -127,7 +122,7 @@ class AdaptivePlacement:
             self._is_deciding = True
             self._inbox.put((found, resident))
         if now >= self._next_read:
-            self._next_read = now + _EVERY_S
+            self._next_read = now + READ_EVERY_S
             self._counts.fetch()
 
     def resident_mask(self) -> NDArray[np.bool_]:
@@ -175,8 +170,7 @@ class AdaptivePlacement:
     def _next_exchanges(self) -> list[Wanted]:
         if not self._wanted:
             return []
-        count = int(self._step_s * _SHARE_OF_STEP * self._costs.link / self._bytes_each)
-        count = max(1, min(_MOST_A_STEP, count))
+        count = exchanges_per_step(self._step_s, self._costs.link, self._bytes_each)
         taken, self._wanted = self._wanted[:count], self._wanted[count:]
         return taken
 
@@ -184,38 +178,29 @@ class AdaptivePlacement:
         try:
             while (item := self._inbox.get()) is not None:
                 self._take(*item)
-            self._save(self._forecast.to_record())
+            self._save(self._decision.to_record())
         except Exception:  # serving goes on with what is resident
             _log.exception("experts on the GPU are not exchanged any more")
 
     def _take(self, observation: Observation, resident: NDArray[np.bool_] | None) -> None:
-        self._forecast.observe(observation)
+        price = self.copy_price
+        # Where no copy is worth it, or its price is not known yet, the forecast learns all the same.
+        is_known = price is not None and math.isfinite(price)
+        self._decision.observe(observation, price if price is not None and is_known else USUAL_COPY_PRICE)
         if resident is not None:
             self._note_hits(observation, resident)
-            self._wanted = self._decide(resident)
+            self._half_lives = self._decision.half_lives
+            self._wanted = self._wanted_now(resident, math.inf if price is None else price)
             self._is_deciding = False
         if time.monotonic() - self._saved > _SAVED_EVERY_S:
             self._saved = time.monotonic()
-            self._save(self._forecast.to_record())
+            self._save(self._decision.to_record())
 
-    def _decide(self, resident: NDArray[np.bool_]) -> list[Wanted]:
-        forecast = self._forecast
-        self._half_lives = dict(zip(self._layers, forecast.half_lives.tolist(), strict=True))
-        rates = forecast.rates
-        # An expert that could not be copied has left a slot empty.
-        wanted = [
-            Wanted(layer, int(np.where(resident[row], -1.0, rates[row]).argmax()), -1)
-            for row, layer in enumerate(self._layers)
-            if resident[row].sum() < self._num_slots[row]
-        ]
-        price = self.copy_price
-        if price is None:
-            return wanted
-        known = rates, forecast.tokens, forecast.half_lives, resident
-        found = worthwhile(*known, _MOST_WANTED, price)
-        if not found and self._costs.link_is_unseen:
-            found = worthwhile(*known, 1, 0.0)
-        return wanted + [Wanted(self._layers[each.row], each.newcomer, each.leaver) for each in found]
+    def _wanted_now(self, resident: NDArray[np.bool_], price: float) -> list[Wanted]:
+        wanted = self._decision.wanted(resident, price)
+        if not wanted and self.copy_price is not None and self._costs.link_is_unseen:
+            wanted = self._decision.wanted(resident, 0.0)[:1]
+        return wanted
 
     def _note_hits(self, observation: Observation, resident: NDArray[np.bool_]) -> None:
         chosen = observation.decode.sum(axis=1)

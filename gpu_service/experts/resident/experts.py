@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import queue
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -205,17 +203,6 @@ class Share(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
-    """A replacement that waits for the next step; filled by `ResidentExperts.schedule`."""
-
-    layer: int
-    slot: int
-    expert: int | None
-    packed: torch.Tensor | None
-    done: Future[None]
-
-
-@dataclass(frozen=True, slots=True)
 class SlotChange:
     """What a slot holds from the next step on; filled by who copies weights. -1: nothing."""
 
@@ -225,7 +212,7 @@ class SlotChange:
 
 
 class ResidentExperts:
-    """Driven by the thread that launches steps; `schedule` may be called from any thread.
+    """Driven by the thread that launches steps.
 
     How many slots a layer has is fixed, because captured graphs depend on it; which experts they hold is
     not. With all experts of a layer resident none can be replaced, since none may be missing.
@@ -238,8 +225,7 @@ class ResidentExperts:
         self._source = source
         self._slots = {layer: found for layer, found in slots.items() if found.count}
         self._kernels = kernels
-        self._changes: queue.SimpleQueue[_Change] = queue.SimpleQueue()
-        # Set while another stream reads the slots: what was scheduled waits.
+        # Set while another stream reads the slots: exchanges wait.
         self.is_held = False
         # Grows whenever slots hold other experts.
         self.version = 0
@@ -309,38 +295,6 @@ class ResidentExperts:
         for slots in kinds.values():
             self._kernels.warm_up(slots, max_rows, dtype)
 
-    def assign(self, layer: int, slot: int, expert: int | None, packed: torch.Tensor | None = None) -> None:
-        """Replaces what a slot holds by `expert`; None empties it. Between steps, on the engine's stream.
-
-        `packed`: the expert's uint8 `[expert_bytes]`; None reads the checkpoint. Raises ValueError naming a
-        layer without slots, a slot or expert that does not exist, an expert that another slot holds, or a
-        layer that is resident as a whole; CheckpointError.
-        """
-        slots = self._checked(layer, slot, expert)
-        self.version += 1
-        if expert is None:
-            slots.clear(slot)
-        else:
-            slots.put(slot, expert, self.packed(layer, expert) if packed is None else packed)
-
-    def schedule(self, layer: int, slot: int, expert: int | None) -> Future[None]:
-        """`assign` before the next step; weights are read by the caller's thread. Raises as `assign`."""
-        packed = None if expert is None else self.packed(layer, expert)
-        change = _Change(layer, slot, expert, packed, Future())
-        self._changes.put(change)
-        return change.done
-
-    def begin_step(self) -> None:
-        """Applies what was scheduled; called before every step, captured or not."""
-        while not (self.is_held or self._changes.empty()):
-            change = self._changes.get()
-            try:
-                self.assign(change.layer, change.slot, change.expert, change.packed)
-            except Exception as error:  # it is raised in whoever waits for the change
-                change.done.set_exception(error)
-            else:
-                change.done.set_result(None)
-
     @property
     def geometry(self) -> MoeGeometry:
         """Of the model's routed experts."""
@@ -348,7 +302,7 @@ class ResidentExperts:
 
     @property
     def slots(self) -> Mapping[int, LayerSlots]:
-        """By layer, those with slots; changed by `assign` and `remap` only."""
+        """By layer, those with slots; changed by `remap` only."""
         return self._slots
 
     def remap(self, changes: Sequence[SlotChange], device: TransferDevice) -> None:
@@ -384,18 +338,3 @@ class ResidentExperts:
         """uint8 `[expert_bytes]`, read and packed by the calling thread. Raises CheckpointError."""
         with SliceReader() as reader:
             return torch.from_numpy(self._source.read(layer, expert, reader).packed)
-
-    def _checked(self, layer: int, slot: int, expert: int | None) -> LayerSlots:
-        slots = self._slots.get(layer)
-        if slots is None:
-            raise ValueError(f"layer {layer} has no slots; layers {sorted(self._slots)} have")
-        if not 0 <= slot < slots.count:
-            raise ValueError(f"layer {layer} has no slot {slot}; allowed: 0 to {slots.count - 1}")
-        if self.share(layer) is Share.ALL:
-            raise ValueError(f"all experts of layer {layer} are resident; none can be replaced")
-        if expert is not None:
-            if not 0 <= expert < self._source.geometry.num_experts:
-                raise ValueError(f"expert {expert} does not exist")
-            if expert in slots.expert_of_slot and slots.expert_of_slot[slot] != expert:
-                raise ValueError(f"expert {expert} of layer {layer} is in another slot already")
-        return slots

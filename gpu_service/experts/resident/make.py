@@ -24,6 +24,7 @@ from gpu_service.experts.resident.experts import (
     make_slots,
 )
 from gpu_service.experts.resident.source import PackedExpertSource
+from gpu_service.experts.resident.warm_start import Residents, most_chosen, most_saving
 from gpu_service.parallel.context import SOLO, ParallelContext
 from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.config import MoebiusConfig
@@ -47,15 +48,15 @@ def make_resident_experts(
 ) -> ResidentExperts | None:
     """Loads the experts that `config.placement` puts on this rank's device; None when it puts none there.
 
-    `layers`: the decoder layers of this rank; None: all. `known`: how often experts were chosen, by layer: of
-    a layer that has some, as many are loaded as the placement says, those that were chosen most. Raises
-    UserError naming a setting, CheckpointError naming a tensor.
+    `layers`: the decoder layers of this rank; None: all. `known`: how often experts were chosen, by layer:
+    then as many bytes are loaded as the placement takes, of those that were chosen most. Raises UserError
+    naming a setting, CheckpointError naming a tensor.
     """
-    placement = make_placement(config.placement, geometry)
-    chosen = _most_chosen(_chosen(placement, layers), known or {})
-    if not chosen:
+    placed = _chosen(make_placement(config.placement, geometry), layers)
+    if not placed:
         return None
     source = expert_source(config, geometry, compute_dtype, parallel)
+    chosen = _begun_with(placed, known or {}, config, source)
     slots = {
         layer: make_slots(
             source.format_of(layer), len(experts), geometry.num_experts, device, geometry.limit_of(layer)
@@ -128,16 +129,19 @@ def _chosen(placement: Placement, layers: Sequence[int] | None) -> dict[int, tup
     }
 
 
-def _most_chosen(
-    chosen: dict[int, tuple[int, ...]], known: Mapping[int, NDArray[np.int64]]
+def _begun_with(
+    placed: Residents,
+    known: Mapping[int, NDArray[np.int64]],
+    config: MoebiusConfig,
+    source: PackedExpertSource,
 ) -> dict[int, tuple[int, ...]]:
-    """In place of the placement's, where it is known what is chosen; of equals those of the placement."""
-    found = dict(chosen)
-    for layer, counts in known.items():
-        if layer in chosen and counts.any():
-            ids = sorted(range(len(counts)), key=lambda e: (-int(counts[e]), e not in chosen[layer], e))
-            found[layer] = tuple(sorted(ids[: len(chosen[layer])]))
-    return found
+    """What is loaded where requests are known. Settings of a number for each layer are kept to; with a share
+    of all experts layers that gain more get more.
+    """
+    if not known or config.placement.gpu_experts is not None:
+        return most_chosen(placed, known)
+    nbytes = {layer: source.format_of(layer).expert_bytes for layer in placed}
+    return most_saving(placed, known, nbytes, source.geometry.top_k)
 
 
 def _load(

@@ -84,8 +84,14 @@ def check(options: PlacementOptions) -> None:
     unknown = [name for name in options.strategies if name not in STRATEGIES]
     if unknown or not options.strategies:
         raise UserError(f"--strategies: {unknown} are not allowed; allowed: {', '.join(STRATEGIES)}")
-    if not options.ratios or not all(0 <= ratio <= 100 for ratio in options.ratios):
-        raise UserError("--ratios: allowed are percentages from 0 to 100, comma separated")
+
+
+def parse_ratios(text: str) -> tuple[int, ...]:
+    """Percentages up to 100, comma separated. Raises UserError."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) <= 100 for part in parts):
+        raise UserError(f"--ratios: {text!r} is not allowed; allowed: percentages 0 to 100, comma separated")
+    return tuple(map(int, parts))
 
 
 def placed(config: MoebiusConfig, strategy: str, ratio: int, statistics: Path) -> MoebiusConfig:

@@ -20,6 +20,7 @@ from moebius.app.cli_options import (
     log_warnings_only,
     with_settings,
 )
+from moebius.app.commands.bench_replay import replay
 from moebius.app.commands.bench_serve import serve
 from moebius.app.commands.models import with_checkpoint
 from moebius.config import MoebiusConfig
@@ -290,17 +291,12 @@ def placement(
     """Decode speed by share of experts on the GPU. For each static placement strategy."""
     from moebius.app.bench.engine.run import EngineBenchOptions
     from moebius.app.bench.kernels_inputs import parse_counts
-    from moebius.app.bench.placement import PlacementOptions, run
+    from moebius.app.bench.placement import PlacementOptions, parse_ratios, run
 
     log_warnings_only("bench")
-    percent = ratios.split(",")
-    if not all(part.isdecimal() for part in percent):
-        raise UserError(
-            f"--ratios: {ratios!r} is not allowed; allowed: percentages 0 to 100, comma separated"
-        )
     options = PlacementOptions(
         tuple(strategies.split(",")),
-        tuple(map(int, percent)),
+        parse_ratios(ratios),
         EngineBenchOptions(
             parse_counts(streams, "--streams"), prompt_len, max_tokens, (), temperature, probe_mib * 2**20
         ),
@@ -391,4 +387,5 @@ def gateway(
     run(options, json_file)
 
 
+app.command()(replay)
 app.command()(serve)

@@ -78,7 +78,7 @@ def with_filled_gpus(config: MoebiusConfig) -> MoebiusConfig:
         return config
     _log.info(
         "experts on GPUs are chosen by what fits",
-        gpu_experts="all" if placement.gpu_experts_ratio == 1 else placement.gpu_experts,
+        gpu_experts_ratio=placement.gpu_experts_ratio,
         placement_strategy=placement.placement_strategy,
         drop_resident=placement.drop_resident,
     )

@@ -104,7 +104,8 @@ class Planner:
         chosen: dict[str, object] = {}
         if residency.is_filled:
             each = max(residency.by_layer.values(), default=0)
-            chosen = {"gpu_experts_ratio": 1.0} if residency.is_everything else {"gpu_experts": each}
+            # A share of all: a start that knows what is chosen divides it among layers.
+            chosen = {"gpu_experts_ratio": each / self.geometry.num_experts}
         placement = self._with_kept(hardware, residency).config.placement
         return placement.model_copy(update=chosen)
 

@@ -1,0 +1,70 @@
+"""What a placement wants exchanged by all it has seen, and how fast: free of threads and devices, so that
+`moebius bench replay` decides as the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_service.experts.adaptive.counts import Observation
+from gpu_service.experts.adaptive.exchange import Wanted
+from gpu_service.experts.adaptive.forecast import RoutingForecast
+from gpu_service.experts.adaptive.policy import worthwhile
+
+# Exchanges that one step begins, at most, and the share of a step's time that their copies may take of the
+# link: servers lose no more of their bandwidth than a third of that.
+_MOST_A_STEP, _SHARE_OF_STEP = 8, 0.05
+# Exchanges that may wait: later counts know better.
+_MOST_WANTED = 64
+
+
+class PlacementDecision:
+    """Of layers with slots. Not thread safe."""
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        slots: Sequence[int],
+        resident: NDArray[np.bool_],
+        top_k: int,
+        known: NDArray[np.int64] | None = None,
+    ) -> None:
+        """`slots`: how many each layer has. `resident` bool `[layers, experts]`: in slots now. `known`:
+        recorded counts int64 `[layers, experts]`, to begin with.
+        """
+        self._layers = tuple(layers)
+        self._slots = np.asarray(slots)
+        self._forecast = RoutingForecast(resident, top_k, known)
+
+    def observe(self, observation: Observation, copy_price: float) -> None:
+        """What was chosen after everything that was observed before; copies cost `copy_price` reads."""
+        self._forecast.observe(observation, copy_price)
+
+    def wanted(self, resident: NDArray[np.bool_], copy_price: float) -> list[Wanted]:
+        """The most urgent exchanges first. `resident` bool `[layers, experts]`: in a slot, or on its way."""
+        expected = self._forecast.expected
+        # An expert that could not be copied has left a slot empty.
+        refilled = [
+            Wanted(self._layers[row], int(np.where(resident[row], -1.0, expected[row]).argmax()), -1)
+            for row in np.flatnonzero(resident.sum(axis=1) < self._slots)
+        ]
+        found = worthwhile(expected, resident, copy_price).best(_MOST_WANTED)
+        pairs = zip(found.rows.tolist(), found.newcomers.tolist(), found.leavers.tolist(), strict=True)
+        return refilled + [Wanted(self._layers[row], newcomer, leaver) for row, newcomer, leaver in pairs]
+
+    @property
+    def half_lives(self) -> dict[int, float]:
+        """By layer: what its forecast follows, tokens."""
+        return dict(zip(self._layers, self._forecast.half_lives.tolist(), strict=True))
+
+    def to_record(self) -> NDArray[np.int64]:
+        """Counts int64 `[layers, experts]` for a file that a later start begins with."""
+        return self._forecast.to_record()
+
+
+def exchanges_per_step(step_s: float, link: float, expert_bytes: int) -> int:
+    """How many exchanges a step of `step_s` seconds begins, at most. `link`: bytes per second."""
+    return max(1, min(_MOST_A_STEP, int(step_s * _SHARE_OF_STEP * link / expert_bytes)))

@@ -1,0 +1,1 @@
+"""`moebius bench replay`: placement strategies compared on the same routing, by simulation."""
