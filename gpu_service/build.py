@@ -20,6 +20,7 @@ from gpu_service.assembly.experts import (
     load_resident,
     load_streamer,
     make_recorder,
+    make_watch,
     rank_moe,
     rank_streaming,
 )
@@ -142,6 +143,7 @@ def _assemble(
     num_pages = _num_pages(memory, model, moe, resident, states, profiled, lane_stream, group)
     limits, kv_cache = scheduler_limits(gpu, model_config, num_pages), shape.make_pool(num_pages)
     memory.reached(KV)
+    watch = make_watch(config, resident, group, undo)
     experts = connect_experts(config, moe, group, undo, fingerprint, adaptive)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
     runner = group.model_runner(
@@ -157,12 +159,17 @@ def _assemble(
         encoder=None if vision is None else vision.encoder,
         has_mrope=model_config.has_mrope,
         states=states,
-        notes_overflow=dtype == torch.float16,
+        watch=watch,
+        # Ranks decide alike, and exchange what they note: not all need have resident experts.
+        notes_overflow=dtype == torch.float16 or (watch is not None and group.parallel.size == 1),
+        is_float16=dtype == torch.float16,
         placement=adaptive,
     )
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint)
     engine = _engine(config, group, runner, steps, lane, limits, num_pages, observer, on_output, compiler)
+    if watch is not None:
+        watch.start()
     context, tokens = limits.context_limit, gpu.num_batched_tokens
     return Built(
         *(engine, group, experts, runner.recorder, memory, model_config, num_pages, context),
@@ -172,6 +179,7 @@ def _assemble(
         streamer=streamer,
         placement=adaptive,
         resident=resident,
+        watch=watch,
         compiler=compiler,
     )
 

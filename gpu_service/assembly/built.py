@@ -16,6 +16,7 @@ from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import SelfTestReport
@@ -47,6 +48,7 @@ class Built:
     streamer: ExpertStreamer | None = None
     placement: AdaptivePlacement | None = None  # None: what is resident stays.
     resident: ResidentExperts | None = None  # None: nothing is.
+    watch: ResidentWatch | None = None  # Over `resident`.
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
     # Of all files that were read; filled by `build_engine` once they have proved to be unchanged.
     identity: Parts = field(default_factory=dict)
@@ -58,6 +60,8 @@ class Built:
         """
         if not self.engine.stop(timeout_s):
             return False
+        if self.watch is not None:
+            self.watch.close()
         if self.placement is not None:
             self.placement.close()
         if self.streamer is not None:

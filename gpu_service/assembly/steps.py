@@ -103,7 +103,9 @@ def make_lane(
         streamer=streamer,
         has_mrope=runner.has_mrope,
         states=runner.states,
+        watch=runner.watch,
         notes_overflow=runner.notes_overflow,
+        is_float16=runner.is_float16,
         drafter=runner.drafter,
     )
     recorder = runner.recorder

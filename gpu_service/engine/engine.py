@@ -379,11 +379,12 @@ class Engine:
             _log.error("step failed", step=step.batch.step, exc_info=is_ours, **fields)
             self._fail(step.batch, f"{type(error).__name__}: {error}")
             return
-        is_found = self._damage.look()
+        is_found = self._damage.look(result.nonfinite_layers)
         try:
             self._apply_result(step, result)
             if is_found:
                 self._end_worthless()
+                self._damage.clear_pages()
         except Exception as error:
             fields = trace_fields(step.batch.requests)
             _log.exception("applying a step's results failed", step=step.batch.step, **fields)
@@ -440,13 +441,14 @@ class Engine:
         self._damage.forget()
         while self._in_flight:
             self._commit_oldest()
+        self._damage.clear_pages()
 
     def _compute_again(self, batch: Batch, reason: str, keep: bool = True) -> None:
         """The lane's step lost the experts that it streamed: its requests wait anew, for either lane."""
         _log.warning("experts changed during a prefill step, which is computed again", error=reason)
         self.scheduler.give_up(batch, keep)
         if not keep:
-            self.scheduler.cache.flush()
+            self._damage.clear_pages()
         self._observer.committed(batch, None, [])
         self._emit([])
 
