@@ -143,7 +143,6 @@ def _assemble(
     num_pages = _num_pages(memory, model, moe, resident, states, profiled, lane_stream, group)
     limits, kv_cache = scheduler_limits(gpu, model_config, num_pages), shape.make_pool(num_pages)
     memory.reached(KV)
-    watch = make_watch(config, resident, group, undo)
     experts = connect_experts(config, moe, group, undo, fingerprint, adaptive)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
     runner = group.model_runner(
@@ -159,27 +158,22 @@ def _assemble(
         encoder=None if vision is None else vision.encoder,
         has_mrope=model_config.has_mrope,
         states=states,
-        watch=watch,
-        # Ranks decide alike, and exchange what they note: not all need have resident experts.
-        notes_overflow=dtype == torch.float16 or (watch is not None and group.parallel.size == 1),
+        watch=make_watch(config, resident, group, undo),
         is_float16=dtype == torch.float16,
         placement=adaptive,
     )
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint)
     engine = _engine(config, group, runner, steps, lane, limits, num_pages, observer, on_output, compiler)
-    if watch is not None:
-        watch.start()
-    context, tokens = limits.context_limit, gpu.num_batched_tokens
     return Built(
-        *(engine, group, experts, runner.recorder, memory, model_config, num_pages, context),
-        warm_up_tokens(device, tokens, context),
+        *(engine, group, experts, runner.recorder, memory, model_config, num_pages, limits.context_limit),
+        warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
         self_test=self_test,
         vision=vision,
         streamer=streamer,
         placement=adaptive,
         resident=resident,
-        watch=watch,
+        watch=runner.watch,
         compiler=compiler,
     )
 
@@ -194,7 +188,7 @@ def _step_runners(
     memory: KvMemory,
     undo: ExitStack,
 ) -> tuple[StepRunner, PrefillLane | None]:
-    """Of the main lane, and of the prefill lane where there is one."""
+    """Of the main lane, and of the prefill lane where there is one. Residents are watched from then on."""
     assert isinstance(runner.model, CausalLM)
     vocab_size = runner.model.config.vocab_size
     runner.drafter = make_drafter(runner.model, runner.token_pool, group.parallel)
@@ -204,6 +198,8 @@ def _step_runners(
     lane = make_lane(config, runner, lane_stream, stream, limits)
     if lane is not None:
         memory.reached(LANE)
+    if runner.watch is not None:
+        runner.watch.start()
     return steps, lane
 
 

@@ -104,7 +104,6 @@ def make_lane(
         has_mrope=runner.has_mrope,
         states=runner.states,
         watch=runner.watch,
-        notes_overflow=runner.notes_overflow,
         is_float16=runner.is_float16,
         drafter=runner.drafter,
     )

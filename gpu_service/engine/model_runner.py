@@ -115,15 +115,14 @@ class ModelRunner:
         has_mrope: bool = False,
         states: StateSlots | None = None,
         watch: ResidentWatch | None = None,
-        notes_overflow: bool = False,
         is_float16: bool = False,
         drafter: DeviceDrafter | None = None,
         placement: AdaptivePlacement | None = None,
     ) -> None:
         """`encoder`: of a model with vision; `has_mrope`: its plans bring positions by axis.
 
-        `watch`: over `resident`. `notes_overflow`: whether steps say which rows left the numbers that
-        activations can be; `is_float16`: whether such rows end their requests.
+        `watch`: over `resident`. `is_float16`: rows that leave the numbers that activations can be end their
+        requests.
         """
         self.model = model
         self.kv_cache = kv_cache
@@ -141,7 +140,6 @@ class ModelRunner:
         self.has_mrope = has_mrope
         # None: the model has no linear attention.
         self.states = states
-        self.notes_overflow = notes_overflow
         self.is_float16 = is_float16
         self.drafter = drafter
         # None: experts on the device stay, or another runner of the same ones moves them.
@@ -154,6 +152,11 @@ class ModelRunner:
         """Which tensors only some models read are in its steps."""
         present = {Feature.MROPE: self.has_mrope, Feature.LINEAR_ATTENTION: self.states is not None}
         return frozenset(feature for feature, is_present in present.items() if is_present)
+
+    @property
+    def notes_overflow(self) -> bool:
+        """Whether steps say after which layer rows first were not finite."""
+        return self.is_float16 or self.watch is not None
 
     @property
     def damages(self) -> int:

@@ -83,6 +83,11 @@ class RankSampler(Sampler):
 class RankModelRunner(ModelRunner):
     """A `ModelRunner` among others: its sampler is a `RankSampler`, its experts are `RankExperts` or None."""
 
+    @property
+    def notes_overflow(self) -> bool:
+        """Ranks decide alike and exchange what they note, and not all need have resident experts."""
+        return self.is_float16
+
     def run(self, plan: StepPlan, resolve: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> StepOutputs:
         """A client that raises does it here, at the end, on all ranks alike."""
         resolved: list[StepPlan] = []
