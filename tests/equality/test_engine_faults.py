@@ -116,7 +116,7 @@ class NotingModel(FakeModel):
 def test_nan_of_a_damaged_expert_on_the_device_reaches_nobody(
     loop: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step is not answered, its requests have their tokens, and all pages are clean for whoever is next."""
+    """The step is not answered, its requests have their tokens, and all pages are clean afterwards."""
     prompts = [[*prompt_of(i, 20), 96] for i in range(3)]
     with running_engine(**loop, num_pages=40) as harness:
         expected = harness.run([make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)])
