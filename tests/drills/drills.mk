@@ -1,5 +1,5 @@
-# `make drills`: faults injected into a served checkpoint, a short form of each drill (about 22 minutes).
-# `make drills-full` takes as long as docs/reliability.md says (about 120 minutes). Rows go to build/drills.jsonl.
+# `make drills`: faults injected into a served checkpoint, a short form of each drill (about 23 minutes).
+# `make drills-full` takes as long as docs/reliability.md says (about 123 minutes). Rows go to build/drills.jsonl.
 .PHONY: drills drills-full
 DRILL := timeout --kill-after=60
 ROWS  := --output build/drills.jsonl
