@@ -51,7 +51,7 @@ class PagePool:
         return len(self._free)
 
     def free_pages(self) -> list[int]:
-        """Those that nobody has, in no order."""
+        """Returns the pages on the free list, in no order."""
         return list(self._free)
 
     def alloc(self, count: int) -> list[int]:

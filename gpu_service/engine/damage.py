@@ -64,8 +64,9 @@ class DamageWatch:
         scheduler.cache.flush()
 
     def clear_pages(self) -> None:
-        """Once no step in flight writes to them any more: no prefix is kept, and pages that nobody has are
-        cleared, since NaN in them is not hidden by a masked score.
+        """Drops cached prefixes and clears all free pages, since a masked score does not hide NaN in them.
+
+        To be called when no step in flight writes to them any more.
         """
         self._scheduler.cache.flush()
         self._runner.zero_pages(self._scheduler.cache.pool.free_pages())

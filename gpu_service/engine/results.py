@@ -51,7 +51,7 @@ class StepOutputs:
     prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
     # To be asked, once the step has ended, whether its experts were whole; None: it streamed none.
     streamed: StreamedExperts | None = None
-    # The first layer after which a row was not finite; None: nobody asks.
+    # The first layer after which a row was not finite; None: it is not noted.
     first_overflow: Annotated[Tensor | None, TensorField("T", int32)] = None
     # Whether that ends the row's request: the activations' type is what has too little room.
     is_float16: bool = False
@@ -65,7 +65,7 @@ class StepResult:
 
     # In batch order.
     rows: list[RowResult] = field(default_factory=list)
-    # After which a row first was not finite, where somebody asks.
+    # Layers after which a row first was not finite; empty where that is not noted.
     nonfinite_layers: frozenset[int] = frozenset()
     num_replays: int = 0
     seconds: float = 0.0

@@ -86,7 +86,7 @@ def _flip(weight: bytes) -> bytes:
 
 
 def _damage(session: Session, slots: Slots, chosen: random.Random, what: str, *how: object) -> float:
-    """Seconds until a line says that it is mended."""
+    """Returns the seconds until a log line says that it is repaired."""
     before, begin = session.log().count(FILLED_AGAIN), time.monotonic()
     if not slots.damage(chosen, *how):  # type: ignore[arg-type]
         session.report.promise("the engine's memory has the expert", False, what)

@@ -99,7 +99,7 @@ class WatchOfNan:
             self._model.poison_token = -1
 
     def interrupt(self) -> None:
-        """Nobody waits."""
+        """Does nothing."""
 
 
 class NotingModel(FakeModel):

@@ -149,7 +149,7 @@ def test_loading_is_complete_when_it_returns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.4, 1.0])
-def test_flipped_bits_are_found_and_mended(ratio: float, tmp_path: Path) -> None:
+def test_flipped_bits_are_found_and_repaired(ratio: float, tmp_path: Path) -> None:
     """By copies on the watch's own stream, each once, and nothing else."""
     geometry = read_geometry(TinyMoe(num_experts=40, dtype="BF16").write(tmp_path))
     stream = device_stream(torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""Changes private memory of another process, as faulty memory does: through /proc, whoever has it mapped."""
+"""Changes private memory of another process, as faulty memory does: through /proc."""
 
 from __future__ import annotations
 

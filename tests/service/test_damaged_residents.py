@@ -103,7 +103,7 @@ def test_flipped_bits_are_found_while_requests_run(cluster: Cluster) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_nan_is_never_answered(cluster: Cluster, overlap: bool) -> None:
     """Without any look in the background: the layer's experts are compared before the step is answered, and
-    the requests that met it have their tokens; nobody gets NaN from pages that it was written to."""
+    the requests that met it have their tokens; no request gets NaN from the pages it was written to."""
     with running_engine(watched(settings(cluster, 3, overlap_scheduling=overlap), 0)) as engine:
         wanted = engine.run(requests())
         watch, slots = parts(engine)

@@ -1,4 +1,4 @@
-"""Guards experts on a device against memory that changes: every flipped bit is found and mended, and what
+"""Guards experts on a device against memory that changes: every flipped bit is found and repaired, and what
 only moves is never taken for damage."""
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def flip(resident: ResidentExperts, slot: int, at: int = 17) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("placement", [{"gpu_experts": 3}, {"gpu_experts_ratio": 1.0}])
-def test_flipped_bits_are_found_in_the_background_and_mended(model: Path, placement: dict[str, Any]) -> None:
+def test_flipped_bits_are_found_in_the_background_and_repaired(
+    model: Path, placement: dict[str, Any]
+) -> None:
     """Within the interval, also in layers that are resident as a whole, and also twice in one place."""
     resident = loaded(model, **placement)
     reasons: list[str] = []
@@ -111,7 +113,7 @@ def test_every_bit_counts(model: Path, seed: int) -> None:
 
 
 def test_comparing_at_once_has_a_share_of_the_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that makes infinite values by itself does not have its experts compared in every step."""
+    """A model that makes infinite values without damage does not have its experts compared in every step."""
     resident = loaded(model)
     with watching(resident) as watch:
         watch.compare([LAYER])
@@ -164,7 +166,7 @@ class Meddling(HostTransfers):
 def test_a_slot_that_is_replaced_while_it_is_compared_is_skipped(
     model: Path, change: str, moment: str
 ) -> None:
-    """Whatever was read of it, and whoever is in it afterwards."""
+    """Whatever was read of it, and whichever expert is in it afterwards."""
     resident, device = loaded(model), Meddling()
     watch = ResidentWatch(resident, device, 0.0)
     slots = resident.slots[LAYER]
@@ -181,7 +183,7 @@ def test_a_slot_that_is_replaced_while_it_is_compared_is_skipped(
         assert slots.weights[0].equal(resident.packed(LAYER, expert))
 
 
-def test_a_damaged_slot_that_is_replaced_before_it_is_mended_keeps_the_newcomer(model: Path) -> None:
+def test_a_damaged_slot_that_is_replaced_before_its_repair_keeps_the_newcomer(model: Path) -> None:
     """The damage counts, since steps have used it; nothing is written over who is there now."""
     resident = loaded(model)
     with watching(resident) as watch:

@@ -42,8 +42,8 @@ class LayerSlots:
     expert_of_slot: list[int]
     # Where the layer's experts clamp (`MoeGeometry.limit_of`), if their activation does.
     limit: float
-    # By slot what it holds, for `ResidentWatch`; None: nothing, or nobody knows its checksum. Set once a slot
-    # is filled, and cleared before anything is written to it.
+    # By slot what it holds, for `ResidentWatch`; None: nothing, or its checksum is unknown. Set once a
+    # slot is filled, and cleared before anything is written to it.
     contents: list[SlotContent | None] = field(init=False)
     gate_up: PanelViews = field(init=False)
     down: PanelViews = field(init=False)

@@ -7,9 +7,9 @@ Slots are written by the thread that launches steps alone, in `begin_step`, so t
     steps | step n | step n+1 …     | waits | slot filled | step m
     watch | compares … finds damage | packs |             | compares …
 
-`damages` grows at the find, and from then on no step begins before the slot is whole. So whoever sees the
-number after a step's end knows that each step launched before may have used the damaged expert, and that
-later ones do not (gpu_service/engine/damage.py).
+`damages` grows at the find, and from then on no step begins before the slot is whole. So when the
+number has grown at a step's end, each step launched before may have used the damaged expert, and later ones
+do not (gpu_service/engine/damage.py).
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class ResidentWatch:
         on_damage: Callable[[str], None] = lambda reason: None,
         active: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`device`: with a copy stream of the watch's own. `interval_s`: in which all slots are compared
-        once; 0: only those that are suspect. `on_damage` is called at each find, by who finds it, `active` is
-        what the watch's thread runs in.
+        """`device`: has a copy stream of the watch's own. `interval_s`: seconds in which all slots are compared
+        once; 0: only suspect ones. `on_damage` is called at each find, by the thread that finds it; the
+        watch's own thread runs within `active`.
         """
         self._resident, self._device, self._interval_s = resident, device, interval_s
         self._on_damage, self._active = on_damage, active
@@ -110,9 +110,10 @@ class ResidentWatch:
             return next((found.problem for found in self._damaged.values() if found.problem), "")
 
     def compare(self, layers: Iterable[int]) -> None:
-        """Compares the slots of these layers here and now: they have made something that is not finite.
+        """Compares the slots of these layers before it returns: their output was not finite.
 
-        Of the time a share only, as in the background: some models and prompts make such values themselves.
+        Takes at most `VERIFY_SHARE` of the time for each layer, since some models and prompts make such
+        values without any damage.
         """
         for layer in layers:
             slots, begin = self._resident.slots.get(layer), time.monotonic()
