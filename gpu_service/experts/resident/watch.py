@@ -65,9 +65,9 @@ class ResidentWatch:
         on_damage: Callable[[str], None] = lambda reason: None,
         active: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`device`: has a copy stream of the watch's own. `interval_s`: seconds in which all slots are compared
-        once; 0: only suspect ones. `on_damage` is called at each find, by the thread that finds it; the
-        watch's own thread runs within `active`.
+        """`device`: has a copy stream of the watch's own. `interval_s`: seconds in which all slots are
+        compared once; 0: only suspect ones. `on_damage` is called at each find, by the thread that finds it;
+        the watch's own thread runs within `active`.
         """
         self._resident, self._device, self._interval_s = resident, device, interval_s
         self._on_damage, self._active = on_damage, active
