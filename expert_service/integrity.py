@@ -19,11 +19,10 @@ from moebius.expert_slices import REQUANTISED, ExpertSlice, SliceRequest
 from moebius.kernels import DamagedExpert, ExpertEngine
 from moebius.kernels_source import SourceMatrix
 from moebius.models.geometry import MoeGeometry
+from moebius.verify_pace import VerifyPace
 
 log = structlog.get_logger(__name__)
 
-# Of its time the thread that compares checksums computes so much: it takes bandwidth from requests.
-VERIFY_SHARE = 0.2
 # How often it is tried again to repair an expert that could not be: its checkpoint may be there again.
 RETRY_S = 10.0
 
@@ -115,17 +114,13 @@ class WeightsWatch:
 
     def _compare(self, experts: Sequence[tuple[int, int]], interval_s: float) -> bool:
         """Each expert once, evenly over the interval, at a share of the time; False: it was stopped."""
-        begin = time.monotonic()
-        total, done, damaged = sum(self._sizes[key] for key in experts), 0, 0
+        pace, damaged = VerifyPace(sum(self._sizes[key] for key in experts), interval_s), 0
         for layer, expert in experts:
             start = time.monotonic()
             damaged += not self._engine.verify_expert(layer, expert)
-            spent_s = time.monotonic() - start
-            done += self._sizes[layer, expert]
-            due = begin + interval_s * done / max(total, 1)
-            if not self._attend(max(spent_s * (1 / VERIFY_SHARE - 1), due - time.monotonic())):
+            if not self._attend(pace.pause_s(self._sizes[layer, expert], time.monotonic() - start)):
                 return False
-        self.pass_seconds = time.monotonic() - begin
+        self.pass_seconds = pace.elapsed_s
         log.info(
             "checksums of packed experts compared",
             experts=len(experts),

@@ -20,6 +20,7 @@ from gpu_service.assembly.experts import (
     load_resident,
     load_streamer,
     make_recorder,
+    make_watch,
     rank_moe,
     rank_streaming,
 )
@@ -161,18 +162,18 @@ def _assemble(
         encoder=None if vision is None else vision.encoder,
         has_mrope=model_config.has_mrope,
         states=states,
-        notes_overflow=dtype == torch.float16,
+        watch=make_watch(config, resident, group, undo),
+        is_float16=dtype == torch.float16,
         placement=adaptive,
     )
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint)
     check = make_check(observer, config, moe, runner, stream, dtype)
     engine = _engine(config, group, runner, steps, lane, limits, num_pages, check, on_output, compiler)
-    context, tokens = limits.context_limit, gpu.num_batched_tokens
     return Built(
-        *(engine, group, experts, runner.recorder, memory, model_config, num_pages, context),
-        warm_up_tokens(device, tokens, context),
-        *(self_test, vision, streamer, adaptive, resident, check, compiler),
+        *(engine, group, experts, runner.recorder, memory, model_config, num_pages, limits.context_limit),
+        warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
+        *(self_test, vision, streamer, adaptive, resident, check, runner.watch, compiler),
     )
 
 
@@ -197,7 +198,7 @@ def _step_runners(
     memory: KvMemory,
     undo: ExitStack,
 ) -> tuple[StepRunner, PrefillLane | None]:
-    """Of the main lane, and of the prefill lane where there is one."""
+    """Of the main lane, and of the prefill lane where there is one. Residents are watched from then on."""
     assert isinstance(runner.model, CausalLM)
     if runner.experts is None and runner.model.model.deferral is not None:
         _log.warning("defer_experts changes answers and saves no time: no layer asks an expert server")
@@ -209,6 +210,8 @@ def _step_runners(
     lane = make_lane(config, runner, lane_stream, stream, limits, group)
     if lane is not None:
         memory.reached(LANE)
+    if runner.watch is not None:
+        runner.watch.start()
     return steps, lane
 
 

@@ -24,6 +24,7 @@ from gpu_service.engine import step_check
 from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.adaptive import metrics as placement_metrics
 from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.resident import metrics as watch_metrics
 from gpu_service.live import make_live_experts
 from gpu_service.memory.ledger import export
 from gpu_service.profiler import EngineProfiler
@@ -197,7 +198,7 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
         *(built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder),
         *(preparer, live, built.compiler, profiler, identity_digest(info.identity)),
     )
-    readiness = Readiness(report, built.engine, built.experts)
+    readiness = Readiness(report, built.engine, built.experts, built.watch)
     servicer.problem = lambda: readiness.problem
     built.engine.on_lost = lambda reason: _set_from_thread(loop, readiness.lost)
     watching = asyncio.create_task(readiness.watch())
@@ -338,6 +339,8 @@ def _warm_up(
         # First steps compile and load.
         built.check.forget()
         step_check.export(built.check, name)
+    if built.watch is not None:
+        watch_metrics.export(built.watch, name)
 
 
 def run_follower(config: MoebiusConfig) -> int:

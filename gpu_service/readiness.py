@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gpu_service.engine.engine import Engine
 from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.resident.watch import ResidentWatch
 from moebius.operations import NOT_READY_METADATA, ProcessState
 from protos import engine_pb2 as pb
 
@@ -74,11 +75,12 @@ class Readiness:
         report: HealthReport,
         engine: Engine,
         experts: ExpertClient | None,
+        watch: ResidentWatch | None = None,
         look_every_s: float = _LOOK_EVERY_S,
     ) -> None:
         self._report = report
         self._engine = engine
-        self._experts = experts
+        self._experts, self._watch = experts, watch
         self._look_every_s = look_every_s
         self._draining = False
         # Why a request sent now would have to wait, or could not be computed at all; empty: it would not.
@@ -116,6 +118,8 @@ class Readiness:
         if not self._engine.is_alive:
             return _ENDED
         problem = "" if self._experts is None else self._experts.problem()
+        if not problem and self._watch is not None:
+            problem = self._watch.problem
         if not problem and self._engine.is_recovering:
             problem = "steps wait for lost expert servers"
         return problem

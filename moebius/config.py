@@ -240,7 +240,7 @@ class ExpertConfig(Section):
     verify_interval_s: float = Field(
         default=3600.0,
         ge=0,
-        description="Seconds in which all packed experts are compared with their checksums; 0: when suspect",
+        description="Seconds in which all experts, on GPUs too, are compared with checksums; 0: when suspect",
     )
     mailbox: str = Field(
         default="", description="Name of the shared-memory mailbox; empty: chosen by the supervisor"

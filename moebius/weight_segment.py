@@ -108,6 +108,14 @@ class SegmentLayer:
         return self.expert_bytes * len(self.experts)
 
 
+def digest_seed(layer: int, place: int) -> int:
+    """What a checksum of an expert's packed bytes begins with (digest_seed in kernels/moe/expert_store.cc).
+
+    `place`: the expert's id, counted from the first one of its server's range.
+    """
+    return layer << 32 | place
+
+
 class WeightSegment:
     """A mapping of one expert server's packed experts.
 
@@ -129,6 +137,8 @@ class WeightSegment:
         self.intermediate_begin = int(header["intermediate_begin"])
         self.intermediate_end = int(header["intermediate_end"])
         self.numa_node = int(header["numa_node"])
+        records = self._table("layers_offset", LAYER_RECORD, "num_layers")
+        self._first_experts = {int(record["layer"]): int(record["first_expert"]) for record in records}
         self.layers: Mapping[int, SegmentLayer] = MappingProxyType(
             {layer.layer: layer for layer in self._read_layers()}
         )
@@ -171,6 +181,14 @@ class WeightSegment:
         text = self.data[begin : begin + size].tobytes()
         found = _kernels.weight_digest(text, 0)
         return text.decode() if found == int(self._header["load_record_digest"]) else ""
+
+    def digest(self, layer: int, slot: int) -> int:
+        """Checksum of an expert's packed bytes, which begins with `digest_seed`; read each time.
+
+        Means nothing unless `is_complete`. Raises KeyError for a layer of which nothing is held.
+        """
+        experts = self._table("experts_offset", EXPERT_RECORD, "num_experts")
+        return int(experts["digest"][self._first_experts[layer] + slot])
 
     def close(self) -> None:
         """Let go of the mapping; it goes with the last view of `data`."""

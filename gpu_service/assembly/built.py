@@ -17,6 +17,7 @@ from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import SelfTestReport
@@ -49,6 +50,7 @@ class Built:
     placement: AdaptivePlacement | None = None  # None: what is resident stays.
     resident: ResidentExperts | None = None  # None: nothing is.
     check: StepCheck | None = None  # Filled by `build_engine`.
+    watch: ResidentWatch | None = None  # Over `resident`.
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
     # Of all files that were read; filled by `build_engine` once they have proved to be unchanged.
     identity: Parts = field(default_factory=dict)
@@ -60,6 +62,8 @@ class Built:
         """
         if not self.engine.stop(timeout_s):
             return False
+        if self.watch is not None:
+            self.watch.close()
         if self.placement is not None:
             self.placement.close()
         if self.streamer is not None:

@@ -12,15 +12,17 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_service.assembly.process import local_rank, resolve_device
-from gpu_service.device.stream import DeviceStream
+from gpu_service.device.stream import DeviceStream, stream_of
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.factory import make_expert_client
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
+from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.servers import CheckedExperts
 from gpu_service.experts.streaming.make import StreamingPlan, make_streamer, plan_streaming
+from gpu_service.experts.streaming.ring import transfer_device
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.memory.plan import ExpertMemory
 from gpu_service.parallel.group import RankGroup
@@ -104,6 +106,27 @@ def load_resident(
     if moe is None:
         return None
     return make_resident_experts(config, moe.geometry, device, dtype, group.parallel, moe.layers, known)
+
+
+def make_watch(
+    config: MoebiusConfig, resident: ResidentExperts | None, group: RankGroup, undo: ExitStack
+) -> ResidentWatch | None:
+    """Over this rank's resident experts, not started yet; None: there are none. `undo` ends it.
+
+    Only the first rank can have what was computed forgotten: another one that finds damage ends the group.
+    """
+    if resident is None:
+        return None
+    device = next(iter(resident.slots.values())).weights.device
+    watch = ResidentWatch(
+        resident,
+        transfer_device(device),
+        config.experts.verify_interval_s,
+        (lambda reason: None) if group.parallel.rank == 0 else group.fail,
+        stream_of(device),
+    )
+    undo.callback(watch.close)
+    return watch
 
 
 def connect_experts(

@@ -123,7 +123,8 @@ def make_lane(
         streamer=streamer,
         has_mrope=runner.has_mrope,
         states=runner.states,
-        notes_overflow=runner.notes_overflow,
+        watch=runner.watch,
+        is_float16=runner.is_float16,
         drafter=runner.drafter,
     )
     recorder = runner.recorder

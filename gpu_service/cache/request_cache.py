@@ -50,6 +50,10 @@ class PagePool:
         """Pages on the free list."""
         return len(self._free)
 
+    def free_pages(self) -> list[int]:
+        """Returns the pages on the free list, in no order."""
+        return list(self._free)
+
     def alloc(self, count: int) -> list[int]:
         """Takes `count` free pages; the caller owns them. Raises OutOfPages and takes none if too few."""
         if count > len(self._free):

@@ -6,6 +6,7 @@ computed again from their tokens, no prefix is kept, and a step launched before 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 
 import structlog
@@ -28,11 +29,14 @@ class DamageWatch:
         self._scheduler, self._runner, self._inbox = scheduler, runner, inbox
         self._known, self._trusted_from = runner.damages, 0
 
-    def look(self) -> bool:
+    def look(self, nonfinite_layers: Collection[int] = ()) -> bool:
         """After a step's end, before its tokens are given out: whether all was forgotten here and now.
 
+        `nonfinite_layers`: made values in the step that are not finite, so that their experts are suspect.
         Of several ranks, all have to forget at one place, which is after the step: by an operation.
         """
+        if nonfinite_layers:
+            self._runner.suspect(nonfinite_layers)
         damages = self._runner.damages
         if not self._inbox.is_entry or damages == self._known:
             return False
@@ -58,6 +62,14 @@ class DamageWatch:
         for request in scheduler.waiting:
             request.expected_len = -1
         scheduler.cache.flush()
+
+    def clear_pages(self) -> None:
+        """Drops cached prefixes and clears all free pages, since a masked score does not hide NaN in them.
+
+        To be called when no step in flight writes to them any more.
+        """
+        self._scheduler.cache.flush()
+        self._runner.zero_pages(self._scheduler.cache.pool.free_pages())
 
     def is_worthless(self, batch: Batch) -> bool:
         """Whether the step was launched before a damage was found."""

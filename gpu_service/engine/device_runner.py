@@ -9,7 +9,7 @@ device  |------ step N ------|------ step N+1 ------|
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -116,12 +116,14 @@ class DeviceRunner(StepRunner):
         return 0 if streamer is None or not streamer.can_stream else streamer.useful_tokens
 
     def interrupt(self) -> None:
-        if self._runner.experts is not None:
-            self._runner.experts.interrupt()
+        self._runner.interrupt()
 
     @property
     def damages(self) -> int:
-        return 0 if self._runner.experts is None else self._runner.experts.damages()
+        return self._runner.damages
+
+    def suspect(self, layers: Collection[int]) -> None:
+        self._runner.suspect(layers)
 
     def prepare(self) -> None:
         """Captures all graphs; expert servers must be ready. Before the first step. Raises their failure."""

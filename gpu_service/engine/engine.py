@@ -320,8 +320,7 @@ class Engine:
     def _plan(self, schedule: Callable[[], Batch | None]) -> tuple[Batch, StepPlan] | None:
         """A batch and its inputs; None when there is none, or when it failed."""
         try:
-            batch = schedule()
-            if batch is None:
+            if (batch := schedule()) is None:
                 return None
         except Exception as error:
             _log.exception("scheduling failed")
@@ -382,11 +381,12 @@ class Engine:
             _log.error("step failed", step=step.batch.step, exc_info=is_ours, **fields)
             self._fail(step.batch, f"{type(error).__name__}: {error}")
             return
-        is_found = self._damage.look()
+        is_found = self._damage.look(result.nonfinite_layers)
         try:
             self._apply_result(step, result)
             if is_found:
                 self._end_worthless()
+                self._damage.clear_pages()
         except Exception as error:
             fields = trace_fields(step.batch.requests)
             _log.exception("applying a step's results failed", step=step.batch.step, **fields)
@@ -442,13 +442,14 @@ class Engine:
     def _compute_all_again(self) -> None:
         self._damage.forget()
         self.settle()
+        self._damage.clear_pages()
 
     def _compute_again(self, batch: Batch, reason: str, keep: bool = True) -> None:
         """The lane's step lost the experts that it streamed: its requests wait anew, for either lane."""
         _log.warning("experts changed during a prefill step, which is computed again", error=reason)
         self.scheduler.give_up(batch, keep)
         if not keep:
-            self.scheduler.cache.flush()
+            self._damage.clear_pages()
         self._observer.committed(batch, None, [])
         self._emit([])
 

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -160,12 +160,14 @@ class HostRunner(StepRunner):
         return 0 if streamer is None or not streamer.is_open else streamer.useful_tokens
 
     def interrupt(self) -> None:
-        if self._runner.experts is not None:
-            self._runner.experts.interrupt()
+        self._runner.interrupt()
 
     @property
     def damages(self) -> int:
-        return 0 if self._runner.experts is None else self._runner.experts.damages()
+        return self._runner.damages
+
+    def suspect(self, layers: Collection[int]) -> None:
+        self._runner.suspect(layers)
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         if not plan.awaits_masks:

@@ -6,7 +6,7 @@ know is read from the returned tensors once the step has ended (`results.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -31,6 +31,7 @@ from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.ops.overflow import NO_OVERFLOW
@@ -113,13 +114,15 @@ class ModelRunner:
         encoder: ImageEncoder | None = None,
         has_mrope: bool = False,
         states: StateSlots | None = None,
-        notes_overflow: bool = False,
+        watch: ResidentWatch | None = None,
+        is_float16: bool = False,
         drafter: DeviceDrafter | None = None,
         placement: AdaptivePlacement | None = None,
     ) -> None:
         """`encoder`: of a model with vision; `has_mrope`: its plans bring positions by axis.
 
-        `notes_overflow`: whether steps say which rows left the numbers that activations can be.
+        `watch`: over `resident`. `is_float16`: rows that leave the numbers that activations can be end their
+        requests.
         """
         self.model = model
         self.kv_cache = kv_cache
@@ -128,6 +131,8 @@ class ModelRunner:
         self.token_pool = token_pool
         self.sampler = sampler
         self.resident = resident
+        # None: nothing is resident.
+        self.watch = watch
         # None: no step streams experts.
         self.streamer = streamer
         self.recorder = recorder
@@ -135,7 +140,7 @@ class ModelRunner:
         self.has_mrope = has_mrope
         # None: the model has no linear attention.
         self.states = states
-        self.notes_overflow = notes_overflow
+        self.is_float16 = is_float16
         self.drafter = drafter
         # None: experts on the device stay, or another runner of the same ones moves them.
         self.placement = placement
@@ -147,6 +152,31 @@ class ModelRunner:
         """Which tensors only some models read are in its steps."""
         present = {Feature.MROPE: self.has_mrope, Feature.LINEAR_ATTENTION: self.states is not None}
         return frozenset(feature for feature, is_present in present.items() if is_present)
+
+    @property
+    def notes_overflow(self) -> bool:
+        """Whether steps say after which layer rows first were not finite."""
+        return self.is_float16 or self.watch is not None
+
+    @property
+    def damages(self) -> int:
+        """Experts found damaged so far, by servers and on this device."""
+        servers = 0 if self.experts is None else self.experts.damages()
+        return servers + (0 if self.watch is None else self.watch.damages)
+
+    def suspect(self, layers: Collection[int]) -> None:
+        """Experts on the device are compared with their checksums: `layers` are where values that are not
+        finite were noted, as `notes_overflow` says.
+        """
+        if self.watch is not None:
+            self.watch.suspect(layers, self.is_float16)
+
+    def interrupt(self) -> None:
+        """Ends waits for experts, the one under way and later ones. Any thread."""
+        if self.experts is not None:
+            self.experts.interrupt()
+        if self.watch is not None:
+            self.watch.interrupt()
 
     def run(self, plan: StepPlan, resolve: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> StepOutputs:
         """Runs the step. Raises what the expert client raises.
@@ -179,11 +209,17 @@ class ModelRunner:
             computed.prompt_logprobs,
             computed.streamed,
             first_overflow=computed.first_overflow,
+            is_float16=self.is_float16,
             drafts=None if self.drafter is None else self._draft(self.drafter, plan, computed, sampled),
         )
 
     def begin_step(self) -> None:
-        """Before every step, replayed or not: experts move between the device and expert servers."""
+        """Before every step, replayed or not: experts move between the device and expert servers.
+
+        Raises ResidentDamaged.
+        """
+        if self.watch is not None:
+            self.watch.begin_step()
         if self.placement is not None:
             self.placement.begin_step()
 

@@ -51,8 +51,10 @@ class StepOutputs:
     prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
     # To be asked, once the step has ended, whether its experts were whole; None: it streamed none.
     streamed: StreamedExperts | None = None
-    # The first layer after which a row was not finite; None: the activations' type has room enough.
+    # The first layer after which a row was not finite; None: it is not noted.
     first_overflow: Annotated[Tensor | None, TensorField("T", int32)] = None
+    # Whether that ends the row's request: the activations' type is what has too little room.
+    is_float16: bool = False
     # What a device drafter guesses for each request that samples; None: there is none, or it had no guess.
     drafts: Annotated[Tensor | None, TensorField("Q K", int64)] = None
 
@@ -63,6 +65,8 @@ class StepResult:
 
     # In batch order.
     rows: list[RowResult] = field(default_factory=list)
+    # Layers after which a row first was not finite; empty where that is not noted.
+    nonfinite_layers: frozenset[int] = frozenset()
     # Whether experts were copied for it, and what it should take by their costs; None: that is not known.
     is_streamed: bool = False
     predicted_seconds: float | None = None
@@ -84,11 +88,14 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
             records += _to_records(targets, scored, tops, [0] * len(targets))
         row = rows[wanted.batch_index]
         row.prompt_logprobs_start, row.prompt_logprobs = wanted.start, records
-    is_float16 = outputs.first_overflow is not None
     if outputs.sampled is not None:
-        _add_sampled(plan, outputs.sampled, rows, NON_FINITE_IN_FLOAT16 if is_float16 else NON_FINITE_LOGITS)
+        error = NON_FINITE_IN_FLOAT16 if outputs.is_float16 else NON_FINITE_LOGITS
+        _add_sampled(plan, outputs.sampled, rows, error)
+    nonfinite = frozenset[int]()
     if outputs.first_overflow is not None:
-        _add_overflows(plan, outputs.first_overflow, rows)
+        nonfinite = frozenset(outputs.first_overflow.tolist()) - {NO_OVERFLOW}
+        if outputs.is_float16:
+            _add_overflows(plan, outputs.first_overflow, rows)
     if outputs.drafts is not None:
         owners = plan.drafts.owners if plan.drafts is not None else plan.sample_batch_indices
         for index, drafts in zip(owners, outputs.drafts.tolist(), strict=True):
@@ -97,7 +104,7 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
         rows = fold(rows, plan.drafts.counts)
     streamed = outputs.streamed
     predicted = None if streamed is None else streamed.predicted_seconds
-    return StepResult(rows, is_streamed=streamed is not None, predicted_seconds=predicted)
+    return StepResult(rows, nonfinite, streamed is not None, predicted)
 
 
 def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]) -> None:

@@ -13,7 +13,7 @@ is done between the commit of the step before and the next launch, so at most th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -83,10 +83,14 @@ class StepRunner(ABC):
 
     @property
     def damages(self) -> int:
-        """How many experts servers have found damaged so far: grows before a step that waited for such an
-        expert's repair ends.
+        """How many experts servers, and this rank on its device, have found damaged so far: grows before a
+        step that waited for such an expert's repair ends.
         """
         return 0
+
+    def suspect(self, layers: Collection[int]) -> None:
+        """Looks for damage on the device at once: what these layers made in a step is not finite."""
+        return
 
     @property
     def streamed_tokens(self) -> int:

@@ -32,7 +32,7 @@ from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.mtp import MtpLayer
 from gpu_service.layers.norm import Norm, make_norm
 from gpu_service.ops.linear import can_pack, linear, pack_weight
-from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, note_overflow
+from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, is_noted, note_overflow
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import shard_config, stage_layers
 from moebius.models.config import ModelConfig
@@ -106,7 +106,7 @@ class Backbone(nn.Module):
             stream = layer(stream, None if rotary is None else ropes[rotary], context)
             if images is not None and images.reaches(index):
                 images.add_after(index, stream.sum())
-            if overflow is not None:
+            if overflow is not None and is_noted(index, self._dtype == torch.float16):
                 _note(overflow, stream, index)
             if context.between_layers is not None:
                 context.between_layers()

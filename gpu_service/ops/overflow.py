@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import torch
 
 from gpu_service.ops.registry import Op
@@ -10,6 +12,26 @@ from gpu_service.ops.registry import Op
 NO_OVERFLOW = 2**31 - 1
 # What comes before and after all layers.
 EMBEDDING, FINAL_NORM = -1, 2**30
+# Types with float32's range leave it where weights are damaged, hardly ever otherwise: every eighth layer is
+# looked at, since each look is a kernel.
+_WIDE_STRIDE = 8
+
+
+def is_noted(layer: int, is_float16: bool) -> bool:
+    """Whether a step that notes overflows looks at the residual stream after this layer."""
+    return is_float16 or layer % _WIDE_STRIDE == _WIDE_STRIDE - 1
+
+
+def suspects(noted: Collection[int], layers: Iterable[int], is_float16: bool) -> list[int]:
+    """Of `layers` those after which the stream may have left its range, where `noted` says that it had."""
+
+    def note_of(layer: int) -> int:
+        return layer if is_float16 else layer - layer % _WIDE_STRIDE + _WIDE_STRIDE - 1
+
+    known = sorted(layers)
+    # The last layers' note is the norm's, where none of their own follows.
+    unnoted = {layer for layer in known[-_WIDE_STRIDE:] if FINAL_NORM in noted}
+    return [layer for layer in known if note_of(layer) in noted or layer in unnoted]
 
 
 @Op

@@ -115,6 +115,9 @@ class RankExperts(ExpertClient):
     def problem(self) -> str:
         return self._inner.problem()
 
+    def damages(self) -> int:
+        return self._inner.damages()
+
     def interrupt(self) -> None:
         """Interrupts this rank's waits. The step goes on when all ranks' waits have ended."""
         self._inner.interrupt()

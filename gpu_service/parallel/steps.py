@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import cast
 
 import torch
@@ -13,6 +13,7 @@ from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step import ForwardContext, PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
 from gpu_service.engine.step_runner import Pending, StepInFlight, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
+from gpu_service.experts.resident.watch import ResidentDamaged
 from gpu_service.parallel.context import ParallelContext
 
 
@@ -82,6 +83,11 @@ class RankSampler(Sampler):
 class RankModelRunner(ModelRunner):
     """A `ModelRunner` among others: its sampler is a `RankSampler`, its experts are `RankExperts` or None."""
 
+    @property
+    def notes_overflow(self) -> bool:
+        """Ranks decide alike and exchange what they note, and not all need have resident experts."""
+        return self.is_float16
+
     def run(self, plan: StepPlan, resolve: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> StepOutputs:
         """A client that raises does it here, at the end, on all ranks alike."""
         resolved: list[StepPlan] = []
@@ -121,7 +127,8 @@ class RankLaneModelRunner(LaneModelRunner, RankModelRunner):
     """The prefill lane's among others."""
 
 
-# All ranks raise these alike (`RankExperts.failure`), so their engines go on alike.
+# All ranks raise these alike (`RankExperts.failure`), so their engines go on alike. A rank whose device is
+# damaged is alone with it.
 _AGREED = (ExpertUnavailable, ExpertComputeFailed)
 
 
@@ -144,7 +151,7 @@ class GuardedRunner(StepRunner):
         return _GuardedPending(pending, self._judge)
 
     def _judge(self, error: Exception) -> None:
-        if not isinstance(error, _AGREED):
+        if not isinstance(error, _AGREED) or isinstance(error, ResidentDamaged):
             self._fail(f"a step failed: {error!r}")
 
     def zero_pages(self, pages: list[int]) -> None:
@@ -153,6 +160,13 @@ class GuardedRunner(StepRunner):
     @property
     def is_recovering(self) -> bool:
         return self._inner.is_recovering
+
+    @property
+    def damages(self) -> int:
+        return self._inner.damages
+
+    def suspect(self, layers: Collection[int]) -> None:
+        self._inner.suspect(layers)
 
     @property
     def streamed_tokens(self) -> int:

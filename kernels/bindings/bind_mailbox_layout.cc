@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "kernels/bindings/bindings.h"
+#include "kernels/bindings/released_gil.h"
 #include "kernels/mailbox/layout.h"
 #include "kernels/moe/weight_segment.h"
 
@@ -141,9 +142,17 @@ py::dict weight_segment_layout() {
   return found;
 }
 
-uint64_t weight_digest(const py::bytes& data, uint64_t seed) {
-  const auto text = static_cast<std::string_view>(data);
-  return weights::digest_of(reinterpret_cast<const std::byte*>(text.data()), text.size(), seed);
+// Of any contiguous buffer, which is read where it is: an expert takes megabytes.
+uint64_t weight_digest(const py::buffer& data, uint64_t seed) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  uint64_t digest = 0;
+  {
+    const ReleasedGil release;
+    digest = weights::digest_of(static_cast<const std::byte*>(view.buf), static_cast<size_t>(view.len), seed);
+  }
+  PyBuffer_Release(&view);
+  return digest;
 }
 
 [[noreturn]] void raise_os_error(const std::string& path) {

@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from tests.drills import again, crash, files, freeze, grammars, kill, malformed, memory, replace, soak
+from tests.drills import (
+    again,
+    crash,
+    files,
+    freeze,
+    grammars,
+    kill,
+    malformed,
+    memory,
+    replace,
+    residents,
+    soak,
+)
 from tests.drills.report import Report
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -94,6 +106,17 @@ def run_memory(
     settings = {"duration": duration, "period": period, "streams": streams, "seed": seed}
     report = Report("memory", settings)
     memory.run(report, duration, period, streams, seed)
+    raise typer.Exit(report.finish(output))
+
+
+@app.command("residents")
+def run_residents(
+    duration: Duration = 120, period: Period = 3, streams: Streams = 8, seed: Seed = 1, output: Output = None
+) -> None:
+    """As memory, of experts that the engine holds itself, with the host as its device."""
+    settings = {"duration": duration, "period": period, "streams": streams, "seed": seed}
+    report = Report("residents", settings)
+    residents.run(report, duration, period, streams, seed)
     raise typer.Exit(report.finish(output))
 
 

@@ -1,5 +1,5 @@
-# `make drills`: faults injected into a served checkpoint, a short form of each drill (about 22 minutes).
-# `make drills-full` takes as long as docs/reliability.md says (about 120 minutes). Rows go to build/drills.jsonl.
+# `make drills`: faults injected into a served checkpoint, a short form of each drill (about 23 minutes).
+# `make drills-full` takes as long as docs/reliability.md says (about 123 minutes). Rows go to build/drills.jsonl.
 .PHONY: drills drills-full
 DRILL := timeout --kill-after=60
 ROWS  := --output build/drills.jsonl
@@ -11,6 +11,7 @@ drills: setup
 	$(DRILL) 900 $(BIN)/python -m tests.drills replace --duration 30 $(ROWS)
 	$(DRILL) 900 $(BIN)/python -m tests.drills files --period 2 $(ROWS)
 	$(DRILL) 600 $(BIN)/python -m tests.drills memory --duration 60 $(ROWS)
+	$(DRILL) 600 $(BIN)/python -m tests.drills residents --duration 40 --streams 4 $(ROWS)
 	$(DRILL) 600 $(BIN)/python -m tests.drills grammars --duration 20 $(ROWS)
 	$(DRILL) 900 $(BIN)/python -m tests.drills malformed --requests 2000 $(ROWS)
 	$(DRILL) 600 $(BIN)/python -m tests.drills soak --duration 120 --period 10 $(ROWS)
@@ -23,6 +24,7 @@ drills-full: setup
 	$(DRILL) 1800 $(BIN)/python -m tests.drills replace $(ROWS)
 	$(DRILL) 1800 $(BIN)/python -m tests.drills files $(ROWS)
 	$(DRILL) 1200 $(BIN)/python -m tests.drills memory $(ROWS)
+	$(DRILL) 900 $(BIN)/python -m tests.drills residents $(ROWS)
 	$(DRILL) 900 $(BIN)/python -m tests.drills grammars $(ROWS)
 	$(DRILL) 7200 $(BIN)/python -m tests.drills malformed $(ROWS)
 	$(DRILL) 3000 $(BIN)/python -m tests.drills soak $(ROWS)

@@ -36,31 +36,31 @@ def _nan(
     session: Session, cases: Sequence[GreedyCase], duration_s: float, period_s: float, chosen: random.Random
 ) -> None:
     """The call that meets it waits for the repair."""
-    with _load(session, cases) as load:
+    with greedy_load(session, cases) as load:
         end = time.monotonic() + duration_s
         while time.monotonic() < end:
             put_nan(segment_of(session.stack.state_dir, *_server(chosen)), *_expert(chosen))
-            _note(session, "NaN in an expert")
+            note_damage(session, "NaN in an expert")
             time.sleep(period_s)
-    _unharmed(session.report, load, "NaN")
+    promise_unharmed(session.report, load, "NaN")
 
 
 def _away(
     session: Session, cases: Sequence[GreedyCase], duration_s: float, period_s: float, chosen: random.Random
 ) -> None:
     """What the successor finds is compared before its first use."""
-    with _load(session, cases) as load:
+    with greedy_load(session, cases) as load:
         end = time.monotonic() + duration_s
         while time.monotonic() < end:
             (server,) = _server(chosen)
             segment, before = segment_of(session.stack.state_dir, server), session.log().count(REPAIRED)
             if session.send(EXPERTS[server], signal.SIGKILL) is not None:
                 flip_bits(segment, *_expert(chosen), count=8, seed=chosen.randrange(1000))
-                _note(session, "bits flipped while the server was away")
+                note_damage(session, "bits flipped while the server was away")
                 wait_for(lambda known=before: session.log().count(REPAIRED) > known, 60)
             wait_for(session.ready, 60)
             time.sleep(period_s)
-    _unharmed(session.report, load, "a server's return")
+    promise_unharmed(session.report, load, "a server's return")
 
 
 def _flipped(
@@ -68,13 +68,13 @@ def _flipped(
 ) -> None:
     """Answers are wrong until the comparison comes by, and no longer."""
     report, found_after, wrong_after = session.report, list[float](), 0
-    with _load(session, cases) as load:
+    with greedy_load(session, cases) as load:
         end = time.monotonic() + duration_s
         while time.monotonic() < end:
             before, begin = session.log().count(REPAIRED), time.monotonic()
             segment = segment_of(session.stack.state_dir, *_server(chosen))
             flip_bits(segment, *_expert(chosen), count=8, seed=chosen.randrange(1000))
-            _note(session, "bits flipped while the server serves")
+            note_damage(session, "bits flipped while the server serves")
             wait_for(lambda known=before: session.log().count(REPAIRED) > known, INTERVAL_S + 6 * LATE_S)
             found = time.monotonic()
             found_after.append(round(found - begin, 1))
@@ -91,7 +91,7 @@ def _flipped(
     report.promise("flipped bits: no request failed", failed == 0, failed)
 
 
-def _load(session: Session, cases: Sequence[GreedyCase]) -> GreedyLoad:
+def greedy_load(session: Session, cases: Sequence[GreedyCase]) -> GreedyLoad:
     return GreedyLoad(session.stack.base_url, list(cases), len(cases), deadline_s=120)
 
 
@@ -104,13 +104,13 @@ def _expert(chosen: random.Random) -> tuple[int, int]:
     return chosen.randrange(2), chosen.randrange(6)
 
 
-def _note(session: Session, what: str) -> None:
+def note_damage(session: Session, what: str) -> None:
     report = session.report
     report.inject(what)
     report.facts["experts damaged"] = report.facts.get("experts damaged", 0) + 1
 
 
-def _unharmed(report: Report, load: GreedyLoad, what: str) -> None:
+def promise_unharmed(report: Report, load: GreedyLoad, what: str) -> None:
     numbers = tally(load.outcomes)
     failed = numbers.count("refused", "broken", "late")
     report.promise(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import cast
+
 import pytest
+import torch
 
 from gpu_service.engine.damage import COMPUTE_AGAIN
 from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.request import FinishReason
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused
 from tests.helpers.drafters import AnswerDrafter
@@ -72,6 +77,64 @@ def test_what_damaged_experts_computed_is_forgotten(loop: dict[str, bool], draft
             assert harness.run(requests, together=True) == expected
             assert model.experts.found == 1
             assert harness.run([make_request("again", prompts[0])]) == expected[:1]
+
+
+class WatchOfNan:
+    """Stands for the watch over experts on a device: finds those damaged that a step's NaN came from, which
+    the next step begins without."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self._model = model
+        self.damages = 0
+        self.compared: list[int] = []
+
+    def suspect(self, noted: Collection[int], is_float16: bool) -> None:
+        """Called by the engine before the step is answered."""
+        self.compared += sorted(noted)
+        self.damages = 1
+
+    def begin_step(self) -> None:
+        """The slot is filled again."""
+        if self.damages:
+            self._model.poison_token = -1
+
+    def interrupt(self) -> None:
+        """Does nothing."""
+
+
+class NotingModel(FakeModel):
+    """Notes rows that are not finite, as models do, as of one layer."""
+
+    def read(self, context: ForwardContext) -> torch.Tensor:
+        hidden_states = super().read(context)
+        assert context.first_overflow is not None
+        context.first_overflow[hidden_states.isnan().any(1)] = 7
+        return hidden_states
+
+
+@LOOPS
+def test_nan_of_a_damaged_expert_on_the_device_reaches_nobody(
+    loop: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is not answered, its requests have their tokens, and all pages are clean afterwards."""
+    prompts = [[*prompt_of(i, 20), 96] for i in range(3)]
+    with running_engine(**loop, num_pages=40) as harness:
+        expected = harness.run([make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)])
+    model = NotingModel()
+    watch = WatchOfNan(model)
+    knobs = {**loop, "num_pages": 40, "watch": cast(ResidentWatch, watch)}
+    with running_engine(**knobs, model=model) as harness:
+        model.poison_token = 96
+        cleared: list[list[int]] = []
+        zero_pages = harness.engine._runner.zero_pages
+        monkeypatch.setattr(
+            harness.engine._runner, "zero_pages", lambda pages: (cleared.append(pages), zero_pages(pages))
+        )
+        requests = [make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+        assert harness.run(requests, together=True) == expected
+        assert watch.damages == 1
+        assert set(watch.compared) == {7}
+        assert sorted(cleared[-1]) == list(range(1, 40))
 
 
 @LOOPS

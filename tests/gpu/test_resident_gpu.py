@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.device.stream import device_stream
+from gpu_service.device.stream import device_stream, stream_of
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.resident.experts import LayerSlots, TorchResidentKernels, make_kernels
 from gpu_service.experts.resident.make import make_resident_experts
+from gpu_service.experts.resident.watch import ResidentWatch
+from gpu_service.experts.streaming.ring import transfer_device
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
 from tests import tolerances
 from tests.equality.test_resident_experts import configuration, hybrid
 from tests.equality.test_resident_experts import routed as routed_layer
 from tests.helpers.checkpoints import TinyMoe
+from tests.helpers.expert_cluster import wait_until
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, QuantisedMoe
 from tests.helpers.resident_layers import ALL_FORMATS, Shape, resident_layer, routed
 
@@ -143,6 +146,32 @@ def test_loading_is_complete_when_it_returns(tmp_path: Path) -> None:
         )
         assert resident is not None
         resident.check_integrity()
+
+
+@pytest.mark.parametrize("ratio", [0.4, 1.0])
+def test_flipped_bits_are_found_and_repaired(ratio: float, tmp_path: Path) -> None:
+    """By copies on the watch's own stream, each once, and nothing else."""
+    geometry = read_geometry(TinyMoe(num_experts=40, dtype="BF16").write(tmp_path))
+    stream = device_stream(torch.device("cuda"))
+    with stream.active():
+        resident = make_resident_experts(
+            configuration(tmp_path, gpu_experts_ratio=ratio), geometry, stream.device, torch.bfloat16
+        )
+        assert resident is not None
+        watch = ResidentWatch(resident, transfer_device(stream.device), 0.2, active=stream_of(stream.device))
+        watch.start()
+        layer = geometry.moe_layers[-1]
+        for count in (1, 2, 3):
+            weights = resident.slots[layer].weights[count]
+            before = weights.clone()
+            weights[17] ^= 4
+            stream.synchronize()
+            wait_until(lambda count=count: watch.damages >= count, 60)  # type: ignore[misc]
+            with torch.inference_mode():
+                watch.begin_step()
+            assert torch.equal(weights, before)
+        assert (watch.damages, watch.repairs) == (3, 3)
+        watch.close()
 
 
 def test_recording_is_captured() -> None:

@@ -22,6 +22,7 @@ from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
@@ -49,6 +50,8 @@ class Knobs:
     num_drafts: int = 0
     drafter: HostDrafter | None = None
     device_drafter: DeviceDrafter | None = None
+    # Over experts on the device.
+    watch: ResidentWatch | None = None
 
 
 # Changes of the knobs: every order in which an engine can do the same steps.
@@ -194,6 +197,7 @@ def running_engine(
         TokenPool(knobs.max_num_seqs, knobs.context_limit + 1, device),
         Sampler(VOCAB, device),
         drafter=knobs.device_drafter,
+        watch=knobs.watch,
     )
     harness = Harness.__new__(Harness)
     builder = InputBuilder(scheduler.limits, knobs.page_size)

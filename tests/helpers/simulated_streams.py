@@ -50,11 +50,12 @@ class _Stream:
 
 
 class SimulatedDevice(TransferDevice):
-    """`current` is the name of the compute stream that launches go to."""
+    """`current` is the name of the compute stream that launches go to, `copy_stream` that of copies."""
 
     def __init__(self, rng: random.Random, bytes_per_second: float = 1e9) -> None:
         self.device = torch.device("cpu")
         self.current = "main"
+        self.copy_stream = "copy"
         self._rng = rng
         self._rate = bytes_per_second
         self._streams: dict[str, _Stream] = defaultdict(_Stream)
@@ -97,16 +98,16 @@ class SimulatedDevice(TransferDevice):
         def work() -> None:
             target.copy_(source)
 
-        self._streams["copy"].work.append(("run", work, target.numel() / self._rate))
+        self._streams[self.copy_stream].work.append(("run", work, target.numel() / self._rate))
 
     def record_copied(self) -> SimulatedEvent:
-        return self._record("copy")
+        return self._record(self.copy_stream)
 
     def record_read(self) -> SimulatedEvent:
         return self._record(self.current)
 
     def copy_waits(self, event: SimulatedEvent) -> None:
-        self._streams["copy"].work.append(("wait", event, 0.0))
+        self._streams[self.copy_stream].work.append(("wait", event, 0.0))
 
     def compute_waits(self, event: SimulatedEvent) -> None:
         self._streams[self.current].work.append(("wait", event, 0.0))

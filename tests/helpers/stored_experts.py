@@ -17,10 +17,11 @@ from gpu_service.experts.streaming.ring import BufferRing, HostTransfers, Transf
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.parallel.context import SOLO, ParallelContext
+from moebius import _kernels
 from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
 from moebius.models.geometry import MoeGeometry
-from moebius.weight_segment import SegmentLayer
+from moebius.weight_segment import SegmentLayer, digest_seed
 from tests.helpers.resident_layers import Shape, with_down
 
 _ALIGNMENT = 4096
@@ -36,6 +37,12 @@ class MadeSegment:
     generation: int = 1
     is_complete: bool = True
     closed: bool = False
+
+    def digest(self, layer: int, slot: int) -> int:
+        """Of what it holds now, as a server computes it."""
+        found = self.layers[layer]
+        begin = found.offset + slot * found.expert_bytes
+        return _kernels.weight_digest(self.data[begin : begin + found.expert_bytes], digest_seed(layer, slot))
 
     def close(self) -> None:
         """Nothing is mapped."""

@@ -129,7 +129,7 @@ def tiny_engine(
         encoder=encoder,
         has_mrope=model.config.has_mrope,
         states=states,
-        notes_overflow=model.dtype == torch.float16,
+        is_float16=model.dtype == torch.float16,
         drafter=None if setup.device_drafter is None else setup.device_drafter(model, token_pool),
     )
     uploader = Uploader(stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,9 @@ from gpu_service.engine.results import StepResult
 from gpu_service.engine.step import StepPlan
 from gpu_service.engine.step_runner import Pending, StepRunner, StepsInFlight
 from gpu_service.experts.client import ExpertComputeFailed
+from gpu_service.experts.resident.watch import ResidentDamaged
+from gpu_service.parallel.context import SOLO
+from gpu_service.parallel.experts import RankExperts
 from gpu_service.parallel.steps import GuardedRunner
 
 PLAN = cast(StepPlan, None)
@@ -42,6 +46,10 @@ class Failing(StepRunner):
     def zero_pages(self, pages: list[int]) -> None:
         """Nothing to clear."""
 
+    @property
+    def damages(self) -> int:
+        return 3
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -51,6 +59,24 @@ def guarded(error: Exception, at_launch: bool) -> tuple[GuardedRunner, list[str]
     reported: list[str] = []
     fail: Callable[[str], None] = reported.append
     return GuardedRunner(Failing(error, at_launch), fail), reported
+
+
+def test_damage_that_a_rank_hears_of_reaches_its_engine() -> None:
+    """Or several ranks would go on with KV that a damaged expert made."""
+    runner, _ = guarded(ValueError(), at_launch=True)
+    assert runner.damages == 3
+    client = SimpleNamespace(
+        geometry=None, is_device_driven=False, agree_with_ranks=lambda agree: None, damages=lambda: 4
+    )
+    assert RankExperts(client, SOLO, lambda number: number, divides=False).damages() == 4  # type: ignore[arg-type]
+
+
+def test_a_damaged_device_ends_the_group() -> None:
+    """The other ranks wait in a collective: it is no error that all of them have."""
+    error = ResidentDamaged("layer 1, expert 3 is damaged in the device's memory")
+    runner, reported = guarded(error, at_launch=True)
+    runner.launch(PLAN)
+    assert len(reported) == 1
 
 
 def test_an_error_at_launch_is_raised_at_once() -> None:

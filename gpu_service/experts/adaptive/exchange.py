@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import torch
 
+from gpu_service.experts.resident.content import SlotContent, content_of
 from gpu_service.experts.resident.experts import ResidentExperts, SlotChange
 from gpu_service.experts.streaming.plan import CopyRun, Piece, StoredExperts
 from gpu_service.experts.streaming.ring import TransferDevice
@@ -41,8 +42,15 @@ class Wanted:
     leaver: int
 
 
+class _Packed(NamedTuple):
+    """An expert that was packed from the checkpoint."""
+
+    bytes: torch.Tensor  # uint8 [expert_bytes]
+    content: SlotContent
+
+
 # What is wanted, and its bytes where they were packed for it.
-_Copy = tuple[Wanted, torch.Tensor | None]
+_Copy = tuple[Wanted, _Packed | None]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,6 +65,8 @@ class _Copying:
     end: Any
     # What is copied from; None: memory of our own.
     segments: ExpertSegments | None
+    # None: nothing is known of what was copied.
+    content: SlotContent | None
     keeps: torch.Tensor | None = None
 
 
@@ -77,7 +87,7 @@ class SlotExchanges:
         self._device = device
         self._streamer, self._copied = streamer, copied
         self._copying: deque[_Copying] = deque()
-        self._packing: deque[tuple[Wanted, Future[torch.Tensor]]] = deque()
+        self._packing: deque[tuple[Wanted, Future[_Packed]]] = deque()
         # (layer, slot) of experts that came from a segment, not from the checkpoint.
         self._from_segments: set[tuple[int, int]] = set()
         self._packer = ThreadPoolExecutor(1, "packing-residents")
@@ -144,7 +154,7 @@ class SlotExchanges:
                 _log.warning("an expert that was copied is not used", layer=each.layer, because=problem)
                 self._pack(Wanted(each.layer, each.expert, -1))
             else:
-                changes.append(SlotChange(each.layer, each.slot, each.expert))
+                changes.append(SlotChange(each.layer, each.slot, each.expert, each.content))
         return changes
 
     def _copyable(self, wanted: Sequence[Wanted]) -> list[Wanted]:
@@ -162,7 +172,7 @@ class SlotExchanges:
                 self._pack(each)
         return found
 
-    def _possible(self, copies: Sequence[_Copy]) -> list[tuple[Wanted, torch.Tensor | None, int]]:
+    def _possible(self, copies: Sequence[_Copy]) -> list[tuple[Wanted, _Packed | None, int]]:
         """Those whose slots are still as they were when they were wanted, with the slot; of one slot or
         newcomer the first. A slot whose newcomer is on its way is not free.
         """
@@ -184,9 +194,10 @@ class SlotExchanges:
     def _pack(self, each: Wanted) -> None:
         self._packing.append((each, self._packer.submit(self._read, each)))
 
-    def _read(self, each: Wanted) -> torch.Tensor:
+    def _read(self, each: Wanted) -> _Packed:
         packed = self._resident.packed(each.layer, each.newcomer)
-        return packed.pin_memory() if self._device.device.type == "cuda" else packed
+        content = content_of(each.newcomer, packed)
+        return _Packed(packed.pin_memory() if self._device.device.type == "cuda" else packed, content)
 
     def _packed(self) -> list[_Copy]:
         found: list[_Copy] = []
@@ -220,19 +231,23 @@ class SlotExchanges:
             self._places[key] = {expert: slot for slot, expert in enumerate(stored.experts)}
         return self._places[key]
 
-    def _copy(self, each: Wanted, slot: int, packed: torch.Tensor | None) -> None:
+    def _copy(self, each: Wanted, slot: int, packed: _Packed | None) -> None:
         target, segments = self._resident.slots[each.layer].weights[slot], None
         begin = self._device.record_copied()
+        content: SlotContent | None
+        keeps = None
         if packed is not None:
-            self._device.copy(target, packed)
+            keeps, content = packed
+            self._device.copy(target, keeps)
         else:
             segments = self._places_of
             assert segments is not None
             assert self._streamer is not None
             stored = self._stored(segments, each)
             assert stored is not None
-            size = stored.kind.expert_bytes
-            run = CopyRun(stored.offset + self._place_in(stored)[each.newcomer] * size, 0, size)
+            size, place_there = stored.kind.expert_bytes, self._place_in(stored)[each.newcomer]
+            content = segments.content(stored, place_there)
+            run = CopyRun(stored.offset + place_there * size, 0, size)
             self._streamer.copy(segments, target, Piece(stored, (each.newcomer,), (run,)), run)
         end = self._device.record_copied()
         place = each.layer, slot
@@ -240,7 +255,8 @@ class SlotExchanges:
             self._from_segments.discard(place)
         else:
             self._from_segments.add(place)
-        self._copying.append(_Copying(each.layer, slot, each.newcomer, begin, end, segments, packed))
+        begin_end = begin, end
+        self._copying.append(_Copying(each.layer, slot, each.newcomer, *begin_end, segments, content, keeps))
         self.count += 1
         self.nbytes += target.nbytes
         count, nbytes = self.by_layer[each.layer]

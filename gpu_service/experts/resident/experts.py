@@ -15,6 +15,7 @@ import structlog
 import torch
 
 from gpu_service.experts.local_client import EXPERT_ACTIVATIONS
+from gpu_service.experts.resident.content import SlotContent, content_of
 from gpu_service.experts.resident.panels import LayerFormat, PanelViews, views
 from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.experts.resident.unpack import UnpackedMatrix, unpack_expert
@@ -39,10 +40,14 @@ class LayerSlots:
     expert_of_slot: list[int]
     # Where the layer's experts clamp (`MoeGeometry.limit_of`), if their activation does.
     limit: float
+    # By slot what it holds, for `ResidentWatch`; None: nothing, or its checksum is unknown. Set once a
+    # slot is filled, and cleared before anything is written to it.
+    contents: list[SlotContent | None] = field(init=False)
     gate_up: PanelViews = field(init=False)
     down: PanelViews = field(init=False)
 
     def __post_init__(self) -> None:
+        self.contents = [None] * len(self.expert_of_slot)
         self.gate_up = views(self.weights, self.kind.gate_up)
         self.down = views(self.weights, self.kind.down)
 
@@ -59,12 +64,14 @@ class LayerSlots:
     def put(self, slot: int, expert: int, packed: torch.Tensor) -> None:
         """Replaces what is in a slot. The map never names a slot whose weights are not complete."""
         self.clear(slot)
-        self.weights[slot].copy_(packed, non_blocking=packed.is_pinned())
+        self.weights[slot].copy_(packed)
         self.slot_of_expert[expert] = slot
         self.expert_of_slot[slot] = expert
+        self.contents[slot] = content_of(expert, packed)
 
     def clear(self, slot: int) -> None:
         """Gives an expert up; its weights stay until they are overwritten."""
+        self.contents[slot] = None
         old = self.expert_of_slot[slot]
         if old >= 0:
             self.slot_of_expert[old] = -1
@@ -209,6 +216,7 @@ class SlotChange:
     layer: int
     slot: int
     expert: int
+    content: SlotContent | None = None
 
 
 class ResidentExperts:
@@ -322,6 +330,7 @@ class ResidentExperts:
                     places.append(self._rows[change.layer] * width + expert)
                     values.append(slot)
             slots.expert_of_slot[change.slot] = change.expert
+            slots.contents[change.slot] = change.content
         if places:
             self._write_maps(device.upload(torch.tensor([places, values], dtype=torch.int32)))
 

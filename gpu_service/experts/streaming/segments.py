@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpu_service.experts.resident.content import SlotContent
 from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.streaming.plan import StoredExperts
 from moebius.model_identity import CHECKPOINT, identity_part
-from moebius.weight_segment import SegmentLayer
+from moebius.weight_segment import SegmentLayer, digest_seed
 
 
 class Segment(Protocol):
@@ -35,6 +36,7 @@ class Segment(Protocol):
     def layers(self) -> Mapping[int, SegmentLayer]: ...
     @property
     def data(self) -> NDArray[np.uint8]: ...
+    def digest(self, layer: int, slot: int) -> int: ...
     def close(self) -> None: ...
 
 
@@ -94,6 +96,17 @@ class ExpertSegments:
                 if _file(path) != file:
                     return f"expert server {index} has another segment under {path}"
         return ""
+
+    def content(self, stored: StoredExperts, slot: int) -> SlotContent | None:
+        """What the server has packed there, with its checksum; None: the segments were closed meanwhile.
+
+        Experts of `stored` must be all of its server's range, as they are where none lives on GPUs only.
+        """
+        with self._lock:
+            if self._closed:
+                return None
+            digest = self._segments[stored.segment].digest(stored.layer, slot)
+        return SlotContent(stored.experts[slot], digest, digest_seed(stored.layer, slot))
 
     def close(self) -> None:
         """Nothing is watched any more. What a step still copies from stays mapped until it lets go."""
