@@ -26,16 +26,16 @@ def doctor() -> str:
     return threads_of(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
 
 
-def test_two_instances_know_of_each_other(tmp_path: Path) -> None:
+def test_two_instances(tmp_path: Path) -> None:
     """The second says whose cores it shares; those of a first one that is killed are free at once."""
     model, cores = write_checkpoint(tmp_path / "model"), len(Topology.detect().cores())
-    for name in ("first", "second"):
+    for name in ("1", "2"):
         (tmp_path / name).mkdir()
     own, alone = ("--expert-threads", str(cores)), ("--expert-servers", "1")
-    with running_stack(model, tmp_path / "first", *FLAGS, *own, *alone) as first:
+    with running_stack(model, tmp_path / "1", *FLAGS, *own, *alone) as first:
         port = f"port {first.base_url.rpartition(':')[2]} "
         assert f"expert threads: {cores} (set by expert_threads" in threads_of(first.log.read_text())
-        with running_stack(model, tmp_path / "second", *FLAGS, *alone) as second:
+        with running_stack(model, tmp_path / "2", *FLAGS, *alone) as second:
             assert port in threads_of(second.log.read_text())
             assert "cores are shared with other instances" in second.log.read_text()
             first.process.kill()
