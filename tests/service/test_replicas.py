@@ -26,8 +26,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_no_answer_that_had_not_begun_is_lost_with_its_replica(model: Path, tmp_path: Path) -> None:
     """One of two engines is killed under load. Whole answers, which have shown nothing, all arrive, though
-    some were being computed there; of streams only those that had begun there end, with an error in-band; the
-    gateway is ready all the time."""
+    some were being computed there; of streams only those that had begun there end, with an error in-band, or
+    with 503 where nothing of them was shown yet; the gateway is ready all the time."""
     addresses = [f"unix:{tmp_path}/{number}.sock" for number in range(2)]
     with contextlib.ExitStack() as stack:
         first, _ = (
@@ -52,10 +52,14 @@ def test_no_answer_that_had_not_begun_is_lost_with_its_replica(model: Path, tmp_
         answers = [answer for one in whole for answer in one.result()]
         assert {answer.status_code for answer in answers} == {200}
         assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {TOKENS}
-        texts = [answer.text for one in streams for answer in one.result()]
+        streamed = [answer for one in streams for answer in one.result()]
+        texts = [answer.text for answer in streamed if answer.status_code == 200]
         assert all(text.endswith("data: [DONE]\n\n") for text in texts)
         failed = [text for text in texts if '"error"' in text]
         assert all('"code":"engine_unavailable"' in text and '"text"' in text for text in failed)
+        unshown = [answer for answer in streamed if answer.status_code != 200]
+        assert {answer.status_code for answer in unshown} <= {503}
+        assert all('"code":"engine_unavailable"' in answer.text for answer in unshown)
         assert httpx.get(f"{url}/ready").status_code == 200
         assert [ask(url, number, stream=False).status_code for number in range(4)] == [200] * 4
 
