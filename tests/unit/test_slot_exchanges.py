@@ -42,7 +42,9 @@ class World(ExchangingRank):
         """As ever; and what was copied is reported with the simulated link's speed, and counted by layer."""
         super().check_end()
         assert all(seconds == pytest.approx(nbytes / 1e9) for nbytes, seconds in self.copied)
-        assert 0 < sum(nbytes for nbytes, _ in self.copied) <= self.exchanges.nbytes
+        assert sum(nbytes for nbytes, _ in self.copied) <= self.exchanges.nbytes
+        # Without a streamer a thread packs them, which may come too late for every exchange.
+        assert self.copied or not self.has_streamer
         counted = self.exchanges.by_layer.values()
         assert sum(count for count, _ in counted) == self.exchanges.count
         assert sum(nbytes for _, nbytes in counted) == self.exchanges.nbytes
