@@ -13,21 +13,20 @@ measured again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from gpu_service.engine.interface import EngineLoad, EngineObserver, OutputDelta
 from gpu_service.engine.results import StepResult
 from gpu_service.engine.step import Batch
 from gpu_service.experts.adaptive.counts import DECODE_ROWS
 from gpu_service.experts.costs import ExpertCosts
+from gpu_service.figures import Figure, export_figures
 from gpu_service.request import Request
 
 if TYPE_CHECKING:
@@ -223,29 +222,14 @@ class StepCheck(EngineObserver):
         self._inner.corrupted(error)
 
 
-class StepCollector(Collector):
-    """`moebius:step_*`, with the labels of the engine's other metrics."""
-
-    def __init__(self, check: StepCheck, model_name: str, engine: str = "0") -> None:
-        self._check = check
-        self._labels = {"model_name": model_name, "engine": engine}
-
-    def collect(self) -> Iterator[Metric]:
-        """One scrape."""
-        check = self._check
-        counters = {
-            "step_predicted_seconds": (
-                "What steps should have taken by their costs",
-                check.predicted_seconds,
-            ),
-            "step_measured_seconds": ("What the same steps took", check.measured_seconds),
-        }
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(f"moebius:{name}", text, labels=list(self._labels))
-            counter.add_metric(list(self._labels.values()), value)
-            yield counter
-
-
 def export(check: StepCheck, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
     """Adds the check's figures to a registry."""
-    registry.register(StepCollector(check, model_name))
+
+    def figures() -> list[Figure]:
+        text = "What steps should have taken by their costs"
+        return [
+            Figure("step_predicted_seconds", text, check.predicted_seconds),
+            Figure("step_measured_seconds", "What the same steps took", check.measured_seconds),
+        ]
+
+    export_figures(figures, model_name, registry)
