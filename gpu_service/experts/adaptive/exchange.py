@@ -255,8 +255,8 @@ class SlotExchanges:
             self._from_segments.discard(place)
         else:
             self._from_segments.add(place)
-        begin_end = begin, end
-        self._copying.append(_Copying(each.layer, slot, each.newcomer, *begin_end, segments, content, keeps))
+        copying = _Copying(*place, each.newcomer, begin, end, segments, content, keeps)
+        self._copying.append(copying)
         self.count += 1
         self.nbytes += target.nbytes
         count, nbytes = self.by_layer[each.layer]

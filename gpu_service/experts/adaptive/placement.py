@@ -185,20 +185,22 @@ class AdaptivePlacement:
     def _take(self, observation: Observation, resident: NDArray[np.bool_] | None) -> None:
         price = self.copy_price
         # Where no copy is worth it, or its price is not known yet, the forecast learns all the same.
-        is_known = price is not None and math.isfinite(price)
-        self._decision.observe(observation, price if price is not None and is_known else USUAL_COPY_PRICE)
+        usable = USUAL_COPY_PRICE if price is None or math.isinf(price) else price
+        self._decision.observe(observation, usable)
         if resident is not None:
             self._note_hits(observation, resident)
             self._half_lives = self._decision.half_lives
-            self._wanted = self._wanted_now(resident, math.inf if price is None else price)
+            self._wanted = self._wanted_now(resident, price)
             self._is_deciding = False
         if time.monotonic() - self._saved > _SAVED_EVERY_S:
             self._saved = time.monotonic()
             self._save(self._decision.to_record())
 
-    def _wanted_now(self, resident: NDArray[np.bool_], price: float) -> list[Wanted]:
+    def _wanted_now(self, resident: NDArray[np.bool_], price: float | None) -> list[Wanted]:
+        if price is None:  # empty slots alone
+            return self._decision.wanted(resident, math.inf)
         wanted = self._decision.wanted(resident, price)
-        if not wanted and self.copy_price is not None and self._costs.link_is_unseen:
+        if not wanted and self._costs.link_is_unseen:
             wanted = self._decision.wanted(resident, 0.0)[:1]
         return wanted
 
