@@ -415,19 +415,6 @@ class AskedExperts:
         return self.fetch[0](computed)
 
 
-def start_experts(
-    layer_id: int,
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    experts: ExpertClient | None,
-    resident: ResidentExperts | None,
-    streamed: StreamedExperts | None = None,
-) -> Collect:
-    """As `ask_experts`, of which `collect` is returned: all choices have one sum."""
-    return ask_experts(layer_id, hidden_states, topk_ids, topk_weights, experts, resident, streamed).collect
-
-
 def ask_experts(
     layer_id: int,
     hidden_states: torch.Tensor,

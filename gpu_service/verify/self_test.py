@@ -18,7 +18,7 @@ from gpu_service.device.stream import DeviceStream
 from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
-from gpu_service.layers.moe import start_experts
+from gpu_service.layers.moe import ask_experts
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.verify.errors import allowed_error, rounded_to, rows_dtype
 from gpu_service.verify.probe import Probe, make_probe, place_of, shares_experts, spread, wrong_servers
@@ -121,8 +121,8 @@ class ExpertsUnderTest:
         self, layer: int, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """`probe.Compute`: as the MoE block does."""
-        collect = start_experts(layer, hidden_states, ids, weights, self.experts, self.resident)
-        return self.parallel.tensor_group.all_reduce(collect(None).to(hidden_states.device))
+        asked = ask_experts(layer, hidden_states, ids, weights, self.experts, self.resident)
+        return self.parallel.tensor_group.all_reduce(asked.collect(None).to(hidden_states.device))
 
 
 def run_self_test(config: MoebiusConfig, tested: ExpertsUnderTest) -> SelfTestReport | None:

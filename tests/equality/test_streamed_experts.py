@@ -17,7 +17,7 @@ from gpu_service.experts.streaming.measure import MeasuredCosts, measure_link, m
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamed_step import StreamedStep
 from gpu_service.layers.deferral import late_choices
-from gpu_service.layers.moe import ask_experts, start_experts
+from gpu_service.layers.moe import ask_experts
 from gpu_service.parallel.context import ParallelContext
 from moebius.config import GpuConfig, ModelConfigSection, MoebiusConfig
 from tests import tolerances
@@ -48,8 +48,8 @@ def forward(
     answers = []
     for layer in range(LAYERS):
         hidden_states, ids, weights = routed(shape, rows, seed=layer)
-        collect = start_experts(layer, hidden_states, ids, weights, client, None, streamed)
-        answers.append(collect(torch.full_like(hidden_states, 0.5)))
+        asked = ask_experts(layer, hidden_states, ids, weights, client, None, streamed)
+        answers.append(asked.collect(torch.full_like(hidden_states, 0.5)))
     return answers
 
 
@@ -100,7 +100,7 @@ def test_late_choices_have_a_sum_of_their_own(share: int) -> None:
         asked = ask_experts(layer, rows, ids, weights, found.client, None, streamed, parts)
         partial = torch.full_like(rows, 0.5)
         wanted = [
-            start_experts(layer, rows, part, weights, servers, None)(own)
+            ask_experts(layer, rows, part, weights, servers, None).collect(own)
             for part, own in zip(parts, (partial.clone(), torch.zeros_like(rows)), strict=True)
         ]
         computed = asked.compute(partial)
@@ -281,7 +281,7 @@ def chosen_of(experts: tuple[int, ...], streamed: StreamedExperts, client: MadeE
     for layer in range(LAYERS):
         hidden_states, ids, weights = routed(SHAPE, ROUTED_ROWS, seed=layer)
         ids = torch.tensor(experts, dtype=torch.int32)[ids.long() % len(experts)]
-        start_experts(layer, hidden_states, ids, weights, client, None, streamed)(None)  # type: ignore[arg-type]
+        ask_experts(layer, hidden_states, ids, weights, client, None, streamed).collect(None)  # type: ignore[arg-type]
     streamed.launched()
 
 

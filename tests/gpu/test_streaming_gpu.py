@@ -15,7 +15,7 @@ from gpu_service.experts.streaming.plan import SHARES
 from gpu_service.experts.streaming.ring import CudaTransfers
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.source import CudaRegistrar, Registrar, SegmentSource
-from gpu_service.layers.moe import start_experts
+from gpu_service.layers.moe import ask_experts
 from moebius.config import MoebiusConfig
 from tests import tolerances
 from tests.helpers.built_engine import RunningEngine, running_engine
@@ -77,8 +77,8 @@ def assert_served(found: Streaming, shape: Shape, rows: int, dtype: torch.dtype,
     inputs = [routed(shape, rows, seed=layer, device="cuda", dtype=dtype) for layer in range(LAYERS)]
     answers = []
     for layer, (hidden_states, ids, weights) in enumerate(inputs):
-        collect = start_experts(layer, hidden_states, ids, weights, found.client, None, streamed)
-        answers.append(collect(None).to("cuda"))
+        asked = ask_experts(layer, hidden_states, ids, weights, found.client, None, streamed)
+        answers.append(asked.collect(None).to("cuda"))
     torch.cuda.synchronize()
     streamed.check()
     for layer, (hidden_states, ids, weights) in enumerate(inputs):

@@ -21,7 +21,7 @@ from gpu_service.experts.streaming.ring import _COPY_OPERATIONS, _PIECE_OPERATIO
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamed_step import StreamedStep
 from gpu_service.experts.streaming.streamer import ExpertStreamer
-from gpu_service.layers.moe import start_experts
+from gpu_service.layers.moe import ask_experts
 from tests.helpers.marked_segments import LAYERS, SHAPE, load_again, marked_segment
 from tests.helpers.simulated_streams import SimulatedDevice, SimulatedEvent, SimulatedKernels
 from tests.helpers.stored_experts import (
@@ -184,10 +184,10 @@ class World:
         self.device.current = "lane" if run.is_lane else "main"
         hidden, weights = torch.zeros(ROWS, SHAPE.hidden), torch.ones(ROWS, SHAPE.top_k)
         client = None if run.is_lane else self
-        collect = start_experts(
+        asked = ask_experts(
             layer, hidden, run.ids[layer], weights, client, self.residents, run.streamed  # type: ignore[arg-type]
         )  # fmt: skip
-        collect(None)
+        asked.collect(None)
 
     def finish(self, run: Run) -> bool:
         """Waits for its end; False: it has to be run again."""
