@@ -159,17 +159,7 @@ def test_a_lost_server_does_not_show(doorbell: tuple[Any, Any]) -> None:
     with client_of(cluster) as client:
         expected = run(model, client, Setup(largest_graph=4))
     with client_of(cluster) as client:
-        begun, original = [0], client.begin_step
-
-        def begin_step() -> None:
-            begun[0] += 1
-            if begun[0] == 18:
-                cluster.processes[0].kill()
-                cluster.processes[0].wait()
-                cluster.start(0)
-            original()
-
-        client.begin_step = begin_step  # type: ignore[method-assign]
+        cluster.replace_at_step(18, 0, client)
         assert run(model, client, Setup(largest_graph=4)) == expected
         assert client.stats().recoveries == 1
 

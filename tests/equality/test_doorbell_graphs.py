@@ -95,17 +95,7 @@ def test_a_server_killed_during_replays_does_not_show(served: Served) -> None:
     with client_of(cluster) as client:
         expected = run(model, client, Setup(largest_graph=4))
     with client_of(cluster) as client:
-        begun, original = [0], client.begin_step
-
-        def begin_step() -> None:
-            begun[0] += 1
-            # Three sizes are warmed up and captured first, three steps each.
-            if begun[0] == 18:
-                cluster.processes[0].kill()
-                cluster.processes[0].wait()
-                cluster.start(0)
-            original()
-
-        client.begin_step = begin_step  # type: ignore[method-assign]
+        # Three sizes are warmed up and captured first, three steps each.
+        cluster.replace_at_step(18, 0, client)
         assert run(model, client, Setup(largest_graph=4)) == expected
         assert client.stats().recoveries == 1

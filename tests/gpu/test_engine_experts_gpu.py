@@ -108,16 +108,6 @@ def test_a_server_killed_in_the_middle_does_not_show(
     with running_engine(config) as engine:
         client = engine.built.experts
         assert client is not None
-        begun, original = [0], client.begin_step
-
-        def begin_step() -> None:
-            begun[0] += 1
-            if begun[0] == 9:
-                cluster.processes[1].kill()
-                cluster.processes[1].wait()
-                cluster.start(1)
-            original()
-
-        client.begin_step = begin_step  # type: ignore[method-assign]
+        cluster.replace_at_step(9, 1, client)
         assert engine.run(workload()) == expected
         assert client.stats().recoveries == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import signal
 import subprocess
@@ -83,6 +84,19 @@ class Cluster:
         process = start_expert(self.own_config(index), self.log)
         self.processes[index : index + 1] = [process]
         return process
+
+    def replace_at_step(self, step: int, index: int, client: ExpertClient) -> None:
+        """Before the `step`-th step that asks `client` the server `index` is killed, and started again."""
+        begun, begin_step = itertools.count(1), client.begin_step
+
+        def counted() -> None:
+            if next(begun) == step:
+                self.processes[index].kill()
+                self.processes[index].wait()
+                self.start(index)
+            begin_step()
+
+        client.begin_step = counted  # type: ignore[method-assign]
 
     def client(self, transport: str, **experts: Any) -> ExpertClient:
         """A ready client."""

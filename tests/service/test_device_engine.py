@@ -73,16 +73,6 @@ def test_a_server_killed_in_the_middle_does_not_show(served: tuple[CausalLM, Clu
     with attached(cluster) as client:
         expected = run(model, client)
     with attached(cluster) as client:
-        begun, original = [0], client.begin_step
-
-        def begin_step() -> None:
-            begun[0] += 1
-            if begun[0] == 9:
-                cluster.processes[1].kill()
-                cluster.processes[1].wait()
-                cluster.start(1)
-            original()
-
-        client.begin_step = begin_step  # type: ignore[method-assign]
+        cluster.replace_at_step(9, 1, client)
         assert run(model, client) == expected
         assert client.stats().recoveries == 1
