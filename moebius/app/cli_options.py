@@ -40,6 +40,16 @@ ClientCertFile = Annotated[
     str, typer.Option(help="Certificate for an https server that wants one", metavar="FILE")
 ]
 ClientKeyFile = Annotated[str, typer.Option(help="Private key of that certificate", metavar="FILE")]
+# Of commands that look at a running engine, through its gateway or not.
+LiveServer = Annotated[
+    str, typer.Argument(metavar="URL", help="Gateway, or gRPC address of an engine (unix:PATH)")
+]
+LookInterval = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")]
+ReplicaIndex = Annotated[int, typer.Option(min=0, help="Of several engines behind it, from 0")]
+SecurityFile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="YAML file whose section `security` says how gRPC is reached"),
+]
 # The first argument of most commands, not an option.
 MODEL_LEAF = "model"
 DEVICES = Path("/dev")

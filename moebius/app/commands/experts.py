@@ -12,7 +12,17 @@ from typing import Annotated, Any
 import typer
 
 from moebius.api_keys import client_key
-from moebius.app.cli_options import ApiKey, ApiKeyFile, CaFile, ClientCertFile, ClientKeyFile
+from moebius.app.cli_options import (
+    ApiKey,
+    ApiKeyFile,
+    CaFile,
+    ClientCertFile,
+    ClientKeyFile,
+    LiveServer,
+    LookInterval,
+    ReplicaIndex,
+    SecurityFile,
+)
 from moebius.errors import UserError
 
 app = typer.Typer(help="Look at the routed experts of a running engine.", no_args_is_help=True)
@@ -24,21 +34,16 @@ _TIMEOUT_S = 60.0
 
 @app.command()
 def show(
-    server: Annotated[
-        str, typer.Argument(metavar="URL", help="Gateway, or gRPC address of an engine (unix:PATH)")
-    ] = "http://127.0.0.1:8000",
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")] = 2.0,
+    server: LiveServer = "http://127.0.0.1:8000",
+    interval: LookInterval = 2.0,
     json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
-    replica: Annotated[int, typer.Option(min=0, help="Of several engines behind it, from 0")] = 0,
+    replica: ReplicaIndex = 0,
     api_key: ApiKey = "",
     api_key_file: ApiKeyFile = "",
     ca_file: CaFile = "",
     client_cert_file: ClientCertFile = "",
     client_key_file: ClientKeyFile = "",
-    config: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="YAML file whose section `security` says how gRPC is reached"),
-    ] = None,
+    config: SecurityFile = None,
 ) -> None:
     """Print by layer who computes its experts, and what limits a step.
 
@@ -61,10 +66,7 @@ EngineAddress = Annotated[
 
 @record.callback()
 def connect(
-    config: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="YAML file whose section `security` says how gRPC is reached"),
-    ] = None,
+    config: SecurityFile = None,
 ) -> None:
     """Record which experts are chosen."""
     from moebius.config_loader import load_config

@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moebius.api_keys import client_key
-from moebius.app.cli_options import ApiKey, ApiKeyFile, CaFile, ClientCertFile, ClientKeyFile
+from moebius.app.cli_options import (
+    ApiKey,
+    ApiKeyFile,
+    CaFile,
+    ClientCertFile,
+    ClientKeyFile,
+    LiveServer,
+    LookInterval,
+    ReplicaIndex,
+    SecurityFile,
+)
 from moebius.errors import UserError
 
 if TYPE_CHECKING:
     from moebius.app.client import ClientTls
     from moebius.app.top.run import Source
-
-ConfigFile = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="YAML file whose section `security` says how gRPC is reached"),
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -33,19 +38,17 @@ def register(app: typer.Typer) -> None:
 def _add_top(app: typer.Typer) -> None:
     @app.command()
     def top(
-        server: Annotated[
-            str, typer.Argument(metavar="URL", help="Gateway, or gRPC address of an engine (unix:PATH)")
-        ] = "http://127.0.0.1:8000",
-        interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")] = 2.0,
+        server: LiveServer = "http://127.0.0.1:8000",
+        interval: LookInterval = 2.0,
         once: Annotated[bool, typer.Option("--once", help="Print the figures of one interval, end")] = False,
         json: Annotated[bool, typer.Option("--json", help="With --once: as JSON, with all layers")] = False,
-        replica: Annotated[int, typer.Option(min=0, help="Of several engines behind it, from 0")] = 0,
+        replica: ReplicaIndex = 0,
         api_key: ApiKey = "",
         api_key_file: ApiKeyFile = "",
         ca_file: CaFile = "",
         client_cert_file: ClientCertFile = "",
         client_key_file: ClientKeyFile = "",
-        config: ConfigFile = None,
+        config: SecurityFile = None,
     ) -> None:
         """Watch a running server in the terminal. q: end.
 
@@ -78,7 +81,7 @@ def _add_profile(app: typer.Typer) -> None:
         output: Annotated[
             Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write; .gz: compressed")
         ] = Path("trace.json"),
-        config: ConfigFile = None,
+        config: SecurityFile = None,
     ) -> None:
         """Write a trace of a running engine and its experts. For https://ui.perfetto.dev.
 
