@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tests.drills.checkpoint import GreedyCase
 from tests.drills.load import GreedyLoad, tally
@@ -66,18 +66,33 @@ def _away(
 def _flipped(
     session: Session, cases: Sequence[GreedyCase], duration_s: float, period_s: float, chosen: random.Random
 ) -> None:
-    """Answers are wrong until the comparison comes by, and no longer."""
+    def damage() -> float:
+        before, begin = session.log().count(REPAIRED), time.monotonic()
+        segment = segment_of(session.stack.state_dir, *_server(chosen))
+        flip_bits(segment, *_expert(chosen), count=8, seed=chosen.randrange(1000))
+        note_damage(session, "bits flipped while the server serves")
+        wait_for(lambda: session.log().count(REPAIRED) > before, INTERVAL_S + 6 * LATE_S)
+        return time.monotonic() - begin
+
+    flip_under_load(session, cases, duration_s, period_s, damage)
+
+
+def flip_under_load(
+    session: Session,
+    cases: Sequence[GreedyCase],
+    duration_s: float,
+    period_s: float,
+    damage: Callable[[], float],
+) -> None:
+    """Answers are wrong until the comparison comes by, and no longer. `damage` flips bits, and returns the
+    seconds until they were repaired.
+    """
     report, found_after, wrong_after = session.report, list[float](), 0
     with greedy_load(session, cases) as load:
         end = time.monotonic() + duration_s
         while time.monotonic() < end:
-            before, begin = session.log().count(REPAIRED), time.monotonic()
-            segment = segment_of(session.stack.state_dir, *_server(chosen))
-            flip_bits(segment, *_expert(chosen), count=8, seed=chosen.randrange(1000))
-            note_damage(session, "bits flipped while the server serves")
-            wait_for(lambda known=before: session.log().count(REPAIRED) > known, INTERVAL_S + 6 * LATE_S)
+            found_after.append(round(damage(), 1))
             found = time.monotonic()
-            found_after.append(round(found - begin, 1))
             time.sleep(max(period_s, 2.0))
             wrong_after += sum(one.fate == "wrong" for one in load.since(found))
     numbers = tally(load.outcomes)

@@ -18,11 +18,11 @@ from moebius.config import ModelConfigSection, MoebiusConfig, PlacementConfig
 from moebius.models.read import read_geometry
 from moebius.placement import make_placement
 from tests.drills.checkpoint import GreedyCase
-from tests.drills.load import tally
 from tests.drills.memory import (
     INTERVAL_S,
     LATE_S,
     MAX_TOKENS,
+    flip_under_load,
     greedy_load,
     note_damage,
     promise_unharmed,
@@ -69,7 +69,13 @@ def run(report: Report, duration_s: float, period_s: float, streams: int, seed: 
     with served(report, "--verify-interval-s", f"{INTERVAL_S:g}", *_FLAGS) as session:
         cases, slots = undisturbed(session, streams, MAX_TOKENS), Slots(session)
         _nan(session, slots, cases, duration_s / 2, period_s, chosen)
-        _flipped(session, slots, cases, duration_s / 2, period_s, chosen)
+        flip_under_load(
+            session,
+            cases,
+            duration_s / 2,
+            period_s,
+            lambda: _damage(session, slots, chosen, "bits flipped in a slot", _flip, 2000),
+        )
         injected = report.facts["experts damaged"]
         found = session.log().count(FILLED_AGAIN)
         report.promise("each damage is named once", found == injected, f"{found} lines for {injected}")
@@ -111,32 +117,3 @@ def _nan(
             _damage(session, slots, chosen, "NaN in a slot", _to_nan, 1)
             time.sleep(period_s)
     promise_unharmed(session.report, load, "NaN")
-
-
-def _flipped(
-    session: Session,
-    slots: Slots,
-    cases: Sequence[GreedyCase],
-    duration_s: float,
-    period_s: float,
-    chosen: random.Random,
-) -> None:
-    """Answers are wrong until the comparison comes by, and no longer."""
-    report, found_after, wrong_after = session.report, list[float](), 0
-    with greedy_load(session, cases) as load:
-        end = time.monotonic() + duration_s
-        while time.monotonic() < end:
-            found_after.append(
-                round(_damage(session, slots, chosen, "bits flipped in a slot", _flip, 2000), 1)
-            )
-            found = time.monotonic()
-            time.sleep(max(period_s, 2.0))
-            wrong_after += sum(one.fate == "wrong" for one in load.since(found))
-    numbers = tally(load.outcomes)
-    report.outcomes += [one for one in load.outcomes if one.fate != "wrong"]
-    report.facts["seconds until flipped bits were found"] = found_after
-    report.facts["wrong while they were not"] = numbers.count("wrong")
-    slowest, failed = max(found_after, default=0.0), numbers.count("refused", "broken", "late")
-    report.promise("flipped bits are found in time", slowest <= INTERVAL_S + LATE_S, f"{slowest} s")
-    report.promise("flipped bits: no wrong text after the find", wrong_after == 0, wrong_after)
-    report.promise("flipped bits: no request failed", failed == 0, failed)
