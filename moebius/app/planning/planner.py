@@ -179,10 +179,11 @@ class Planner:
         budgets[RAM] = hardware.ram_bytes
         self._check_ram(hardware, components, kv_tokens, fill, explain)
         work = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
+        streamed = self._streamed_tokens(hardware, residency)
         return CapacityPlan(
             model=_name(self.config),
             model_type=self.geometry.model_type,
-            settings=self._settings() | self._streamed_steps(hardware, residency),
+            settings=self._settings() | ({"prefill_chunk_max": str(streamed)} if streamed else {}),
             hardware=hardware,
             components=tuple(components),
             budgets=budgets,
@@ -191,7 +192,7 @@ class Planner:
             expert_kernels=ASSUMED if work.expert_times is None else MEASURED_HERE,
             context=context,
             decode=predict_decode(work, hardware, wish.streams, context),
-            prefill=predict_prefill(work, hardware, self.config.gpu.num_batched_tokens, context),
+            prefill=predict_prefill(work, hardware, self.config.gpu.num_batched_tokens, context, streamed),
             drop_resident=self.config.placement.drop_resident,
             notes=make_notes(self.config, hardware, kv, context, has_weights(self.config.model.model)),
         )
@@ -400,14 +401,13 @@ class Planner:
                 continue  # no format to keep, or residents that do not fit so
         return found
 
-    def _streamed_steps(self, hardware: Hardware, residency: Residency) -> dict[str, str]:
-        """Tokens of a step whose experts are streamed, where there are such steps, for the plan's head."""
+    def _streamed_tokens(self, hardware: Hardware, residency: Residency) -> int:
+        """Tokens of a step whose experts are streamed; 0: there are no such steps."""
         if not self.on_gpu:
-            return {}
+            return 0
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
-        tokens = self.forecast.prefill_chunk(self.config, memory, self._all_held(residency, hardware))
-        return {"prefill_chunk_max": str(tokens)} if tokens else {}
+        return self.forecast.prefill_chunk(self.config, memory, self._all_held(residency, hardware)) or 0
 
     def _settings(self) -> dict[str, str]:
         """What decides the plan, for its head."""

@@ -22,7 +22,7 @@ from moebius.app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from moebius.app.planning.chart_values import chart_values, write_values
 from moebius.app.planning.hardware import HardwareOptions, hardware
 from moebius.app.planning.planner import plan_capacity
-from moebius.app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE, Speed
+from moebius.app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, Speed
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
 from moebius.config_loader import leaves
@@ -32,8 +32,8 @@ GIB = 2**30
 FORMULA = (
     "step = (dense + KV bytes) / bandwidth + max(experts in RAM, experts on GPUs) + hand-offs + launches; "
     "experts: E (1 - (1 - k/E)^n) different ones of n rows, each as long as its kernels were measured to "
-    f"take or, where that is assumed, bytes / ({ASSUMED_EXPERT_BANDWIDTH_SHARE} bandwidth) or operations / "
-    f"({ASSUMED_EXPERT_PEAK_SHARE} peak)"
+    f"take or, where that is assumed, bytes / ({ASSUMED_EXPERT_BANDWIDTH_SHARE} bandwidth) + operations / "
+    "a share of the peak; of prompts experts are streamed where that is faster"
 )
 
 
