@@ -17,6 +17,7 @@ from gpu_service.layers.linear import (
     FusedLinear,
     Linear,
     RowParallelLinear,
+    Weights,
     empty_parameter,
     gated_query_order,
 )
@@ -181,6 +182,11 @@ class GQAttention(nn.Module):
         self._gate_weights = GATE_ACTIVATIONS[config.gate_activation]
         self._group, self._dtype = parallel.tensor_group, dtype
 
+    @property
+    def input_weights(self) -> Weights | None:
+        """Of queries, keys and values."""
+        return self.qkv_proj.weights
+
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """Of the parameters that are this module's own, a rank has those of its heads."""
         if self.sinks is not None:
@@ -194,13 +200,19 @@ class GQAttention(nn.Module):
             self._head_ones = torch.ones(self.head_dim, **kind)
 
     def forward(
-        self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
+        self,
+        hidden_states: torch.Tensor,
+        rope: RopeTable | None,
+        context: ForwardContext,
+        projected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards.
 
-        `rope` None: the layer knows no positions.
+        `rope` None: the layer knows no positions. `projected`: the product with `input_weights`, if it was
+        computed already; it may be overwritten.
         """
-        projected = self.qkv_proj(hidden_states)
+        if projected is None:
+            projected = self.qkv_proj(hidden_states)
         # Queries and keys are neighbours: one call serves both.
         keys_end = (self.num_heads + self.num_kv_heads) * self.head_dim
         if self._keys_are_values:

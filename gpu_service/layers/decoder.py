@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.engine.step import ForwardContext
-from gpu_service.layers.linear import CheckpointPart, Linear, empty_parameter
+from gpu_service.layers.linear import CheckpointPart, Linear, Projecting, empty_parameter
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
-from gpu_service.layers.norm import Norm, make_norm
+from gpu_service.layers.norm import Norm, RMSNorm, make_norm
+from gpu_service.ops.norm_linear import add_norm_linear
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -165,6 +166,18 @@ class ResidualStream:
         update, self._pending = self._pending, None
         return norm.after_adding(update, self._total)
 
+    def read_for(self, reader: nn.Module, norm: Norm | None) -> tuple[torch.Tensor, ...]:
+        """`read`, and where `reader` starts with a product of it, that product: what it is to be called with.
+
+        Of few rows the addition, the norm and the product are one kernel on a GPU.
+        """
+        weights = reader.input_weights if isinstance(reader, Projecting) else None
+        if weights is None or not isinstance(norm, RMSNorm):
+            return (self.read(norm),)
+        update, self._pending = self._pending, None
+        self._total, normed, projected = add_norm_linear(self._total, update, norm.weight, norm.eps, *weights)
+        return normed, projected
+
     def read(self, norm: Norm | None) -> torch.Tensor:
         """`normed`, or a copy of the sum where nothing is normed; a tensor that the caller may keep."""
         return self.sum().clone() if norm is None else self.normed(norm)
@@ -225,13 +238,15 @@ class DecoderLayer(nn.Module):
     ) -> ResidualStream:
         """Adds the layer's two halves to the stream and returns it."""
         attention = self.get_submodule(self._attention_name)
-        attended = attention(stream.read(self.input_layernorm), rope, context)
+        hidden_states, *projected = stream.read_for(attention, self.input_layernorm)
+        attended = attention(hidden_states, rope, context, *projected)
         stream.add(self._normed(self.post_self_attn_layernorm, attended))
-        hidden_states = stream.read(self.post_attention_layernorm)
         if isinstance(self.mlp, MoEWithOwnNorms):
+            hidden_states = stream.read(self.post_attention_layernorm)
             output = self.mlp.forward_with_residual(hidden_states, stream.sum(), context)
         else:
-            output = self.mlp(hidden_states, context)
+            hidden_states, *projected = stream.read_for(self.mlp, self.post_attention_layernorm)
+            output = self.mlp(hidden_states, context, *projected)
         stream.add(self._normed(self.post_mlp_layernorm, output))
         if self.layer_scalar is not None:
             stream.scale(self.layer_scalar)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -64,6 +64,22 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
+class Weights(NamedTuple):
+    """Of a product that is `ops.linear.linear` of a module's input."""
+
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None  # [out]
+
+
+@runtime_checkable
+class Projecting(Protocol):
+    """A module that starts with a product of its input, and may be given that product together with it."""
+
+    @property
+    def input_weights(self) -> Weights | None:
+        """What its last argument `projected` is the product with; None: it must be called without one."""
+
+
 class Linear(nn.Module):
     """`y = x W^T + b`; weight `[out_features, in_features]`."""
 
@@ -83,6 +99,11 @@ class Linear(nn.Module):
         if self.weight_scales is None:
             return linear(hidden_states, self.weight, bias)
         return fp8_linear(hidden_states, self.weight, self.weight_scales, self._first_column, bias)
+
+    @property
+    def weights(self) -> Weights | None:
+        """What `forward` multiplies with; None: it has more to do."""
+        return Weights(self.weight, self.bias) if self.weight_scales is None else None
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """The parameters under their own names; scales of a weight kept in 8 bits have none."""

@@ -347,6 +347,22 @@ class _Maker:
         scales = self._random(outputs, -(-(first + columns) // GROUP), dtype=torch.float32).abs()
         return self._random(self._sizes.tokens, columns), weight, scales, first, self._random(outputs)
 
+    def linear(self) -> tuple[Any, ...]:
+        weight = self._random(72, self._sizes.hidden)
+        return self._random(self._sizes.tokens, self._sizes.hidden), weight, self._random(72)
+
+    def add_norm_linear(self) -> tuple[Any, ...]:
+        """Logits of a router, after experts' sum."""
+        router, (rows, residual, *norm) = self._sizes.router, self.fused_add()
+        dtype = torch.float32 if router.float32_gate else self._dtype
+        return (
+            residual,
+            rows.float(),
+            *norm,
+            self._random(router.num_choices, rows.shape[1], dtype=dtype),
+            None,
+        )
+
     def logits(self) -> tuple[Any, ...]:
         return (self._random(3, self._sizes.vocabulary, dtype=torch.float32),)
 
@@ -479,6 +495,8 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "route": _Maker.route,
     "zero_experts": _Maker.zero_experts,
     "choose_by_kind": _Maker.choose_by_kind,
+    "linear": _Maker.linear,
+    "add_norm_linear": _Maker.add_norm_linear,
     "fp8_linear": _Maker.fp8_linear,
     "argmax_and_finite": _Maker.logits,
     "mask_logits": _Maker.masks,

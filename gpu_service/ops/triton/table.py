@@ -16,6 +16,7 @@ from gpu_service.ops.triton.gated_streams import (
     mix_gated_streams,
     norm_streams,
 )
+from gpu_service.ops.triton.gemv import add_norm_linear, can_add_norm_linear, can_linear, linear
 from gpu_service.ops.triton.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.triton.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.triton.kimi_delta import supports_extend as supports_kimi_extend
@@ -84,6 +85,8 @@ IMPLEMENTATIONS = {
     "route": Implementation(route),
     "zero_experts": Implementation(zero_experts),
     "choose_by_kind": Implementation(choose_by_kind),
+    "linear": Implementation(linear, can_linear),
+    "add_norm_linear": Implementation(add_norm_linear, can_add_norm_linear),
     "fp8_linear": Implementation(fp8_linear),
     "argmax_and_finite": Implementation(argmax_and_finite),
     "mask_logits": Implementation(mask_logits),

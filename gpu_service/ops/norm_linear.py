@@ -1,0 +1,32 @@
+"""The seam of a pre-norm layer with the projection that follows it."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.ops.linear import linear
+from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
+from gpu_service.ops.registry import Op
+
+
+@Op
+def add_norm_linear(
+    residual: torch.Tensor,
+    update: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`residual + update`, its RMS norm, and the norm's projection `x W^T + b`.
+
+    residual and update `[T, N]` as in `fused_add_rms_norm` (None: nothing is added), norm_weight `[N]`;
+    weight `[out, N]` and bias `[out]` as in `linear`, perhaps wider than the activations. Returns the sum
+    and the norm `[T, N]` in the residual's dtype, and the projection `[T, out]` in the weight's. The sum may
+    be the residual's memory, the norm the update's.
+    """
+    if update is None:
+        normed = rms_norm(residual, norm_weight, eps)
+    else:
+        normed = fused_add_rms_norm(update, residual, norm_weight, eps)
+    return residual, normed, linear(normed if weight.is_mkldnn else normed.to(weight.dtype), weight, bias)
