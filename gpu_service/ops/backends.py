@@ -26,7 +26,7 @@ from gpu_service.ops.gated_streams import (
 )
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
-from gpu_service.ops.kv import append_kv, mean_index_keys, pool_index_keys
+from gpu_service.ops.kv import append_kv, mean_index_keys, pool_index_keys, rotate_and_append
 from gpu_service.ops.linear import fp8_linear, linear
 from gpu_service.ops.linear_attention import (
     causal_conv_extend,
@@ -69,6 +69,7 @@ OPS: tuple[Op[..., Any], ...] = (
     block_scores,
     mean_block_scores,
     append_kv,
+    rotate_and_append,
     pool_index_keys,
     mean_index_keys,
     causal_conv_update,

@@ -181,6 +181,10 @@ class _Maker:
         mapping = 2 * torch.arange(tokens, device=self._device).flip(0) + 1
         return slots.to(self._sizes.storage or self._dtype), rows[:, :keys], rows[:, keys:], mapping
 
+    def rotate_and_append(self) -> tuple[Any, ...]:
+        slots, _, value, mapping = self.append_kv()
+        return *self.qk_norm_rope(), value, slots, mapping
+
     def pool_keys(self) -> tuple[Any, ...]:
         """Pages of 4 tokens and pools of 6: one ends in the first request's rows, and both of the second."""
         pool, size, page_size = 6, self._sizes.index_dim, 4
@@ -469,6 +473,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "block_scores": _Maker.block_scores,
     "mean_block_scores": _Maker.mean_block_scores,
     "append_kv": _Maker.append_kv,
+    "rotate_and_append": _Maker.rotate_and_append,
     "pool_index_keys": _Maker.pool_keys,
     "mean_index_keys": _Maker.mean_keys,
     "causal_conv_update": _Maker.conv_update,

@@ -47,6 +47,7 @@ def assert_same_op(
         assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
         torch.testing.assert_close(got.float(), wanted.float(), rtol=tolerance, atol=4 * tolerance)
     scratch = {"silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "qk_norm_rope", "fused_add_rms_norm"}
+    scratch |= {"rotate_and_append"}
     # Of the fused projection also the update.
     skipped = 2 if op.name == "add_norm_linear" else 1 if op.name in scratch else 0
     has_nan = op.name == "note_overflow"  # among its arguments

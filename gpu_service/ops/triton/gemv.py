@@ -84,7 +84,8 @@ def features_per_program(num_features: int, columns: int) -> int:
 def is_few(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a product is one of few rows that a program can hold."""
     return (
-        rows.dim() == weight.dim() == 2
+        not weight.is_mkldnn
+        and rows.dim() == weight.dim() == 2
         and 0 < rows.shape[0] <= MAX_ROWS
         and rows.stride(1) == 1
         and rows.shape[1] <= MAX_COLUMNS

@@ -36,7 +36,13 @@ from gpu_service.ops.triton.linear_attention_chunks import (
 from gpu_service.ops.triton.ngrams import ngram_rows, table_rows
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.triton.overflow import note_overflow
-from gpu_service.ops.triton.rope import apply_rope, qk_norm_rope, rope_table
+from gpu_service.ops.triton.rope import (
+    apply_rope,
+    can_rotate_and_append,
+    qk_norm_rope,
+    rope_table,
+    rotate_and_append,
+)
 from gpu_service.ops.triton.router import choose_by_kind, route, zero_experts
 from gpu_service.ops.triton.sampling import argmax_and_finite, mask_logits
 from gpu_service.ops.triton.selective_scan import selective_scan_extend, selective_scan_update
@@ -59,6 +65,7 @@ IMPLEMENTATIONS = {
     "block_scores": Implementation(block_scores),
     "mean_block_scores": Implementation(mean_block_scores),
     "append_kv": Implementation(append_kv),
+    "rotate_and_append": Implementation(rotate_and_append, can_rotate_and_append),
     "pool_index_keys": Implementation(pool_index_keys),
     "mean_index_keys": Implementation(mean_index_keys),
     "causal_conv_update": Implementation(causal_conv_update),
