@@ -352,7 +352,7 @@ class _Maker:
         return self._random(self._sizes.tokens, columns), weight, scales, first, self._random(outputs)
 
     def linear(self) -> tuple[Any, ...]:
-        weight = self._random(72, self._sizes.hidden)
+        weight = self._random(72, self._sizes.hidden) * self._sizes.hidden**-0.5
         return self._random(self._sizes.tokens, self._sizes.hidden), weight, self._random(72)
 
     def add_norm_linear(self) -> tuple[Any, ...]:
