@@ -1,8 +1,9 @@
 """Products of few rows with a dense weight, alone or after the addition and the norm of a layer's seam.
 
 Reading the weight is all that counts. A program has some features whole, so that each is one sum; its part of
-the weight is under way while it norms the rows, which every program does again: they are few, and in the
-cache. Sums are in float32, and of a row alone: how many others a step has changes nothing.
+the weight is under way while the kernel before ends, and while it norms the rows, which every program does
+again: they are few, and in the cache. Sums are in float32, and of a row alone: how many others a step has
+changes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from gpu_service.ops.triton.jit import jit, next_power_of_2
+from gpu_service.ops.triton.jit import jit, next_power_of_2, overlap, wait_for_previous
 from gpu_service.ops.triton.norm import rounded_norm
 
 # Above, tensor cores are faster.
@@ -47,6 +48,7 @@ def gemv_kernel(
     HAS_BIAS: tl.constexpr,
     FEATURES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Program f: features from f * FEATURES on of every row; the first one also writes sums and norms."""
     program = tl.program_id(0)
@@ -55,6 +57,7 @@ def gemv_kernel(
     has_feature, inside = feature < num_features, column < num_columns
     place = feature.to(tl.int64)[:, None] * num_columns + column[None, :]
     weight = tl.load(weight_ptr + place, mask=has_feature[:, None] & inside[None, :], other=0.0)
+    wait_for_previous(OVERLAPS)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     for row in tl.static_range(ROWS):
         x = tl.load(rows_ptr + row * row_stride + column, mask=inside, other=0.0)
@@ -167,6 +170,7 @@ def _launch(
         FEATURES=features,
         COLUMNS=columns,
         num_warps=warps(features * columns),
+        **overlap(rows.device),
     )
 
 

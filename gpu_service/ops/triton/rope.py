@@ -14,7 +14,7 @@ import triton.language as tl
 from gpu_service.ops.kv import FP8_MAX
 from gpu_service.ops.rope import RopeTable, pair_positions
 from gpu_service.ops.triton.e4m3 import as_loadable
-from gpu_service.ops.triton.jit import jit, next_power_of_2
+from gpu_service.ops.triton.jit import jit, next_power_of_2, overlap, wait_for_previous
 from gpu_service.ops.triton.kv import stored
 
 # Heads a program takes once there are enough tokens to fill the device with one head a program.
@@ -178,12 +178,13 @@ def rotate_kernel(
     head_dim: int, row_stride: int, head_stride: int, value_stride: int, value_head_stride: int,
     slot_stride: int, eps: float, key_scale: float, value_scale: float, NORMS: tl.constexpr,
     STORES: tl.constexpr, SCALED: tl.constexpr, MAX: tl.constexpr, STEP: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (t, g) norms (NORMS) and rotates `HEADS` heads of token t into contiguous queries and keys.
 
     STORES: keys also go to the token's slot, and after them values, which are a token's last heads here.
     """
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     is_query, is_value = head < num_q, head >= num_q + num_k
@@ -314,5 +315,6 @@ def _rotate(
             BLOCK=next_power_of_2(num_pairs),
             BLOCK_REST=next_power_of_2(head_dim - 2 * num_pairs),
             num_warps=1,
+            **overlap(heads.device),
         )
     return query, key

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from gpu_service.ops.triton.jit import jit, next_power_of_2
+from gpu_service.ops.triton.jit import jit, next_power_of_2, overlap, wait_for_previous
 from moebius.models.config import RouterConfig
 
 _SCORES = {"none": 0, "softmax": 1, "sigmoid": 2, "sqrt_softplus": 3}
@@ -118,8 +118,10 @@ def route_kernel(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LOWEST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Program t writes float32 weights and int32 ids `[TOP_K]` of row t, best choice first."""
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)[:, None]
     place = tl.arange(0, BLOCK_EXPERTS)[None, :]
@@ -387,5 +389,6 @@ def route(
             LOWEST=_LOWEST,
             # Every choice is a reduction: within one warp it needs no barrier.
             num_warps=1,
+            **overlap(device),
         )
     return weights, ids

@@ -14,7 +14,7 @@ import torch
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
 from gpu_service.experts.resident.panels import LayerFormat, pair_bytes
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
-from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2
+from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
 from moebius.models.geometry import MoeGeometry
 from moebius.progress import counted
 
@@ -187,6 +187,7 @@ class TritonResidentKernels(ResidentKernels):
             ACTIVATION=self._geometry.activation,
             LINES=launch.lines(kind.gate_up),
             num_warps=launch.warps(launch.lines(kind.gate_up)),
+            **overlap(hidden_states.device),
         )
         choices = next_power_of_2(top_k)
         lines = launch.lines(kind.down, choices)
@@ -212,6 +213,7 @@ class TritonResidentKernels(ResidentKernels):
             LINES=lines,
             UNROLLED=launch.UNROLLED,
             num_warps=launch.warps(choices * lines),
+            **overlap(hidden_states.device),
         )
 
     def _by_tiles(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from gpu_service.ops.triton.e4m3 import decode_e4m3
-from gpu_service.ops.triton.jit import jit, jit_for_any
+from gpu_service.ops.triton.jit import jit, jit_for_any, wait_for_previous
 
 
 @jit
@@ -203,8 +203,10 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
     x, words, scales, bytes_, floats, ids, slot_of_expert, intermediate, alpha, limit,
     TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr,
     INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, ACTIVATION: tl.constexpr, LINES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, block of 16 channels): intermediate [pairs, INTERMEDIATE_COLUMNS] of a pair's expert."""
+    wait_for_previous(OVERLAPS)
     pair, block = tl.program_id(0), tl.program_id(1)
     slot = slot_of(ids, slot_of_expert, pair)
     if slot < 0:
@@ -237,13 +239,14 @@ def down_rows(  # type: ignore[no-untyped-def]
     intermediate, words, scales, bytes_, floats, ids, slot_of_expert, weights, partial, result,
     TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
     INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, HAS_PARTIAL: tl.constexpr,
-    CHOICES: tl.constexpr, LINES: tl.constexpr, UNROLLED: tl.constexpr,
+    CHOICES: tl.constexpr, LINES: tl.constexpr, UNROLLED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of 16 columns): result = partial + sum of weight * product over the row's choices.
 
     All choices at once, in a tile of CHOICES (TOP_K or more) times LINES lines; those that are in no slot
     read the first slot's panel, whose products count for nothing.
     """
+    wait_for_previous(OVERLAPS)
     row, block = tl.program_id(0), tl.program_id(1)
     choice, column = tl.arange(0, CHOICES), block * 16 + tl.arange(0, 16)
     place = row.to(tl.int64) * HIDDEN + column
