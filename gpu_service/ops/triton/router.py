@@ -94,32 +94,13 @@ def _finished(
 
 @jit
 def route_kernel(
-    logits_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    valid_rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    row_stride: int,
-    num_groups: int,
-    group_size: int,
-    epsilon: float,
-    scale: float,
-    softcap: float,
-    SCORE: tl.constexpr,
-    POST: tl.constexpr,
-    CAPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_VALID_ROWS: tl.constexpr,
-    LIMITS_GROUPS: tl.constexpr,
-    SUM_OF_TWO: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    LOWEST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, bias_ptr: tl.tensor, valid_rows_ptr: tl.tensor, weights_ptr: tl.tensor,
+    ids_ptr: tl.tensor, row_stride: int, num_groups: int, group_size: int, epsilon: float, scale: float,
+    softcap: float, SCORE: tl.constexpr, POST: tl.constexpr, CAPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_VALID_ROWS: tl.constexpr, LIMITS_GROUPS: tl.constexpr, SUM_OF_TWO: tl.constexpr, TOP_GROUPS:
+    tl.constexpr, TOP_K: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_K:
+    tl.constexpr, LOWEST: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Program t writes float32 weights and int32 ids `[TOP_K]` of row t, best choice first."""
     wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
