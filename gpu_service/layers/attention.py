@@ -17,7 +17,7 @@ from gpu_service.layers.linear import (
     FusedLinear,
     Linear,
     RowParallelLinear,
-    Weights,
+    Seam,
     empty_parameter,
     gated_query_order,
 )
@@ -182,10 +182,9 @@ class GQAttention(nn.Module):
         self._gate_weights = GATE_ACTIVATIONS[config.gate_activation]
         self._group, self._dtype = parallel.tensor_group, dtype
 
-    @property
-    def input_weights(self) -> Weights | None:
-        """Of queries, keys and values."""
-        return self.qkv_proj.weights
+    def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
+        """With queries, keys and values, see `ReadsSeam`."""
+        return self.qkv_proj.after_seam(seam)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """Of the parameters that are this module's own, a rank has those of its heads."""
@@ -208,8 +207,8 @@ class GQAttention(nn.Module):
     ) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards.
 
-        `rope` None: the layer knows no positions. `projected`: the product with `input_weights`, if it was
-        computed already; it may be overwritten.
+        `rope` None: the layer knows no positions. `projected`: queries, keys and values, if they were
+        computed already; may be overwritten.
         """
         if projected is None:
             projected = self.qkv_proj(hidden_states)

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.engine.step import ForwardContext
-from gpu_service.layers.linear import CheckpointPart, Linear, Projecting, empty_parameter
+from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.layers.linear import CheckpointPart, Linear, ReadsSeam, Seam, empty_parameter
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import Norm, RMSNorm, make_norm
-from gpu_service.ops.norm_linear import add_norm_linear
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -166,17 +165,20 @@ class ResidualStream:
         update, self._pending = self._pending, None
         return norm.after_adding(update, self._total)
 
-    def read_for(self, reader: nn.Module, norm: Norm | None) -> tuple[torch.Tensor, ...]:
-        """`read`, and where `reader` starts with a product of it, that product: what it is to be called with.
+    def read_for(
+        self, reader: nn.Module, norm: Norm | None, inputs: ForwardInputs
+    ) -> tuple[torch.Tensor, ...]:
+        """`read`, and where `reader` starts with a product of it, what comes of that: what it is called with.
 
         Of few rows the addition, the norm and the product are one kernel on a GPU.
         """
-        weights = reader.input_weights if isinstance(reader, Projecting) else None
-        if weights is None or not isinstance(norm, RMSNorm):
-            return (self.read(norm),)
-        update, self._pending = self._pending, None
-        self._total, normed, projected = add_norm_linear(self._total, update, norm.weight, norm.eps, *weights)
-        return normed, projected
+        if isinstance(reader, ReadsSeam) and isinstance(norm, RMSNorm):
+            seam = Seam(self._total, self._pending, norm.weight, norm.eps)
+            found = reader.read_seam(seam, inputs)
+            if found is not None:
+                self._total, self._pending = found[0], None
+                return found[1:]
+        return (self.read(norm),)
 
     def read(self, norm: Norm | None) -> torch.Tensor:
         """`normed`, or a copy of the sum where nothing is normed; a tensor that the caller may keep."""
@@ -238,15 +240,16 @@ class DecoderLayer(nn.Module):
     ) -> ResidualStream:
         """Adds the layer's two halves to the stream and returns it."""
         attention = self.get_submodule(self._attention_name)
-        hidden_states, *projected = stream.read_for(attention, self.input_layernorm)
+        hidden_states, *projected = stream.read_for(attention, self.input_layernorm, context.inputs)
         attended = attention(hidden_states, rope, context, *projected)
         stream.add(self._normed(self.post_self_attn_layernorm, attended))
         if isinstance(self.mlp, MoEWithOwnNorms):
             hidden_states = stream.read(self.post_attention_layernorm)
             output = self.mlp.forward_with_residual(hidden_states, stream.sum(), context)
         else:
-            hidden_states, *projected = stream.read_for(self.mlp, self.post_attention_layernorm)
-            output = self.mlp(hidden_states, context, *projected)
+            norm = self.post_attention_layernorm
+            hidden_states, *begun = stream.read_for(self.mlp, norm, context.inputs)
+            output = self.mlp(hidden_states, context, *begun)
         stream.add(self._normed(self.post_mlp_layernorm, output))
         if self.layer_scalar is not None:
             stream.scale(self.layer_scalar)

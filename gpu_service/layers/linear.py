@@ -14,7 +14,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from gpu_service.engine.step import ForwardInputs
 from gpu_service.ops.linear import GROUP, can_pack, fp8_linear, linear, pack_weight
+from gpu_service.ops.norm_linear import add_norm_linear
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange
 from moebius.models.config import LinearAttentionConfig
@@ -64,20 +66,21 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
-class Weights(NamedTuple):
-    """Of a product that is `ops.linear.linear` of a module's input."""
+class Seam(NamedTuple):
+    """What the input of a module is the RMS norm of; the first arguments of `add_norm_linear`."""
 
-    weight: torch.Tensor  # [out, in]
-    bias: torch.Tensor | None  # [out]
+    residual: torch.Tensor  # [T, N]
+    update: torch.Tensor | None  # [T, N], to be added to it
+    norm_weight: torch.Tensor  # [N]
+    eps: float
 
 
 @runtime_checkable
-class Projecting(Protocol):
-    """A module that starts with a product of its input, and may be given that product together with it."""
+class ReadsSeam(Protocol):
+    """A module that starts with a product of its input, which may be one kernel with the norm before it."""
 
-    @property
-    def input_weights(self) -> Weights | None:
-        """What its last argument `projected` is the product with; None: it must be called without one."""
+    def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
+        """The sum, its norm, and what else `forward` is to be called with; None: it reads a norm alone."""
 
 
 class Linear(nn.Module):
@@ -100,10 +103,9 @@ class Linear(nn.Module):
             return linear(hidden_states, self.weight, bias)
         return fp8_linear(hidden_states, self.weight, self.weight_scales, self._first_column, bias)
 
-    @property
-    def weights(self) -> Weights | None:
-        """What `forward` multiplies with; None: it has more to do."""
-        return Weights(self.weight, self.bias) if self.weight_scales is None else None
+    def after_seam(self, seam: Seam) -> tuple[torch.Tensor, ...] | None:
+        """What `add_norm_linear` returns, the product being `forward`'s; None: of weights in 8 bits."""
+        return None if self.weight_scales is not None else add_norm_linear(*seam, self.weight, self.bias)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """The parameters under their own names; scales of a weight kept in 8 bits have none."""

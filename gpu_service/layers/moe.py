@@ -17,10 +17,11 @@ from torch.nn import functional
 from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.layers.asked_experts import AskedExperts, ask_experts
 from gpu_service.layers.deferral import Collect, add_late
-from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, Weights, empty_parameter
+from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, Seam, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from gpu_service.ops.linear import linear
+from gpu_service.ops.norm_linear import add_norm_linear, add_norm_route
 from gpu_service.ops.router import choose_by_kind, route, weigh_chosen, zero_experts
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, even_shard
@@ -74,17 +75,16 @@ class MLP(nn.Module):
         elif limit != math.inf:
             self._activation = partial(CLAMPED_ACTIVATIONS[activation], limit=limit)
 
-    @property
-    def input_weights(self) -> Weights | None:
-        """Of gate and up."""
-        return self.gate_up_proj.weights
+    def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
+        """With gate and up, see `ReadsSeam`."""
+        return self.gate_up_proj.after_seam(seam)
 
     def forward(
         self, hidden_states: torch.Tensor, context: ForwardContext, projected: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`; the context is part of the signature that MLP and MoE share.
 
-        `projected`: the product with `input_weights`, if it was computed already; it may be overwritten.
+        `projected`: gate and up, if they were computed already; may be overwritten.
         """
         if projected is None:
             projected = self.gate_up_proj(hidden_states)
@@ -141,9 +141,18 @@ class Router(nn.Module):
 
         Ids from `num_experts` on are choices without weights.
         """
-        return self.choose(linear(hidden_states.to(self.weight.dtype), self.weight, self.bias), inputs)
+        return self._choose(linear(hidden_states.to(self.weight.dtype), self.weight, self.bias), inputs)
 
-    def choose(self, logits: torch.Tensor, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...]:
+        """The sum, its norm, and what `forward` says of that."""
+        if self.tid2eid is not None or self.expert_scales is not None:
+            total, normed, logits = add_norm_linear(*seam, self.weight, self.bias)
+            return total, normed, *self._choose(logits, inputs)
+        correction = self.e_score_correction_bias
+        bias = None if correction is None else correction.flatten()
+        return add_norm_route(*seam, self.weight, self.bias, bias, self._config, inputs.valid_rows)
+
+    def _choose(self, logits: torch.Tensor, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """`forward` of rows whose logits `[T, num_choices]` were computed already."""
         valid_rows, bias = inputs.valid_rows, self.e_score_correction_bias
         if self.tid2eid is not None:
@@ -262,32 +271,27 @@ class MoE(nn.Module):
         # Called with rows, ids and weights that the experts are about to be given; `moebius verify` sets it.
         self.on_routed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
-    @property
-    def input_weights(self) -> Weights | None:
-        """The router's, of a model with one."""
-        return Weights(self.gate.weight, self.gate.bias) if isinstance(self.gate, Router) else None
+    def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
+        """With weights and ids of the chosen, of a model with one router; see `ReadsSeam`."""
+        return self.gate.read_seam(seam, inputs) if isinstance(self.gate, Router) else None
 
     def forward(
-        self, hidden_states: torch.Tensor, context: ForwardContext, router_logits: torch.Tensor | None = None
+        self, hidden_states: torch.Tensor, context: ForwardContext, *chosen: torch.Tensor
     ) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`, float32 where there is no latent space: who adds it rounds once.
 
-        `router_logits`: the product with `input_weights`, if it was computed already.
+        `chosen`: weights and ids, if the router has chosen already.
         """
-        return self.start(hidden_states, context, router_logits)()
+        return self.start(hidden_states, context, *chosen)()
 
     def start(
-        self, hidden_states: torch.Tensor, context: ForwardContext, router_logits: torch.Tensor | None = None
+        self, hidden_states: torch.Tensor, context: ForwardContext, *chosen: torch.Tensor
     ) -> Callable[[], torch.Tensor]:
         """Asks the servers for their share; what is returned computes the rest and collects, as `forward`.
 
         Meanwhile `hidden_states` must stay as they are.
         """
-        if router_logits is None:
-            topk_weights, topk_ids = self.gate(hidden_states, context.inputs)
-        else:
-            assert isinstance(self.gate, Router), "`input_weights` says so"
-            topk_weights, topk_ids = self.gate.choose(router_logits, context.inputs)
+        topk_weights, topk_ids = chosen or self.gate(hidden_states, context.inputs)
         if context.recorder is not None:
             context.recorder.record(self.layer_id, topk_ids)
         partial: torch.Tensor | None = None

@@ -42,7 +42,7 @@ from gpu_service.ops.norm import (
     rms_norm,
     sigmoid_gated_rms_norm,
 )
-from gpu_service.ops.norm_linear import add_norm_linear
+from gpu_service.ops.norm_linear import add_norm_linear, add_norm_route
 from gpu_service.ops.overflow import note_overflow
 from gpu_service.ops.registry import Implementation, Op
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
@@ -99,6 +99,7 @@ OPS: tuple[Op[..., Any], ...] = (
     linear,
     fp8_linear,
     add_norm_linear,
+    add_norm_route,
     argmax_and_finite,
     mask_logits,
     truncate_probabilities,

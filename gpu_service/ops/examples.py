@@ -367,6 +367,10 @@ class _Maker:
             None,
         )
 
+    def add_norm_route(self) -> tuple[Any, ...]:
+        logits, bias, router = self.route()
+        return *self.add_norm_linear(), bias, router, logits[:, 0] < 10
+
     def logits(self) -> tuple[Any, ...]:
         return (self._random(3, self._sizes.vocabulary, dtype=torch.float32),)
 
@@ -502,6 +506,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "choose_by_kind": _Maker.choose_by_kind,
     "linear": _Maker.linear,
     "add_norm_linear": _Maker.add_norm_linear,
+    "add_norm_route": _Maker.add_norm_route,
     "fp8_linear": _Maker.fp8_linear,
     "argmax_and_finite": _Maker.logits,
     "mask_logits": _Maker.masks,

@@ -1,4 +1,4 @@
-"""The seam of a pre-norm layer with the projection that follows it."""
+"""The seam of a pre-norm layer with what follows it: a projection, or the choice of experts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from gpu_service.ops.linear import linear
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.registry import Op
+from gpu_service.ops.router import route
+from moebius.models.config import RouterConfig
 
 
 @Op
@@ -30,3 +32,23 @@ def add_norm_linear(
     else:
         normed = fused_add_rms_norm(update, residual, norm_weight, eps)
     return residual, normed, linear(normed if weight.is_mkldnn else normed.to(weight.dtype), weight, bias)
+
+
+@Op
+def add_norm_route(
+    residual: torch.Tensor,
+    update: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    correction_bias: torch.Tensor | None,
+    config: RouterConfig,
+    valid_rows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`add_norm_linear` with a router's weight, whose logits `route` chooses by.
+
+    Arguments as there. Returns the sum and the norm `[T, N]`, weights float32 and ids int32 `[T, top_k]`.
+    """
+    total, normed, logits = add_norm_linear(residual, update, norm_weight, eps, weight, bias)
+    return total, normed, *route(logits, correction_bias, config, valid_rows)

@@ -16,6 +16,7 @@ from gpu_service.ops import kv, linear, norm_linear
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
+from moebius.models.config import RouterConfig
 from tests import tolerances
 from tests.helpers.ops import assert_same_op
 from tests.helpers.resident_layers import Shape, resident_layer, routed
@@ -91,6 +92,48 @@ def test_a_row_is_computed_alone(device: torch.device) -> None:
     together = product(rows, weight, None)
     for row in range(4):
         assert torch.equal(product(rows[row : row + 1], weight, None)[0], together[row])
+
+
+@pytest.mark.parametrize("experts", [128, 512])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_addition_norm_and_choice(rows: int, experts: int, device: torch.device) -> None:
+    """In a graph that is replayed while another stream routes as well: each has its own counter."""
+    config = RouterConfig(experts, 8, "softmax", post="renormalize")
+    op = _triton("add_norm_route")
+    weight, scale = _random(device, torch.float32, experts, 2048, seed=1) * 2048**-0.5, torch.ones(2048)
+    scale = scale.to(device)
+
+    def arguments(seed: int) -> tuple[Any, ...]:
+        residual, update = _random(device, torch.float32, 2, rows, 2048, seed=seed)
+        return residual, update, scale, 1e-6, weight, None, None, config, None
+
+    given = [arguments(seed) for seed in range(2)]
+    wanted = [norm_linear.add_norm_route.reference(*arguments(seed)) for seed in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    graphs, found = [], []
+    for stream, own in zip(streams, given, strict=True):
+        with torch.cuda.stream(stream):
+            assert op.supports is not None
+            assert op.supports(*own)
+            op.function(*own)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(50):
+                    result = op.function(*own)
+            graphs.append(graph)
+            found.append(result)
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize(device)
+    for got, expected in zip(found, wanted, strict=True):
+        by_expert = [torch.zeros(rows, experts, device=device) for _ in range(2)]
+        for target, (_, _, weights, ids) in zip(by_expert, (got, expected), strict=True):
+            target.scatter_(1, ids.long(), weights)
+        torch.testing.assert_close(by_expert[0], by_expert[1], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(got[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,4 +1,4 @@
-"""Invariant: products of few rows are the torch reference, with and without the addition and the norm.
+"""Invariant: products of few rows are the torch reference, also with the norm before and the choice after.
 
 Here the kernels run in Triton's interpreter; tests/gpu/test_fused_gpu.py runs them compiled.
 """
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gpu_service.ops import linear, norm_linear
-from gpu_service.ops.triton import gemv
+from gpu_service.ops.triton import gemv, norm_route
+from moebius.models.config import RouterConfig
 from tests.tolerances import OP_ROUNDINGS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
@@ -56,6 +57,27 @@ def test_add_norm_linear(
     torch.testing.assert_close(found[1], wanted[1], rtol=tolerance, atol=tolerance)
     assert found[2].dtype == wanted[2].dtype
     torch.testing.assert_close(found[2], wanted[2], rtol=tolerance, atol=32 * tolerance)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("features", "rows"), [(16, 1), (600, 3)])
+def test_add_norm_route(score: str, features: int, rows: int) -> None:
+    """One launch or several, a choice is the same; the counter is ready for the next launch."""
+    torch.manual_seed(rows)
+    config = RouterConfig(features, 4, score, num_groups=4, top_groups=2, post="renormalize", scale=2.5)
+    residual, update = torch.randn(rows, 64), torch.randn(rows, 64)
+    weight, correction = torch.randn(features, 64), torch.randn(features) * 0.1
+    valid = torch.arange(rows) != 1
+    arguments = torch.randn(64), 1e-6, weight, None, correction, config, valid
+    wanted = norm_linear.add_norm_route.reference(residual.clone(), update.clone(), *arguments)
+    assert norm_route.can_add_norm_route(residual, update, *arguments)
+    for _ in range(2):
+        total, normed, weights, ids = norm_route.add_norm_route(residual, update, *arguments)
+        torch.testing.assert_close((total, normed), wanted[:2], rtol=1e-5, atol=1e-5)
+        order, wanted_order = ids.argsort(dim=1), wanted[3].argsort(dim=1)
+        assert torch.equal(ids.gather(1, order), wanted[3].gather(1, wanted_order))
+        found = weights.gather(1, order)[valid]
+        torch.testing.assert_close(found, wanted[2].gather(1, wanted_order)[valid], rtol=1e-4, atol=1e-5)
 
 
 def test_a_float32_row_is_multiplied_in_float32() -> None:

@@ -8,7 +8,7 @@ changes nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -104,7 +104,8 @@ def can_linear(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 def linear(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     output = hidden_states.new_empty((hidden_states.shape[0], weight.shape[0]))
-    _launch(hidden_states, weight, bias, output)
+    launch = _launch(hidden_states, weight, bias, output)
+    gemv_kernel[launch.grid](**launch.arguments, **launch.options)
     return output
 
 
@@ -127,14 +128,35 @@ def add_norm_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    found, launch = seam_launch(residual, update, norm_weight, eps, weight, bias)
+    gemv_kernel[launch.grid](**launch.arguments, **launch.options)
+    return found
+
+
+class Launch(NamedTuple):
+    """Of `gemv_kernel`, or of a kernel that begins with it."""
+
+    grid: tuple[int]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+def seam_launch(
+    residual: torch.Tensor,
+    update: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Launch]:
+    """Where sum, norm and product of `add_norm_linear` will be, and what computes them."""
     rows, columns = residual.shape
     # Programs that begin late must still find the rows as they were.
     total = residual if update is None else residual.new_empty((rows, columns))
     normed = residual.new_empty((rows, columns))
     output = weight.new_empty((rows, weight.shape[0]))
-    seam = {"update_ptr": update, "norm_weight_ptr": norm_weight, "total_ptr": total, "normed_ptr": normed}
-    _launch(residual, weight, bias, output, seam, eps)
-    return total, normed, output
+    seam = {"norm_weight_ptr": norm_weight, "total_ptr": total, "normed_ptr": normed, "eps": eps}
+    return (total, normed, output), _launch(residual, weight, bias, output, update, seam)
 
 
 def _launch(
@@ -142,36 +164,33 @@ def _launch(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     output: torch.Tensor,
+    update: torch.Tensor | None = None,
     seam: dict[str, Any] | None = None,
-    eps: float = 0.0,
-) -> None:
-    """`seam`: what belongs to the addition and the norm; None: there is neither."""
+) -> Launch:
+    """`seam`: what belongs to the norm; None: there is none."""
     num_features, num_columns = weight.shape
     columns = next_power_of_2(num_columns)
     features = features_per_program(num_features, columns)
-    given = {} if seam is None else {name: tensor for name, tensor in seam.items() if tensor is not None}
-    update = given.get("update_ptr")
-    unused = dict.fromkeys(("update_ptr", "norm_weight_ptr", "total_ptr", "normed_ptr"), rows)
-    gemv_kernel[(-(-num_features // features),)](
-        rows,
-        **(unused | given),
-        weight_ptr=weight,
-        bias_ptr=weight if bias is None else bias,
-        output_ptr=output,
-        num_features=num_features,
-        num_columns=num_columns,
-        row_stride=rows.stride(0),
-        update_stride=0 if update is None else update.stride(0),
-        eps=eps,
-        ROWS=rows.shape[0],
-        ADDS=update is not None,
-        NORMS=seam is not None,
-        HAS_BIAS=bias is not None,
-        FEATURES=features,
-        COLUMNS=columns,
-        num_warps=warps(features * columns),
-        **overlap(rows.device),
-    )
+    unused = {"norm_weight_ptr": rows, "total_ptr": rows, "normed_ptr": rows, "eps": 0.0}
+    arguments = {
+        "rows_ptr": rows,
+        "update_ptr": rows if update is None else update,
+        "weight_ptr": weight,
+        "bias_ptr": weight if bias is None else bias,
+        "output_ptr": output,
+        "num_features": num_features,
+        "num_columns": num_columns,
+        "row_stride": rows.stride(0),
+        "update_stride": 0 if update is None else update.stride(0),
+        "ROWS": rows.shape[0],
+        "ADDS": update is not None,
+        "NORMS": seam is not None,
+        "HAS_BIAS": bias is not None,
+        "FEATURES": features,
+        "COLUMNS": columns,
+    }
+    options = {"num_warps": warps(features * columns), **overlap(rows.device)}
+    return Launch((-(-num_features // features),), arguments | (seam or unused), options)
 
 
 def warps(elements: int) -> int:

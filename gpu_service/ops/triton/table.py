@@ -35,6 +35,7 @@ from gpu_service.ops.triton.linear_attention_chunks import (
 )
 from gpu_service.ops.triton.ngrams import ngram_rows, table_rows
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
+from gpu_service.ops.triton.norm_route import add_norm_route, can_add_norm_route
 from gpu_service.ops.triton.overflow import note_overflow
 from gpu_service.ops.triton.rope import (
     apply_rope,
@@ -94,6 +95,7 @@ IMPLEMENTATIONS = {
     "choose_by_kind": Implementation(choose_by_kind),
     "linear": Implementation(linear, can_linear),
     "add_norm_linear": Implementation(add_norm_linear, can_add_norm_linear),
+    "add_norm_route": Implementation(add_norm_route, can_add_norm_route),
     "fp8_linear": Implementation(fp8_linear),
     "argmax_and_finite": Implementation(argmax_and_finite),
     "mask_logits": Implementation(mask_logits),
