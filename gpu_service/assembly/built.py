@@ -19,6 +19,7 @@ from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.memory.elastic import ElasticMemory
 from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import SelfTestReport
 from moebius.checkpoint.gguf.files import companion_directory, served_name
@@ -52,6 +53,7 @@ class Built:
     check: StepCheck | None = None  # Filled by `build_engine`.
     watch: ResidentWatch | None = None  # Over `resident`.
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
+    elastic: ElasticMemory | None = None  # None: KV pages and experts keep the memory that they have.
     # Of all files that were read; filled by `build_engine` once they have proved to be unchanged.
     identity: Parts = field(default_factory=dict)
 

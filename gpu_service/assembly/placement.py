@@ -14,6 +14,7 @@ from gpu_service.experts.adaptive.counts import RoutingCounts
 from gpu_service.experts.adaptive.exchange import SlotExchanges
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.adaptive.record import RoutingRecord
+from gpu_service.experts.adaptive.supply import make_supply
 from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.experts.streaming.ring import transfer_device
 from gpu_service.experts.streaming.streamer import ExpertStreamer
@@ -79,11 +80,13 @@ def make_adaptive(
         slots=resident.num_experts,
         begins_with="earlier routing" if known else "an even spread",
     )
+    exchanges = SlotExchanges(resident, device, streamer, moe.costs.copied)
     return AdaptivePlacement(
         resident,
         counts,
-        SlotExchanges(resident, device, streamer, moe.costs.copied),
+        exchanges,
         moe.costs,
         before,
         lambda found: record.write(layers, found),
+        make_supply(resident, exchanges, device),
     )
