@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from gpu_service.assembly.built import Built, model_info
-from gpu_service.assembly.elastic import make_elastic_cache, make_elastic_memory, make_pool
+from gpu_service.assembly.elastic import EngineCache, make_engine_cache, make_page_supply, make_pool
 from gpu_service.assembly.experts import (
     RankMoe,
     check_experts,
@@ -47,7 +47,7 @@ from gpu_service.assembly.steps import (
 from gpu_service.assembly.vision import Vision, load_vision, vision_memory
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.cache.fp8 import STORAGE_DTYPES
-from gpu_service.cache.request_cache import RequestCache, make_request_cache
+from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.constraint import PREPARE, ConstraintCompiler, make_compiler
@@ -146,12 +146,8 @@ def _assemble(
     profiled = profiled_stream(streaming, streamer)
     lane_stream = None if profiled is None else make_lane_stream(config, device, group.parallel)
     num_pages = _num_pages(memory, model, moe, resident, states, profiled, lane_stream, group)
-    elastic, kv_cache = None, None
-    if adaptive is not None and adaptive.supply is not None:
-        elastic = make_elastic_cache(config, shape, model_config, num_pages, adaptive)
-        kv_cache, num_pages = elastic.cache, elastic.num_pages
-    kv_cache = kv_cache or shape.make_pool(num_pages)
-    limits = scheduler_limits(gpu, model_config, num_pages)
+    kv = make_engine_cache(config, shape, model_config, num_pages, adaptive)
+    limits, kv_cache = scheduler_limits(gpu, model_config, kv.num_pages), kv.cache
     memory.reached(KV)
     experts = connect_experts(config, moe, group, undo, fingerprint, adaptive)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
@@ -175,19 +171,11 @@ def _assemble(
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint)
     check = make_check(observer, config, moe, runner, stream, dtype)
-    absent = () if elastic is None else elastic.pages.absent_pages()
-    cache = make_request_cache(gpu, states, num_pages, absent)
-    engine = _engine(config, group, runner, steps, lane, limits, cache, check, on_output, compiler)
-    supply = None
-    if elastic is not None and adaptive is not None:
-        token_bytes = shape.page_bytes / gpu.page_size
-        supply = make_elastic_memory(elastic, cache, adaptive, stream, check, token_bytes)
-        engine.scheduler.supply = supply
+    engine = _engine(config, group, runner, steps, lane, limits, kv, stream, check, on_output, compiler)
     return Built(
-        *(engine, group, experts, runner.recorder, memory, model_config, num_pages, limits.context_limit),
+        *(engine, group, experts, runner.recorder, memory, model_config, kv.num_pages, limits.context_limit),
         warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
         *(self_test, vision, streamer, adaptive, resident, check, runner.watch, compiler),
-        elastic=supply,
     )
 
 
@@ -308,7 +296,8 @@ def _engine(
     steps: StepRunner,
     lane: PrefillLane | None,
     limits: SchedulerLimits,
-    cache: RequestCache,
+    kv: EngineCache,
+    stream: DeviceStream,
     check: StepCheck,
     on_output: Callable[[list[OutputDelta]], None],
     compiler: ConstraintCompiler | None,
@@ -324,7 +313,9 @@ def _engine(
         check.measure_again()
 
     operations[MEASURE_AGAIN] = measure_again
+    cache = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent)
     scheduler = Scheduler(limits, cache, make_speculation(gpu, limits, runner))
+    scheduler.supply = make_page_supply(kv, cache, runner.placement, stream, check)
     builder = InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope)
     engine = Engine(
         scheduler,

@@ -89,7 +89,7 @@ class GpuConfig(SpeculationSettings):
     kv_cache_gib: float | None = Field(
         default=None,
         gt=0,
-        description="KV cache, at least, GiB, if num_pages is unset; unset: 1 on a CPU, what is free on a GPU",
+        description="KV cache, at least, GiB, if num_pages is unset; unset: 1 on a CPU, the rest of a GPU",
     )
     elastic_memory: Literal["auto", "on", "off"] = Field(
         default="auto",

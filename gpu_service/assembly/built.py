@@ -53,9 +53,14 @@ class Built:
     check: StepCheck | None = None  # Filled by `build_engine`.
     watch: ResidentWatch | None = None  # Over `resident`.
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
-    elastic: ElasticMemory | None = None  # None: KV pages and experts keep the memory that they have.
     # Of all files that were read; filled by `build_engine` once they have proved to be unchanged.
     identity: Parts = field(default_factory=dict)
+
+    @property
+    def elastic(self) -> ElasticMemory | None:
+        """None: KV pages and experts keep the memory that they have."""
+        supply = self.engine.scheduler.supply
+        return supply if isinstance(supply, ElasticMemory) else None
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Ends every request, then the engine, its experts and its rank's part in the group, in order.

@@ -5,20 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import structlog
+import torch
 
 from gpu_service.assembly.kv_memory import CacheShape
 from gpu_service.cache.elastic_pages import ElasticPages
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.request_cache import RequestCache
+from gpu_service.device.host_virtual_memory import HostVirtualMemory
 from gpu_service.device.stream import DeviceStream
-from gpu_service.device.virtual_memory import PhysicalPool, make_virtual_memory
+from gpu_service.device.virtual_memory import PhysicalPool, VirtualMemory, VirtualMemoryUnavailable
 from gpu_service.engine.step_check import StepCheck
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.elastic import ElasticMemory, first_groups, stale_after
 from gpu_service.memory.plan import useful_pages
 from gpu_service.parallel.group import RankGroup
+from gpu_service.scheduler.supply import FixedPages, PageSupply
 from moebius.config import MoebiusConfig
+from moebius.errors import brief
 from moebius.models.config import ModelConfig
 from moebius.progress import phase
 
@@ -46,6 +50,22 @@ def make_pool(
     return None if memory is None else PhysicalPool(memory, chunk_bytes(memory.granularity, shape))
 
 
+def make_virtual_memory(device: torch.device) -> VirtualMemory | None:
+    """Returns what maps memory of a device; None, and one log line, where it cannot."""
+    try:
+        if device.type == "cuda":
+            from gpu_service.device.cuda_virtual_memory import CudaVirtualMemory
+
+            return CudaVirtualMemory(device)
+        return HostVirtualMemory()
+    except (ImportError, OSError, VirtualMemoryUnavailable) as error:
+        _log.warning(
+            "KV pages and experts keep the memory that they have: the device cannot map any",
+            because=brief(error),
+        )
+        return None
+
+
 def chunk_bytes(granularity: int, shape: CacheShape) -> int:
     """Bytes of a chunk: the more memory a GPU has, the larger; on a CPU as small as may be."""
     memory, size = make_device_memory(shape.device), granularity
@@ -58,24 +78,30 @@ def chunk_bytes(granularity: int, shape: CacheShape) -> int:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class ElasticCache:
-    """A KV cache with memory for some of its pages; filled by `make_elastic_cache`."""
+class EngineCache:
+    """The KV cache of a rank; filled by `make_engine_cache`."""
 
-    pages: ElasticPages
     cache: PagedCache
     num_pages: int  # The most that there may be.
-    floor_pages: int  # Experts never get these.
+    pages: ElasticPages | None = None  # None: all have memory, for good.
+    floor_pages: int = 0  # Experts never get these.
+
+    @property
+    def absent(self) -> list[int]:
+        """Pages without memory now."""
+        return [] if self.pages is None else self.pages.absent_pages()
 
 
-def make_elastic_cache(
+def make_engine_cache(
     config: MoebiusConfig,
     shape: CacheShape,
     model: ModelConfig,
     num_pages: int,
-    placement: AdaptivePlacement,
-) -> ElasticCache:
-    """Pages begin with memory for up to `num_pages`, taken of the device for the pool of `placement`."""
-    assert placement.supply is not None, "the placement's slots have a pool"
+    placement: AdaptivePlacement | None,
+) -> EngineCache:
+    """With memory for up to `num_pages`, of the pool of `placement` where it has one."""
+    if placement is None or placement.supply is None:
+        return EngineCache(shape.make_pool(num_pages), num_pages)
     pool, rows = placement.supply.pool, shape.row_bytes()
     per_page, size = sum(rows), pool.chunk_bytes
     chunks = num_pages * per_page // size
@@ -98,7 +124,7 @@ def make_elastic_cache(
         least_pages=floor,
         most_pages=most,
     )
-    return ElasticCache(pages, cache, most, floor)
+    return EngineCache(cache, most, pages, floor)
 
 
 def _floor_pages(config: MoebiusConfig, model: ModelConfig, num_pages: int) -> int:
@@ -109,17 +135,20 @@ def _floor_pages(config: MoebiusConfig, model: ModelConfig, num_pages: int) -> i
     return min(num_pages, 1 + -(-tokens // gpu.page_size))
 
 
-def make_elastic_memory(
-    elastic: ElasticCache,
+def make_page_supply(
+    kv: EngineCache,
     cache: RequestCache,
-    placement: AdaptivePlacement,
+    placement: AdaptivePlacement | None,
     stream: DeviceStream,
     check: StepCheck,
-    token_bytes: float,
-) -> ElasticMemory:
-    """What moves memory while the engine serves. `token_bytes`: of a token's KV."""
+) -> PageSupply:
+    """What moves memory while the engine serves; `cache`: the books on the pages of `kv`."""
+    pages = kv.pages
+    if pages is None or placement is None:
+        return FixedPages()
+    token_bytes = pages.row_bytes / cache.page_size
 
     def stale_after_s(hit_share: float) -> float:
         return stale_after(hit_share, check.prompt_token_seconds, token_bytes, placement.value_per_byte)
 
-    return ElasticMemory(elastic.pages, cache, placement, stream, elastic.floor_pages, stale_after_s)
+    return ElasticMemory(pages, cache, placement, stream, kv.floor_pages, stale_after_s)

@@ -92,6 +92,11 @@ class ElasticPages:
                 tensor.range.unmap((np.flatnonzero(counts == 0) + places.start).tolist())
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a page over all layers."""
+        return sum(tensor.row_bytes for tensor in self._tensors)
+
+    @property
     def mapped(self) -> int:
         """Chunks that are mapped here."""
         return sum(int(np.count_nonzero(tensor.groups_in)) for tensor in self._tensors)

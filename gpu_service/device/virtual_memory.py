@@ -16,12 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import structlog
 import torch
-
-from moebius.errors import brief
-
-_log = structlog.get_logger(__name__)
 
 
 class VirtualMemoryUnavailable(RuntimeError):
@@ -226,18 +221,3 @@ def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((place, 1))
     return runs
-
-
-def make_virtual_memory(device: torch.device) -> VirtualMemory | None:
-    """Returns what maps memory of a device; None, and one log line, where it cannot."""
-    try:
-        if device.type == "cuda":
-            from gpu_service.device.cuda_virtual_memory import CudaVirtualMemory
-
-            return CudaVirtualMemory(device)
-        from gpu_service.device.host_virtual_memory import HostVirtualMemory
-
-        return HostVirtualMemory()
-    except (ImportError, OSError, VirtualMemoryUnavailable) as error:
-        _log.info("GPU memory is divided once: the device cannot map memory", because=brief(error))
-        return None

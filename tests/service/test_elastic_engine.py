@@ -5,9 +5,6 @@ On a CPU memory is really mapped and unmapped: a step that touched what is not m
 
 from __future__ import annotations
 
-import random
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
