@@ -29,7 +29,7 @@ from moebius.progress import phase
 _log = structlog.get_logger(__name__)
 # A group of pages takes at most this part of a GPU's memory, in chunks as large as that allows: moving many
 # small ones would take the host longer.
-_GROUP_PART, _LARGEST_CHUNK = 256, 32 * 2**20
+_GROUP_PART, _LARGEST_CHUNK = 256, 16 * 2**20
 # Requests, and tokens of each, whose pages experts never get where no size of the KV cache is set.
 _FLOOR_REQUESTS, _FLOOR_TOKENS = 4, 8192
 

@@ -96,6 +96,16 @@ class ElasticMemory(PageSupply):
         """The memory that pages and slots share."""
         return self._pages.pool
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page over all layers."""
+        return self._pages.row_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the pool that pages have now."""
+        return self._pages.mapped * self.pool.chunk_bytes
+
     def planned(self, batch: Batch) -> None:
         self._open.add(batch.step)
 
@@ -124,8 +134,7 @@ class ElasticMemory(PageSupply):
     def figures(self) -> list[Figure]:
         """Who has the pool's memory now, and what has moved, in bytes."""
         pool = self.pool
-        kv = self._pages.mapped * pool.chunk_bytes
-        free = pool.free * pool.chunk_bytes
+        kv, free = self.kv_bytes, pool.free * pool.chunk_bytes
         parts = {"kv": kv, "experts": pool.nbytes - kv - free, "free": free}
         text = "Memory that KV pages and expert slots share, by who has it now"
         moved = "Bytes of that memory that KV pages "
@@ -134,6 +143,10 @@ class ElasticMemory(PageSupply):
             Figure("gpu_pool_taken_bytes", moved + "got from experts", self.taken_bytes),
             Figure("gpu_pool_given_bytes", moved + "gave up to experts", self.given_bytes),
         ]
+
+    def holders(self) -> list[object]:
+        """The chunks that pages have, for checks."""
+        return self._pages.holders()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a page that may be used has no memory."""
@@ -200,22 +213,27 @@ class ElasticMemory(PageSupply):
     def _shrink(self, count: int, next_step: int) -> None:
         """Withdraws whole free groups, the highest first, of up to so many pages.
 
-        Prefixes that are not worth their memory are dropped for it.
+        Prefixes that are not worth their memory are dropped for it, also where free pages lie between theirs.
         """
-        pool, size = self._cache.pool, self._pages.pages_per_group
-        if pool.available < count:
-            pool.free(self._cache.tree.evict(count - pool.available, until=self._stale_time))
-        free = np.bincount(np.array(pool.free_pages(), np.int64) // size, minlength=self._pages.num_groups)
-        withdrawn = 0
-        for group in sorted(self._pages.present, reverse=True)[: len(self._pages.present) - 1]:
-            pages = self._pages.pages_of(group)
-            if free[group] < len(pages) or len(self._withdrawn) >= self._groups_at_once:
-                continue
-            if withdrawn + len(pages) > count:
-                break
-            pool.withdraw(pages)
+        pool = self._cache.pool
+        groups = self._free_groups(count)
+        if not groups:
+            pool.free(self._cache.tree.evict(count, until=self._stale_time))
+            groups = self._free_groups(count)
+        for group in groups:
+            pool.withdraw(self._pages.pages_of(group))
             self._withdrawn[group] = next_step
-            withdrawn += len(pages)
+
+    def _free_groups(self, most_pages: int) -> list[int]:
+        """Groups whose pages are all free; few enough to be unmapped between two steps."""
+        size, found = self._pages.pages_per_group, list[int]()
+        pages = np.array(self._cache.pool.free_pages(), np.int64)
+        free = np.bincount(pages // size, minlength=self._pages.num_groups)
+        room = min(most_pages // size, self._groups_at_once - len(self._withdrawn))
+        for group in sorted(self._pages.present - {0}, reverse=True):
+            if len(found) < room and free[group] == len(self._pages.pages_of(group)):
+                found.append(group)
+        return found
 
     def _release(self, next_step: int) -> None:
         """Unmaps withdrawn groups that no step can touch any more, not even one that is run again.
