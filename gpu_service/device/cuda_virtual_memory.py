@@ -55,7 +55,8 @@ class CudaVirtualMemory(VirtualMemory):
         _call(driver.cuMemSetAccess, address, nbytes * len(handles), [self._access], 1)
 
     def unmap(self, address: int, nbytes: int, count: int) -> None:
-        _call(driver.cuMemUnmap, address, nbytes * count)
+        for number in range(count):
+            _call(driver.cuMemUnmap, address + number * nbytes, nbytes)
 
     def tensor(self, address: int, nbytes: int, keeps: object) -> torch.Tensor:
         return torch.as_tensor(_Bytes(address, nbytes, keeps), device=self.device)

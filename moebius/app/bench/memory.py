@@ -1,7 +1,7 @@
 """`moebius bench memory`: a long prompt that comes while streams decode and experts hold most of the memory.
 
 Two engines on the same expert servers: one whose KV pages and experts lend each other memory, and one with a
-fixed split of as many bytes, whose KV cache holds the prompt from the start and leaves experts the rest.
+fixed split of as many bytes, whose KV cache always has what the first one's had at most, and experts the rest.
 """
 
 from __future__ import annotations
@@ -98,8 +98,10 @@ def run(config: MoebiusConfig, options: MemoryOptions, json_file: Path | None = 
         for split in ("elastic", "fixed"):
             with running_engine(own.config) as engine:
                 if split == "elastic":
-                    own, page_bytes = _fixed(engine, own, options)
+                    page_bytes = _page_bytes(engine)
                 result, series = measure(engine, split, options, page_bytes)
+                if split == "elastic":
+                    own = _fixed(engine, own, result.most_kv_bytes // page_bytes)
             results.append(result)
             points += series
             _TABLE.print_row(result)
@@ -117,30 +119,29 @@ def run(config: MoebiusConfig, options: MemoryOptions, json_file: Path | None = 
     return results
 
 
-def _fixed(
-    engine: EngineUnderTest, servers: ExpertServers, options: MemoryOptions
-) -> tuple[ExpertServers, int]:
-    """The settings of a fixed split with as many bytes and room for the prompt, and bytes of a page.
+def _page_bytes(engine: EngineUnderTest) -> int:
+    """Of a page over all layers. Raises UserError where memory is not shared."""
+    if engine.built.elastic is None:
+        raise UserError(
+            "memory is not shared here: it needs experts on the GPU that follow traffic "
+            "(`gpu_experts_ratio`), elastic_memory that is not off, and no num_pages"
+        )
+    return engine.built.elastic.page_bytes
 
-    Raises UserError.
-    """
+
+def _fixed(engine: EngineUnderTest, servers: ExpertServers, pages: int) -> ExpertServers:
+    """The settings of a fixed split of as many bytes with so many pages."""
     from gpu_service.experts.resident.experts import Share
 
     elastic, resident, config = engine.built.elastic, engine.built.resident, servers.config
-    if elastic is None or resident is None:
-        raise UserError(
-            "memory is not shared here: it needs experts on the GPU that follow traffic "
-            "(`gpu_experts_ratio`, `drop_resident: keep`), elastic_memory that is not off, and no num_pages"
-        )
-    tokens = options.prompt_len + 1 + options.streams * (_STREAM_PROMPT + stream_tokens(engine))
-    pages = min(2 + -(-tokens // config.gpu.page_size), engine.built.num_pages)
+    assert elastic is not None
+    assert resident is not None
     moving = [slots for layer, slots in resident.slots.items() if resident.share(layer) is Share.SOME]
     left = elastic.pool.nbytes - pages * elastic.page_bytes
     count = max(1, left // sum(slots.kind.expert_bytes for slots in moving))
     gpu = config.gpu.model_copy(update={"elastic_memory": "off", "num_pages": pages, "kv_cache_gib": None})
     placement = config.placement.model_copy(update={"gpu_experts": int(count), "gpu_experts_ratio": None})
-    fixed = config.model_copy(update={"gpu": gpu, "placement": placement})
-    return ExpertServers(fixed), elastic.page_bytes
+    return ExpertServers(config.model_copy(update={"gpu": gpu, "placement": placement}))
 
 
 def stream_tokens(engine: EngineUnderTest) -> int:
