@@ -70,7 +70,9 @@ def make_adaptive(
     if not changing:
         return None
     layers, geometry = tuple(resident.slots), moe.geometry
-    device = transfer_device(resident.slots[layers[0]].weights.device)
+    # What is copied from segments goes through the streamer's copy stream: events have to be of that one.
+    own = resident.slots[layers[0]].weights.device
+    device = transfer_device(own) if streamer is None else streamer.device
     resident.counts = counts = RoutingCounts(layers, geometry.num_experts, device)
     nothing = np.zeros(geometry.num_experts, np.int64)
     before = np.stack([known.get(layer, nothing) for layer in layers]) if known else None

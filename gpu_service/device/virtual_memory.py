@@ -76,6 +76,9 @@ class PhysicalPool:
         # Free chunks that are set aside: `take` with `spares_claimed` leaves them.
         self.claimed = 0
         _pools.add(self)
+        # What is free goes back to the device with the pool; not at the process's end, when the driver may
+        # have gone before.
+        weakref.finalize(self, _release, memory, self._free).atexit = False
 
     @property
     def size(self) -> int:
@@ -111,8 +114,9 @@ class PhysicalPool:
             usable = len(self._free) - (self.claimed if spares_claimed else 0)
             if count > usable:
                 raise VirtualMemoryUnavailable(f"{count} chunks wanted, {usable} of {self._size} free")
-            taken = self._free[len(self._free) - count :]
-            del self._free[len(self._free) - count :]
+            first = len(self._free) - count
+            taken = self._free[first:]
+            del self._free[first:]
         return taken
 
     def give_back(self, handles: Iterable[Any]) -> None:
@@ -123,10 +127,13 @@ class PhysicalPool:
     def close(self) -> None:
         """Gives free chunks back to the device; call it once no range is used any more."""
         with self._lock:
-            free, self._free = self._free, []
-            self._size -= len(free)
-        for handle in free:
-            self.memory.release(handle)
+            self._size -= len(self._free)
+            _release(self.memory, self._free)
+
+
+def _release(memory: VirtualMemory, handles: list[Any]) -> None:
+    while handles:
+        memory.release(handles.pop())
 
 
 _pools: weakref.WeakSet[PhysicalPool] = weakref.WeakSet()
@@ -202,9 +209,7 @@ class _Reservation:
     """Ends a range when the last tensor over it has gone."""
 
     def __init__(self, held: VirtualRange) -> None:
-        finalizer = weakref.finalize(self, _end, held)
-        # Not at the process's end, when the driver may have gone before.
-        finalizer.atexit = False
+        weakref.finalize(self, _end, held).atexit = False
 
 
 def _end(held: VirtualRange) -> None:

@@ -50,8 +50,9 @@ class SlotSupply:
         self.pool, self._clock = pool, clock
         self._rows = {layer: row for row, layer in enumerate(resident.slots)}
         self._layers = {layer: slots for layer, slots in resident.slots.items() if slots.memory is not None}
-        # The end of the steps that may still read what was given up; None: nothing was.
-        self._retiring: Any = None
+        # The end of steps that may still read what was given up, and of copies that may still write there,
+        # those included whose expert is not used after all; empty: nothing was given up.
+        self._retiring: tuple[Any, ...] = ()
         self._next_exchange = 0.0
         # Bytes that slots gave up and got since the start.
         self.given_bytes = self.taken_bytes = 0
@@ -75,7 +76,7 @@ class SlotSupply:
 
     def retire(self) -> None:
         """Unmaps what was given up, if no step reads it any more; allowed while residents are held."""
-        if self._retiring is None or not self._device.has_ended(self._retiring):
+        if not self._retiring or not all(map(self._device.has_ended, self._retiring)):
             return
         # Another thread may be comparing a slot's bytes: then with the next step.
         if self._resident.reading.acquire(blocking=False):
@@ -89,7 +90,7 @@ class SlotSupply:
 
         `copy_price` as `ExpertCosts.copy_price`, of a layer's memory for another's.
         """
-        if self._retiring is not None:
+        if self._retiring:
             return
         lack = self.pool.claimed - self.pool.free
         if lack > 0:
@@ -103,13 +104,13 @@ class SlotSupply:
     def give_up_now(self, rates: Rates) -> None:
         """As `advance` for what pages claim, and waits until it is done: while no step is in flight."""
         self._exchanges.wait()
-        while self.pool.claimed > self.pool.free or self._retiring is not None:
-            before = self.pool.free
-            if self._retiring is None:
-                self._give_up(self.pool.claimed - before, rates)
-            if self._retiring is None:
+        while self.pool.claimed > self.pool.free or self._retiring:
+            if not self._retiring:
+                self._give_up(self.pool.claimed - self.pool.free, rates)
+            if not self._retiring:
                 return
-            self._device.wait(self._retiring)
+            for event in self._retiring:
+                self._device.wait(event)
             with self._resident.reading:
                 self._unmap()
 
@@ -120,14 +121,13 @@ class SlotSupply:
             held = [place for place in range(slots.memory.places) if slots.memory.is_mapped(place)]
             needed = list(range(slots.chunks_of(slots.backed)))
             assert held[: len(needed)] == needed, f"layer {layer}: slots without memory"
-            is_done = self._retiring is None
-            assert not is_done or held == needed, f"layer {layer}: memory that no slot uses"
+            assert self._retiring or held == needed, f"layer {layer}: memory that no slot uses"
             assert all(n < 0 for n in slots.expert_of_slot[slots.backed :]), f"layer {layer}: lost experts"
 
     def _unmap(self) -> None:
         for slots in self._layers.values():
             slots.unmap()
-        self._retiring = None
+        self._retiring = ()
 
     # ---- giving up ----
 
@@ -185,8 +185,7 @@ class SlotSupply:
                     self._exchanges.moved(layer, slot, None)
         self._resident.remap(leaving, self._device)
         for change, slot in moves:
-            weights = self._layers[change.layer].weights
-            weights[change.slot].copy_(weights[slot])
+            self._resident.copy_slot(change.layer, slot, change.slot)
             self._exchanges.moved(change.layer, slot, change.slot)
         if moves:
             self._resident.remap([change for change, _ in moves], self._device)
@@ -194,7 +193,7 @@ class SlotSupply:
             slots = self._layers[layer]
             self.given_bytes += (slots.chunks_of(slots.backed) - slots.chunks_of(end)) * self.pool.chunk_bytes
             slots.shrink(end)
-        self._retiring = self._device.record_read()
+        self._retiring = self._device.record_read(), self._device.record_copied()
 
     def _staying(self, layer: int, end: int, rates: Rates) -> set[int]:
         slots = self._layers[layer]

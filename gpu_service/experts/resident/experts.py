@@ -393,6 +393,11 @@ class ResidentExperts:
         if places:
             self._write_maps(device.upload(torch.tensor([places, values], dtype=torch.int32)))
 
+    def copy_slot(self, layer: int, source: int, target: int) -> None:
+        """Copies a slot's bytes to another one that no map names, between steps."""
+        weights = self._slots[layer].weights
+        weights[target].copy_(weights[source])
+
     def _write_maps(self, changes: torch.Tensor) -> None:
         """int32 `[2, N]` on the device: places in the maps of all layers together, and their new values."""
         self._maps.view(-1).index_put_((changes[0].long(),), changes[1])

@@ -1,7 +1,7 @@
 """`moebius bench memory`: a long prompt that comes while streams decode and experts hold most of the memory.
 
-Two engines on the same expert servers: one whose KV pages and experts lend each other memory, and one with a
-fixed split of as many bytes, whose KV cache always has what the first one's had at most, and experts the rest.
+Two engines on the same expert servers: one whose KV pages and experts lend each other memory, and one with
+a fixed split of as many bytes, whose KV cache has what the first one's had at most, and experts the rest.
 """
 
 from __future__ import annotations
