@@ -142,7 +142,7 @@ def make_page_supply(
     stream: DeviceStream,
     check: StepCheck,
 ) -> PageSupply:
-    """What moves memory while the engine serves; `cache`: the books on the pages of `kv`."""
+    """What moves memory while the engine serves; `cache` accounts for the pages of `kv`."""
     pages = kv.pages
     if pages is None or placement is None:
         return FixedPages()

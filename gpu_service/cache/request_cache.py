@@ -311,7 +311,7 @@ class RequestCache:
 def make_request_cache(
     gpu: GpuConfig, states: StateSlots | None, num_pages: int, absent: Iterable[int] = ()
 ) -> RequestCache:
-    """The books on pages, prefixes and, where there are some, states; `absent` as in `PagePool`."""
+    """Accounts for pages, prefixes and, where there are some, states; `absent` as in `PagePool`."""
     pool = PagePool(num_pages, absent)
     if states is None:
         return RequestCache(pool, RadixCache(gpu.page_size), gpu.prefix_caching)

@@ -5,7 +5,7 @@
     free      4 5
 
 A `VirtualMemory` is what a device can do; `PhysicalPool` owns the chunks; each mapped chunk has one owner, a
-place of one `VirtualRange`. Whoever unmaps sees to it that nothing launched still reads or writes there.
+place of one `VirtualRange`. The caller of `unmap` sees to it that nothing launched still reads or writes there.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class PhysicalPool:
                 self._size += 1
 
     def claim(self, count: int) -> None:
-        """Sets so many chunks aside, of those that are free or become free, instead of as many as before."""
+        """Sets `count` chunks aside, of those that are free or become free, instead of the number before."""
         with self._lock:
             self.claimed = count
 

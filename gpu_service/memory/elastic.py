@@ -44,7 +44,7 @@ _HEADROOM_TOKENS = 256
 _HELD_S, _LOOK_S = 0.5, 0.05
 # Chunks that change their owner between two steps, at most: each takes the host some microseconds.
 _MOST_MOVED = 256
-# Beyond this a prefix is not told from one that is never given up, seconds.
+# A prefix that is worth its memory for longer than this, in seconds, is never given up.
 _OLDEST_S = 3600.0
 
 
@@ -79,7 +79,7 @@ class ElasticMemory(PageSupply):
         self._floor, self._stale_after_s, self._clock = floor_pages, stale_after_s, clock
         # Numbers of steps that were planned and may still run, or run again.
         self._open: set[int] = set()
-        # Groups whose pages nobody has any more, with the number of the next step then.
+        # Groups whose pages no request has any more, with the number of the next step then.
         self._withdrawn: dict[int, int] = {}
         # What was needed most of late, and until when that counts.
         self._peak, self._peak_until = floor_pages, 0.0
@@ -157,7 +157,7 @@ class ElasticMemory(PageSupply):
     # ---- more pages ----
 
     def _grow(self, count: int) -> None:
-        """Memory for so many pages: what is there now, and a claim on the rest."""
+        """Adds memory for `count` pages: what is there now, and a claim on the rest."""
         for group in sorted(self._withdrawn):  # their memory is here still
             if count <= 0:
                 break
@@ -211,7 +211,7 @@ class ElasticMemory(PageSupply):
     # ---- fewer pages ----
 
     def _shrink(self, count: int, next_step: int) -> None:
-        """Withdraws whole free groups, the highest first, of up to so many pages.
+        """Withdraws whole free groups, the highest first, of up to `count` pages.
 
         Prefixes that are not worth their memory are dropped for it, also where free pages lie between theirs.
         """
@@ -283,13 +283,13 @@ def _missing(request: Request, computed: int, cache: RequestCache) -> int:
 
 
 def first_groups(pages: ElasticPages, chunks: int, num_pages: int) -> list[int]:
-    """Groups from the first on, as many as so many chunks are enough for, of up to about `num_pages`."""
+    """Returns groups from the first on, as many as `chunks` are enough for, of up to about `num_pages`."""
     groups = list(range(-(-num_pages // pages.pages_per_group)))
     return list(_affordable(pages, groups, chunks))
 
 
 def _affordable(pages: ElasticPages, groups: Sequence[int], chunks: int) -> Sequence[int]:
-    """As many of the first groups, which ascend and have no memory, as so many chunks are enough for."""
+    """Returns the first of `groups`, which ascend and have no memory, as many as `chunks` are enough for."""
     counts = range(1, len(groups) + 1)
     return groups[: bisect.bisect_right(counts, chunks, key=lambda n: pages.chunks_for(groups[:n]))]
 

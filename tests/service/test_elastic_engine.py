@@ -107,6 +107,10 @@ def test_random_requests_find_their_memory(seed: int, model: Path, tmp_path: Pat
                 check_memory(engine)
             elastic = engine.built.elastic
             assert elastic is not None
+            parts = elastic.figures()[0].value
+            assert isinstance(parts, dict)
+            assert set(parts) == {"kv", "experts", "free"}
+            assert sum(parts.values()) == elastic.pool.nbytes
             assert elastic.taken_bytes > 0
             assert elastic.given_bytes > 0
 

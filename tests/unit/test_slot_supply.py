@@ -125,7 +125,7 @@ def test_what_is_chosen_least_goes_and_the_most_chosen_comes() -> None:
 
 
 def test_memory_moves_to_layers_that_gain_more() -> None:
-    """While nobody claims any: the layer whose absent experts are chosen most gets slots of the others."""
+    """While no memory is claimed: the layer whose absent experts are chosen most gets slots of the others."""
     world = World(5)
     pool = world.pool
     assert pool is not None

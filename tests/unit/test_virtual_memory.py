@@ -1,4 +1,4 @@
-"""Guards the pool of chunks and the pages over it: every chunk has one owner, its bytes move with it, and pages
+"""Guards the pool of chunks and the pages over it: each chunk has one owner, its bytes move along, and pages
 that may be used have memory that is theirs alone and begins as zeros.
 """
 

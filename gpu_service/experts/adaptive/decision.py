@@ -19,7 +19,7 @@ from gpu_service.experts.adaptive.policy import worthwhile
 _MOST_A_STEP, _SHARE_OF_STEP = 8, 0.05
 # Exchanges that may wait, and experts for empty slots: later counts know better.
 _MOST_WANTED, _MOST_REFILLED = 64, 256
-# Experts for empty slots take nobody's place: so many times as many may be copied.
+# Experts for empty slots take no other's place: by this factor more of them may be copied.
 _REFILLS = 4
 
 
@@ -42,7 +42,7 @@ class PlacementDecision:
         self._forecast = RoutingForecast(resident, top_k, known)
 
     def resize(self, slots: NDArray[np.int64]) -> None:
-        """Layers have so many slots now, int64 `[layers]`."""
+        """Sets how many slots each layer has now, int64 `[layers]`."""
         self._slots = slots
 
     def observe(self, observation: Observation, copy_price: float) -> None:

@@ -132,7 +132,7 @@ class SlotSupply:
     # ---- giving up ----
 
     def _give_up(self, chunks: int, rates: Rates) -> None:
-        """The cheapest slots of all layers, for at least so many chunks where there are as many."""
+        """Gives up the cheapest slots of all layers, for at least `chunks` where there are as many."""
         ends = {layer: slots.backed for layer, slots in self._layers.items()}
         offers = {layer: self._offers(layer, rates) for layer in self._layers}
         heap = [(*offer, layer) for layer, found in offers.items() if (offer := next(found, None))]
@@ -166,7 +166,7 @@ class SlotSupply:
             yield float(dropped.sum()) * each / freed, freed, end
 
     def _shrink(self, ends: dict[int, int], rates: Rates) -> None:
-        """Leaves layers so many slots, with their most chosen experts, and begins to retire the rest."""
+        """Leaves layers the slots below `ends`, with their most chosen experts, and begins to retire the rest."""
         if not ends:
             return
         leaving, moves = list[SlotChange](), list[tuple[SlotChange, int]]()

@@ -69,7 +69,7 @@ class LayerSlots:
         return self.backed * self.kind.expert_bytes
 
     def chunks_of(self, slots: int) -> int:
-        """Chunks of memory that so many slots take."""
+        """Returns how many chunks of memory `slots` slots take."""
         assert self.memory is not None, "the layer's memory does not move"
         return -(-slots * self.kind.expert_bytes // self.memory.pool.chunk_bytes)
 

@@ -130,7 +130,7 @@ def _page_bytes(engine: EngineUnderTest) -> int:
 
 
 def _fixed(engine: EngineUnderTest, servers: ExpertServers, pages: int) -> ExpertServers:
-    """The settings of a fixed split of as many bytes with so many pages."""
+    """Returns the settings of a fixed split of as many bytes, with `pages` pages."""
     from gpu_service.experts.resident.experts import Share
 
     elastic, resident, config = engine.built.elastic, engine.built.resident, servers.config
