@@ -5,7 +5,7 @@
     free      4 5
 
 A `VirtualMemory` is what a device can do; `PhysicalPool` owns the chunks; each mapped chunk has one owner, a
-place of one `VirtualRange`. The caller of `unmap` sees to it that nothing launched still reads or writes there.
+place of one `VirtualRange`. The caller of `unmap` sees to it that nothing launched reads or writes there.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def make_restless(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
 
 
 def settings(cluster: Cluster, gpu_experts: int, **gpu: Any) -> MoebiusConfig:
-    """An engine of the cluster's model and servers, with `gpu_experts` experts of each layer on its device."""
+    """An engine of the cluster's model and servers, `gpu_experts` of each layer on its device."""
     config = streaming_settings(cluster, **({"prefix_caching": True, "prefill_experts": "cpu"} | gpu))
     placement = config.placement.model_copy(update={"gpu_experts": gpu_experts})
     return config.model_copy(update={"placement": placement})

@@ -166,7 +166,7 @@ class SlotSupply:
             yield float(dropped.sum()) * each / freed, freed, end
 
     def _shrink(self, ends: dict[int, int], rates: Rates) -> None:
-        """Leaves layers the slots below `ends`, with their most chosen experts, and begins to retire the rest."""
+        """Leaves layers the slots below `ends` and their most chosen experts; begins to retire the rest."""
         if not ends:
             return
         leaving, moves = list[SlotChange](), list[tuple[SlotChange, int]]()
