@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from gpu_service.assembly.built import Built, model_info
+from gpu_service.assembly.elastic import EngineCache, make_engine_cache, make_page_supply, make_pool
 from gpu_service.assembly.experts import (
     RankMoe,
     check_experts,
@@ -145,7 +146,8 @@ def _assemble(
     profiled = profiled_stream(streaming, streamer)
     lane_stream = None if profiled is None else make_lane_stream(config, device, group.parallel)
     num_pages = _num_pages(memory, model, moe, resident, states, profiled, lane_stream, group)
-    limits, kv_cache = scheduler_limits(gpu, model_config, num_pages), shape.make_pool(num_pages)
+    kv = make_engine_cache(config, shape, model_config, num_pages, adaptive)
+    limits, kv_cache = scheduler_limits(gpu, model_config, kv.num_pages), kv.cache
     memory.reached(KV)
     experts = connect_experts(config, moe, group, undo, fingerprint, adaptive)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
@@ -169,9 +171,9 @@ def _assemble(
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint)
     check = make_check(observer, config, moe, runner, stream, dtype)
-    engine = _engine(config, group, runner, steps, lane, limits, num_pages, check, on_output, compiler)
+    engine = _engine(config, group, runner, steps, lane, limits, kv, stream, check, on_output, compiler)
     return Built(
-        *(engine, group, experts, runner.recorder, memory, model_config, num_pages, limits.context_limit),
+        *(engine, group, experts, runner.recorder, memory, model_config, kv.num_pages, limits.context_limit),
         warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
         *(self_test, vision, streamer, adaptive, resident, check, runner.watch, compiler),
     )
@@ -257,7 +259,11 @@ def _load(
     memory.reached(DENSE)
     record = routing_record(config, moe, group, device, fingerprint)
     known = {} if moe is None else known_routing(config, moe, record)
-    resident = load_resident(config, moe, device, dtype, group, known)
+    shape = cache_shape(config.gpu, model.rank_config, device)
+    memory.pool = make_pool(config, shape, group, record is not None)
+    resident = load_resident(config, moe, device, dtype, group, known, memory.pool)
+    if memory.pool is not None and not memory.pool.size:  # no layer's memory moves
+        memory.pool = None
     memory.reached(RESIDENT)
     streamer = load_streamer(config, moe, streaming, device, dtype, resident, group)
     memory.reached(RING)
@@ -290,7 +296,8 @@ def _engine(
     steps: StepRunner,
     lane: PrefillLane | None,
     limits: SchedulerLimits,
-    num_pages: int,
+    kv: EngineCache,
+    stream: DeviceStream,
     check: StepCheck,
     on_output: Callable[[list[OutputDelta]], None],
     compiler: ConstraintCompiler | None,
@@ -306,8 +313,9 @@ def _engine(
         check.measure_again()
 
     operations[MEASURE_AGAIN] = measure_again
-    cache = make_request_cache(gpu, runner.states, num_pages)
+    cache = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent)
     scheduler = Scheduler(limits, cache, make_speculation(gpu, limits, runner))
+    scheduler.supply = make_page_supply(kv, cache, runner.placement, stream, check)
     builder = InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope)
     engine = Engine(
         scheduler,

@@ -19,6 +19,7 @@ from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.memory.elastic import ElasticMemory
 from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import SelfTestReport
 from moebius.checkpoint.gguf.files import companion_directory, served_name
@@ -54,6 +55,12 @@ class Built:
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
     # Of all files that were read; filled by `build_engine` once they have proved to be unchanged.
     identity: Parts = field(default_factory=dict)
+
+    @property
+    def elastic(self) -> ElasticMemory | None:
+        """None: KV pages and experts keep the memory that they have."""
+        supply = self.engine.scheduler.supply
+        return supply if isinstance(supply, ElasticMemory) else None
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Ends every request, then the engine, its experts and its rank's part in the group, in order.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gpu_service.assembly.process import local_rank, resolve_device
 from gpu_service.device.stream import DeviceStream, stream_of
+from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.costs import ExpertCosts
@@ -101,11 +102,15 @@ def load_resident(
     dtype: torch.dtype,
     group: RankGroup,
     known: Mapping[int, NDArray[np.int64]],
+    pool: PhysicalPool | None = None,
 ) -> ResidentExperts | None:
-    """Experts on this rank's device, by layer those that were chosen most where it is known; None: none."""
+    """Experts on this rank's device, by layer those that were chosen most where it is known; None: none.
+
+    `pool`: as in `make_resident_experts`.
+    """
     if moe is None:
         return None
-    return make_resident_experts(config, moe.geometry, device, dtype, group.parallel, moe.layers, known)
+    return make_resident_experts(config, moe.geometry, device, dtype, group.parallel, moe.layers, known, pool)
 
 
 def make_watch(

@@ -306,6 +306,23 @@ def placement(
 
 @app.command()
 @with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
+def memory(
+    config: MoebiusConfig,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that comes")] = 100_000,
+    streams: Annotated[int, typer.Option(min=1, help="Streams that decode meanwhile")] = 8,
+    before: Annotated[float, typer.Option(min=0, help="Seconds of decoding before it comes")] = 5.0,
+    after: Annotated[float, typer.Option(min=0, help="Seconds of decoding after its end")] = 8.0,
+    json_file: JsonFile = None,
+) -> None:
+    """A long prompt while experts hold most of a GPU's memory. Next to a fixed split of as many bytes."""
+    from moebius.app.bench.memory import MemoryOptions, run
+
+    log_warnings_only("bench")
+    run(with_checkpoint(config), MemoryOptions(prompt_len, streams, before, after), json_file)
+
+
+@app.command()
+@with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
 def speculation(
     config: MoebiusConfig,
     streams: Streams = "1,4",

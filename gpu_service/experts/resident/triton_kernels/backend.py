@@ -76,7 +76,8 @@ class TritonResidentKernels(ResidentKernels):
             return result
         inputs = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         pairs, experts = topk_ids.numel(), self._geometry.num_experts
-        is_few = num_rows <= self._few_rows(slots.kind)
+        # Unpacking reads every slot, also those of no expert: only what has memory.
+        is_few = num_rows <= self._few_rows(slots.kind) or not slots.backed
         if is_few or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
             for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
                 before = None if partial is None else partial[rows]
@@ -84,9 +85,9 @@ class TritonResidentKernels(ResidentKernels):
                 self._packed(slots, x, ids, weights, before, result[rows])
             return result
         step = launch.experts_at_once(slots.kind)
-        for first in range(0, slots.count, step):
+        for first in range(0, slots.backed, step):
             before = partial if first == 0 else result
-            self._unpacked(slots, first, min(step, slots.count - first), *inputs, before, result)
+            self._unpacked(slots, first, min(step, slots.backed - first), *inputs, before, result)
         return result
 
     def _packed(
