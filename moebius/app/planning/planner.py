@@ -266,6 +266,7 @@ class Planner:
         return with_rings if self.forecast.has_room(self.config, memory_bytes, with_rings) else held
 
     def _ring_bytes(self, rank: int, residency: Residency, memory_bytes: int) -> int:
+        from gpu_service.experts.fetching.make import plan_fetching
         from gpu_service.experts.streaming.make import StoredFormats, ring_of, served_parts
 
         passed = self.geometry.passed_layers
@@ -279,7 +280,10 @@ class Planner:
         resident = {layer: range(len(residency.resident[layer])) for layer in layers}
         parts = served_parts(self.config, self.geometry, stored, group, resident)
         layout = ring_of(parts, self.config.parallel.tensor_parallel_size, memory_bytes)
-        return 0 if layout is None else layout.nbytes
+        if layout is None:
+            return 0
+        fetch = plan_fetching(self.config, self.geometry, parts, "cuda", memory_bytes)
+        return layout.nbytes + (0 if fetch is None else fetch.nbytes)
 
     def _held(self, rank: int, residency: Residency) -> ExpertMemory:
         from gpu_service.memory.plan import ExpertMemory
