@@ -152,6 +152,15 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
         built.close()
 
 
+def wait_until_streaming(streamer: ExpertStreamer, timeout_s: float = READY_S) -> None:
+    """Until the servers' memory is registered; the engine must be idle. Raises UserError."""
+    deadline = time.monotonic() + timeout_s
+    while not streamer.can_stream:
+        if time.monotonic() > deadline:
+            raise UserError(f"experts could not be streamed within {timeout_s:.0f} s; the log says why")
+        time.sleep(0.05)
+
+
 def forget_predecessor() -> None:
     """Frees what an earlier engine of this process held: its mailbox is one's own until it is collected."""
     import torch
