@@ -1,15 +1,15 @@
 """Times fetching on the GPU that is here: `python -m tests.gpu.time_fetch`.
 
-Not a test. At the sizes of Qwen3-30B-A3B (128 experts, 8 chosen, 2048 x 768, int4_g32): GB/s of the kernel that
-copies experts from page-locked memory, by programs and words each has on the way, alone and while threads of
-the host read the same memory, next to the copy engine; and microseconds a layer of what fetching adds where
-nothing is copied.
+Not a test. At the sizes of Qwen3-30B-A3B (128 experts, 8 chosen, 2048 x 768, int4_g32): GB/s of the kernel
+that copies experts from page-locked memory, by programs and words each has on the way, alone and while
+threads of the host read the same memory, next to the copy engine; and microseconds a layer of what fetching
+adds where nothing is copied.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -125,10 +125,8 @@ def main() -> None:
         def choose(given: tuple[torch.Tensor, ...]) -> torch.Tensor:
             return kernels.choose(layer, given[1])[0]
 
-        def timed(call: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]) -> float:
-            return graph_us([partial(call, given) for given in inputs])
-
-        print(f"{rows:2d} rows: choosing {timed(choose):.1f} us, all that a layer adds {timed(whole):.1f} us")
+        times = [graph_us([partial(call, given) for given in inputs]) for call in (choose, whole)]
+        print(f"{rows:2d} rows: choosing {times[0]:.1f} us, all that a layer adds {times[1]:.1f} us")
 
 
 if __name__ == "__main__":
