@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.costs import ExpertCosts
+from gpu_service.experts.fetching import metrics
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.fetching.kernels import TorchFetchKernels
 from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, TorchResidentKernels
@@ -225,6 +227,38 @@ def test_memory_is_given_up_when_no_step_reads_it() -> None:
     world.fetcher.close()
     thread.join(10.0)
     assert not thread.is_alive()
+
+
+def test_a_lane_has_the_link_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its step streams, others compute what is in slots and copy nothing; from its end on they do."""
+    world = fetching(tensor_split, num_slots=2)
+    world.forward()
+    lane = world.found.streamer.begin_whole(4, lambda has_come: None)
+    assert lane is not None
+    before = world.fetcher.state.counters.clone()
+    for seed in range(4):
+        world.forward(seed=seed)
+    copied, in_slots, left = (world.fetcher.state.counters - before).sum(0).tolist()
+    assert copied == 0
+    assert in_slots > 0 < left
+    lane.end()
+    for seed in range(4):
+        world.forward(seed=seed)
+    assert (world.fetcher.state.counters - before)[:, 0].all()
+
+
+def test_metrics_are_the_figures() -> None:
+    """Under the names in docs/placement.md."""
+    world, registry = fetching(tensor_split), CollectorRegistry()
+    metrics.export(world.fetcher, "m", registry)
+    for seed in range(3):
+        world.fetcher._refreshed = 0.0
+        world.forward(seed=seed)
+    labels, found = {"model_name": "m", "engine": "0"}, world.fetcher.figures
+    names = ("expert_fetches", "expert_fetched_bytes", "expert_fetch_hits", "expert_fetch_misses")
+    values = [registry.get_sample_value(f"moebius:{name}_total", labels) for name in names]
+    assert values == [found.experts, found.nbytes, found.in_slots, found.left]
+    assert found.experts > 0
 
 
 def test_nothing_is_fetched_before_costs_are_known() -> None:

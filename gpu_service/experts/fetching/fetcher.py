@@ -71,7 +71,7 @@ class ExpertFetcher:
         self._segments: ExpertSegments | None = None
         self._is_launching = self._is_closed = False
         self._end: Any = None
-        self._refreshed = 0.0
+        self._refreshed, self._was_link_taken = 0.0, False
         self._priced: dict[int, tuple[float, float]] = {}
         self._totals: list[list[int]] = [[0] * state.counters.shape[1] for _ in state.layers]
         self._on_the_way: tuple[torch.Tensor, Any] | None = None
@@ -99,10 +99,12 @@ class ExpertFetcher:
                 self._use(segments, source)
                 self._is_distrusted = False
             self._is_launching = segments is not None
-        if now - self._refreshed >= _REFRESH_S:
-            self._refreshed = now
+        # Beside a lane's copies others take twice as long, and so does the lane for them.
+        is_link_taken = self._streamer.has_lane_step
+        if now - self._refreshed >= _REFRESH_S or is_link_taken != self._was_link_taken:
+            self._refreshed, self._was_link_taken = now, is_link_taken
             self._count()
-            self._set_prices(segments)
+            self._set_prices(None if is_link_taken else segments)
         products = self._streamer.kernels
         return FetchedStep(self.state.layers, self._kernels, products, segments, self._launched)
 
@@ -177,6 +179,7 @@ class ExpertFetcher:
             _log.info("decode steps may fetch experts", experts=int((addresses[:, 0] != 0).sum()))
 
     def _set_prices(self, segments: ExpertSegments | None) -> None:
+        """Of copies from these; None: nothing is worth a copy now."""
         server, link = self._costs.figures.cpu_expert_seconds, self._costs.link
         prices = dict.fromkeys(self.state.layers, (0.0, 0.0))
         if segments is not None and server is not None:

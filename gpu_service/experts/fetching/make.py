@@ -80,13 +80,19 @@ def plan_fetching(
 def make_fetcher(
     plan: FetchPlan, geometry: MoeGeometry, streamer: ExpertStreamer, costs: ExpertCosts
 ) -> ExpertFetcher | None:
-    """With empty slots, and kernels that have run once; None, with a warning: these do not run here.
+    """With empty slots, and kernels that have run once; None, with a warning: these do not run here. Also
+    None where all layers are resident as a whole.
 
     `streamer`: whose kernels multiply what is in slots.
     """
     device = streamer.device.device
-    limits = {layer: geometry.limit_of(layer) for layer in plan.kinds}
-    state = make_state(plan.kinds, plan.num_slots, geometry.num_experts, limits, device)
+    # A start that knows what is chosen may have made all experts of a layer resident.
+    resident = {layer: len(streamer.resident_of(layer)) for layer in plan.kinds}
+    kinds = {layer: kind for layer, kind in plan.kinds.items() if resident[layer] < geometry.num_experts}
+    if not kinds:
+        return None
+    limits = {layer: geometry.limit_of(layer) for layer in kinds}
+    state = make_state(kinds, plan.num_slots, geometry.num_experts, limits, device)
     try:
         kernels = _kernels_that_run(state, geometry, streamer)
     except Exception as error:  # a compiler, a driver or a kernel may raise anything
