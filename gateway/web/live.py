@@ -126,6 +126,13 @@ def _layer(layer: engine_pb2.LiveLayer) -> dict[str, Any]:
         "streamed": {"experts": layer.streamed_experts, "bytes": layer.streamed_bytes} if streams else None,
         "decode": {"choices": layer.decode_choices, "hits": layer.decode_hits} if follows else None,
         "exchanges": {"count": layer.exchanges, "bytes": layer.exchange_bytes} if follows else None,
+        "fetched": {
+            "experts": layer.fetched_experts,
+            "bytes": layer.fetched_bytes,
+            "hits": layer.fetch_hits,
+        }
+        if layer.HasField("fetched_experts")
+        else None,
     }
 
 

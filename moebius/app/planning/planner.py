@@ -270,6 +270,7 @@ class Planner:
         return with_rings if self.forecast.has_room(self.config, memory, with_rings) else held
 
     def _ring_bytes(self, rank: int, residency: Residency, hardware: Hardware) -> int:
+        from gpu_service.experts.fetching.make import plan_fetching
         from gpu_service.experts.streaming.make import StoredFormats, ring_of, served_parts
 
         passed = self.geometry.passed_layers
@@ -290,8 +291,12 @@ class Planner:
         except ValueError as error:
             raise UserError(str(error)) from error
         assert hardware.gpu is not None
-        layout = ring_of(parts, self.config.parallel.tensor_parallel_size, hardware.gpu.memory_bytes)
-        return 0 if layout is None else layout.nbytes
+        memory = hardware.gpu.memory_bytes
+        layout = ring_of(parts, self.config.parallel.tensor_parallel_size, memory)
+        if layout is None:
+            return 0
+        fetch = plan_fetching(divided, self.geometry, parts, "cuda", memory)
+        return layout.nbytes + (0 if fetch is None else fetch.nbytes)
 
     def _held(self, rank: int, residency: Residency) -> ExpertMemory:
         from gpu_service.memory.plan import ExpertMemory
