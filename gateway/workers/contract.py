@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, field
 
-from gateway.workers.metrics import Samples
+from gateway.telemetry.combined import Samples
 from moebius.config import MoebiusConfig
 from moebius.model_identity import Parts
 

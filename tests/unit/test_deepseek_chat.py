@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from gateway.model import ServedModel, load_served_model
+from gateway.generation.model import ServedModel, load_served_model
 from gateway.parsers.events import OutputPlan, ToolSpec
 from gateway.prompts.tool_use import conversation_of, output_plan
 from gateway.schemas.requests import ChatCompletionRequest

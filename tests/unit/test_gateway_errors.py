@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
+from gateway.schemas.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 
 LEAKS = {
     "connect to unix:/run/user/0/moebius/gpu.sock failed": "connect to (internal) failed",

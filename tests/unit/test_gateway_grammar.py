@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.errors import ApiError
-from gateway.grammar import response_format_constraint
+from gateway.constraints.response_format import response_format_constraint
+from gateway.constraints.tool_calls import tool_call_constraint
 from gateway.parsers.events import ToolSpec
+from gateway.parsers.framing import ToolFraming
+from gateway.schemas.errors import ApiError
 from gateway.schemas.requests import CompletionRequest
-from gateway.tool_grammar import ToolFraming, tool_call_constraint
 from moebius.grammar.compile import GrammarCheck, GrammarError, compiled, grammar_of, limits
 from moebius.request_limits import MAX_CHOICES
 from protos.engine_pb2 import Choice, Constraint

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway import images as images_module
-from gateway.images import ImageRefused, from_host, is_public
+from gateway.generation import images as images_module
+from gateway.generation.images import ImageRefused, from_host, is_public
 from moebius.config import ImageConfig
 
 INSIDE = (
@@ -31,7 +31,7 @@ def test_addresses_inside_are_not_public() -> None:
 
 
 class Web:
-    """Answers requests by script, and names by a list; replaces the network of `gateway.images`."""
+    """Answers requests by script, and names by a list; replaces the network of images."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> None:
         self.answers = list(answers)

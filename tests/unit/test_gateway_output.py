@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.errors import ApiError
-from gateway.output import OutputRules, OutputState, chat_logprobs, completion_logprobs
+from gateway.generation.output import OutputRules, OutputState, chat_logprobs, completion_logprobs
 from gateway.parsers.events import ContentDelta, OutputPlan, ParsedDelta, ReasoningDelta, TokenLogprob
+from gateway.schemas.errors import ApiError
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2 as pb
 from tests.helpers.tiny_tokenizer import EOS, byte_level_tokenizer

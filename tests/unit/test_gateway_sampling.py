@@ -7,9 +7,9 @@ import dataclasses
 import grpc
 import pytest
 
-from gateway.errors import ApiError, from_grpc
-from gateway.model import ServedModel
+from gateway.generation.model import ServedModel
 from gateway.prompts.jobs import build_sampling_params, check_prompt, output_limit
+from gateway.schemas.errors import ApiError, from_grpc
 from gateway.schemas.requests import CompletionRequest
 from gateway.text.tokenizer import Tokenizer
 from gpu_service.assembly.built import sampling_defaults

@@ -9,7 +9,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, ValidationError
 
-from gateway.errors import describe_validation_error
+from gateway.schemas.errors import describe_validation_error
 from gateway.schemas.parameters import HINTS, NEUTRAL_VALUES, Tolerance
 from gateway.schemas.requests import ChatCompletionRequest, CompletionRequest
 

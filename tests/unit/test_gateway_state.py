@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.errors import ApiError
-from gateway.state import Gateway
+from gateway.app.state import Gateway
+from gateway.schemas.errors import ApiError
 from moebius.config import MoebiusConfig
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 

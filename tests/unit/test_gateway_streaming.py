@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.admission import Admission
-from gateway.errors import ApiError
-from gateway.generation import merge
-from gateway.streaming import (
+from gateway.generation.job import merge
+from gateway.http.admission import Admission
+from gateway.http.streaming import (
     KEEP_ALIVE,
     ClientGone,
     ClientWatch,
@@ -28,7 +27,8 @@ from gateway.streaming import (
     encoded,
     event,
 )
-from gateway.telemetry import GatewayMetrics
+from gateway.schemas.errors import ApiError
+from gateway.telemetry.metrics import GatewayMetrics
 
 
 class Source:

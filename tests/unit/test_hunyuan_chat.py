@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken
 
-from gateway.model import ServedModel, load_served_model
+from gateway.generation.model import ServedModel, load_served_model
 from gateway.prompts.tool_use import conversation_of, output_plan
 from gateway.schemas.requests import ChatCompletionRequest
 from gateway.text.conversation import render_prompt

@@ -11,10 +11,10 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import ApiError
-from gateway.keys import KeyMiddleware, KeyUse
-from gateway.telemetry import GatewayMetrics
-from gateway.workers.shared import KeyTable, shared_memory
+from gateway.http.keys import KeyMiddleware, KeyUse
+from gateway.processes.shared import KeyTable, shared_memory
+from gateway.schemas.errors import ApiError
+from gateway.telemetry.metrics import GatewayMetrics
 from moebius.api_keys import ApiKeys, KeyLimits, add_key, revoke_key
 
 
@@ -94,7 +94,7 @@ def test_limits_hold_over_processes() -> None:
 
 def test_a_full_table_counts_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """More keys than there are slots: each still has its limits."""
-    monkeypatch.setattr("gateway.workers.shared._SLOTS", 2)
+    monkeypatch.setattr("gateway.processes.shared._SLOTS", 2)
     table = KeyTable()
     uses = [KeyUse(name, KeyLimits(requests_per_minute=1), table=table) for name in "abc"]
     assert all(allowed(use) for use in uses)

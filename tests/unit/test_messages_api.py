@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from gateway.apis.formats import Output, Usage
 from gateway.apis.messages import MessagesFormat, MessagesReply, translate
-from gateway.apis.messages_schema import MessagesRequest
 from gateway.apis.translation import Context
-from gateway.errors import ApiError
-from gateway.formats import Output, Usage
 from gateway.parsers.events import (
     ContentDelta,
     Finish,
     ParsedDelta,
     ReasoningDelta,
 )
+from gateway.schemas.errors import ApiError
+from gateway.schemas.messages import MessagesRequest
 from gateway.schemas.parameters import Tolerance
 from tests.helpers.api_requests import ANSWER, delta, events, served_model
 

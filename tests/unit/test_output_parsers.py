@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from gateway.constraints.tool_calls import tool_call_constraint
 from gateway.parsers.detection import chosen_parsers
 from gateway.parsers.events import OutputPlan, ToolCallArguments, ToolSpec
+from gateway.parsers.framing import ToolFraming
 from gateway.parsers.registry import REASONING, TOOLS, make_parser, think_format, tool_format
 from gateway.parsers.scanner import Mark
 from gateway.text.chat_template import ChatTemplate
-from gateway.tool_grammar import ToolFraming, tool_call_constraint
 from moebius.grammar.compile import grammar_of
 from moebius.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
 from tests.helpers.parser_streams import (

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import ApiError
 from gateway.prompts.contract import Postponed
 from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import SMALL_BYTES
+from gateway.schemas.errors import ApiError
 from tests.helpers.heavy_grammars import heavy_requests
 from tests.unit.test_prompt_processes import FakeProcess, children, setup_for, token_count
 

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from gateway.errors import ApiError
 from gateway.prompts.contract import ModelFiles, WorkerSetup
 from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import SMALL_BYTES, Died
+from gateway.schemas.errors import ApiError
 from moebius.config import ImageConfig
 from moebius.errors import WrongIdentity
 from moebius.model_identity import text_parts

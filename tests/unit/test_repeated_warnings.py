@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.errors import from_grpc
-from gateway.repeated import RepeatedWarnings
+from gateway.schemas.errors import from_grpc
+from gateway.telemetry.repeated import RepeatedWarnings
 
 
 class Lines:

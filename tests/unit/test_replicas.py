@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from gateway.engine_client import SERVICE, EngineClient
 from gateway.replicas.addresses import is_name, resolved
+from gateway.replicas.engine_client import SERVICE, EngineClient
 from gateway.replicas.prefixes import BLOCK, SentPrefixes, block_digests, preferred_replica
 from gateway.replicas.replica import Replica, difference
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.replicas.routing import choose, last_resort
-from gateway.telemetry import ReplicaMetrics
+from gateway.telemetry.metrics import ReplicaMetrics
 from gpu_service.many_calls import ManyCalls
 from moebius.model_identity import identity_digest
 from protos import engine_pb2 as pb

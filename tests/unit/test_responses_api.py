@@ -13,13 +13,11 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter, ValidationError
 
-from gateway.apis.response_format import InputText, ResponsesFormat
+from gateway.apis.formats import Output, Usage
 from gateway.apis.responses import ResponsesReply, ToolName, encrypted, translate
-from gateway.apis.responses_schema import ResponsesRequest
+from gateway.apis.responses_format import InputText, ResponsesFormat
 from gateway.apis.stored_responses import ResponseStore, StoreLimits, shared_store
 from gateway.apis.translation import Context, Translation
-from gateway.errors import ApiError
-from gateway.formats import Output, Usage
 from gateway.parsers.events import (
     ContentDelta,
     Finish,
@@ -29,7 +27,9 @@ from gateway.parsers.events import (
     ToolCallArguments,
     ToolCallStart,
 )
+from gateway.schemas.errors import ApiError
 from gateway.schemas.parameters import Tolerance
+from gateway.schemas.responses import ResponsesRequest
 from gateway.text.tokenizer import Tokenizer
 from moebius.config import GatewayConfig, MoebiusConfig
 from moebius.errors import ConfigError

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from pydantic import BaseModel, Field
 
+from gateway.constraints.tool_calls import tool_call_constraint
 from gateway.parsers.events import ToolSpec
-from gateway.tool_grammar import ToolFraming, tool_call_constraint
+from gateway.parsers.framing import ToolFraming
 from moebius.grammar.compile import GrammarError, compiled, grammar_of
 from moebius.grammar.numbers import MOST_DIGITS
 from protos.engine_pb2 import Constraint

@@ -11,10 +11,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from gateway.errors import ApiError
+from gateway.constraints.tool_calls import tool_call_constraint
 from gateway.parsers.events import OutputPlan, ToolSpec
 from gateway.parsers.registry import TOOLS, tool_format
-from gateway.tool_grammar import tool_call_constraint
+from gateway.schemas.errors import ApiError
 from moebius.grammar.compile import grammar_of
 from protos.engine_pb2 import Constraint
 from tests.helpers.parser_streams import Parsed, in_characters, parsed, read
