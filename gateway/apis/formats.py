@@ -14,7 +14,6 @@ from pydantic_core import to_json
 from gateway.apis.token_details import TokenDetails
 from gateway.generation.job import Prepared
 from gateway.generation.output import chat_logprobs, completion_logprobs
-from gateway.http.streaming import DONE, KEEP_ALIVE, event
 from gateway.parsers.events import (
     ContentDelta,
     Finish,
@@ -28,6 +27,7 @@ from gateway.parsers.events import (
 from gateway.schemas.common import StreamOptions
 from gateway.schemas.errors import ApiError
 from gateway.text.tokenizer import Tokenizer
+from gateway.transport.streaming import DONE, KEEP_ALIVE, event
 
 _NO_OPTIONS = StreamOptions.model_validate({})
 

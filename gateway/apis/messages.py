@@ -23,7 +23,6 @@ from gateway.apis.translation import (
     without_none,
 )
 from gateway.generation.model import ServedModel
-from gateway.http.streaming import event
 from gateway.parsers.events import Finish, ParsedDelta
 from gateway.schemas.common import MAX_LABEL_CHARACTERS
 from gateway.schemas.errors import THREAD_UNSUPPORTED, ApiError, anthropic_error, bad_request
@@ -42,6 +41,7 @@ from gateway.schemas.messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from gateway.transport.streaming import event
 
 # The chat's parameters, with the API's parameter for each.
 NAMES = {

@@ -15,10 +15,10 @@ from gateway.apis.parts import Part, PartList, PartStep, parsed_arguments, well_
 from gateway.apis.responses import INPUT, ResponsesReply, ToolName, encrypted
 from gateway.apis.stored_responses import ResponseStore
 from gateway.generation.output import chat_logprobs
-from gateway.http.streaming import event
 from gateway.parsers.events import Finish, ParsedDelta, TokenLogprob
 from gateway.schemas.errors import ApiError
 from gateway.text.tokenizer import Tokenizer
+from gateway.transport.streaming import event
 
 
 class InputText:

@@ -23,10 +23,6 @@ from gateway.app.openapi import install_openapi
 from gateway.app.routes import create_chat_completion, create_completion, live_router, router
 from gateway.app.state import Gateway
 from gateway.app.translated_routes import router as api_router
-from gateway.http.admission import DrainMiddleware
-from gateway.http.keys import KeyMiddleware
-from gateway.http.origins import OriginMiddleware
-from gateway.http.streaming import ClientGone
 from gateway.processes.shared import Shared
 from gateway.schemas.errors import MESSAGES_PATH, install_error_handlers
 from gateway.schemas.requests import (
@@ -36,6 +32,10 @@ from gateway.schemas.requests import (
     TokenizeRequest,
 )
 from gateway.telemetry.tracing import TracingMiddleware
+from gateway.transport.admission import DrainMiddleware
+from gateway.transport.keys import KeyMiddleware
+from gateway.transport.origins import OriginMiddleware
+from gateway.transport.streaming import ClientGone
 from gateway.web.live import LiveFigures
 from gateway.web.pages import page_router
 from moebius import __version__

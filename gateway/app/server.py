@@ -15,11 +15,11 @@ import uvicorn
 
 from gateway.app.application import create_app
 from gateway.app.state import Gateway
-from gateway.http.connections import ConnectionTable, connection_limits, protocol_for
-from gateway.http.streaming import DirectSend
-from gateway.http.tls import secured
 from gateway.processes.shared import Shared
 from gateway.telemetry.metrics import GatewayMetrics
+from gateway.transport.connections import ConnectionTable, connection_limits, protocol_for
+from gateway.transport.streaming import DirectSend
+from gateway.transport.tls import secured
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 

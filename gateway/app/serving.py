@@ -21,11 +21,11 @@ from gateway.app.state import Gateway, gateway_of
 from gateway.generation.images import add_images
 from gateway.generation.job import Prepared, merge
 from gateway.generation.model import ServedModel
-from gateway.http.keys import KeyUse, client_of
-from gateway.http.streaming import INLINE_TOKENS, EventStream, LastEvent, encoded, run_until_disconnect
 from gateway.parsers.events import ParsedDelta
 from gateway.schemas.errors import to_api_error
 from gateway.telemetry import tracing
+from gateway.transport.keys import KeyUse, client_of
+from gateway.transport.streaming import INLINE_TOKENS, EventStream, LastEvent, encoded, run_until_disconnect
 
 logger = structlog.get_logger(__name__)
 _LONGEST_DETAILS = 160

@@ -16,10 +16,6 @@ from gateway.apis.registry import Kind
 from gateway.apis.stored_responses import ResponseStore, check_store
 from gateway.generation.job import Prepared
 from gateway.generation.model import ServedModel, load_served_model
-from gateway.http.admission import RETRY_AFTER_S, Admission, Drain, shutting_down
-from gateway.http.bodies import BodyReceiver
-from gateway.http.keys import client_of
-from gateway.http.streaming import run_until_disconnect
 from gateway.processes.shared import Shared, alone
 from gateway.prompts.contract import ModelFiles, WorkerSetup
 from gateway.prompts.pool import PromptPool
@@ -29,6 +25,10 @@ from gateway.telemetry.combined import engine_metrics
 from gateway.telemetry.metrics import GatewayMetrics, GenAiMetrics
 from gateway.telemetry.repeated import RepeatedWarnings
 from gateway.text.model_files import ReadFiles, read_files
+from gateway.transport.admission import RETRY_AFTER_S, Admission, Drain, shutting_down
+from gateway.transport.bodies import BodyReceiver
+from gateway.transport.keys import client_of
+from gateway.transport.streaming import run_until_disconnect
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError, WrongIdentity
 from moebius.model_identity import IdentityRecord

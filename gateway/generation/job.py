@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from gateway.generation.data_images import DecodedImage
 from gateway.generation.output import OutputRules, OutputState
-from gateway.http.streaming import INLINE_TOKENS
 from gateway.parsers.events import ParsedDelta
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.schemas.common import GenerationFields
 from gateway.schemas.errors import ApiError
 from gateway.schemas.requests import ImageUrl
 from gateway.text.tokenizer import Tokenizer
+from gateway.transport.streaming import INLINE_TOKENS
 from protos import engine_pb2
 
 T = TypeVar("T")

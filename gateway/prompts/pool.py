@@ -12,7 +12,6 @@ import structlog
 
 from gateway.apis.registry import Kind
 from gateway.generation.job import Prepared
-from gateway.http.admission import RETRY_AFTER_S
 from gateway.prompts.contract import (
     Broken,
     ModelFiles,
@@ -25,6 +24,7 @@ from gateway.prompts.contract import (
 from gateway.prompts.process import SMALL_BYTES, Died, Job, Process
 from gateway.prompts.worker import OUT_OF_MEMORY
 from gateway.schemas.errors import ApiError
+from gateway.transport.admission import RETRY_AFTER_S
 from moebius.errors import WrongIdentity
 from moebius.fair_shares import FairShares, in_turns, is_below_share
 

@@ -18,7 +18,6 @@ from gateway.constraints.response_format import GrammarTakesLong, response_forma
 from gateway.generation.data_images import with_data
 from gateway.generation.job import Prepared
 from gateway.generation.model import ServedModel
-from gateway.http.bodies import too_large
 from gateway.prompts.contract import Answer, Broken, Refused
 from gateway.prompts.jobs import JobPlan, build_jobs
 from gateway.prompts.tool_use import constraint_of, conversation_of, output_plan
@@ -37,6 +36,7 @@ from gateway.schemas.requests import (
 from gateway.schemas.structured import NO_STRUCTURE
 from gateway.text.chat_template import ChatTemplateError
 from gateway.text.conversation import Conversation, MarkedText, choose_mark, mark_text, render_prompt
+from gateway.transport.bodies import too_large
 from moebius.config import ImageConfig
 
 T = TypeVar("T", bound=BaseModel)

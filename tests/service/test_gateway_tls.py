@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from gateway.app.server import server_for
-from gateway.http.tls import FailedHandshakes, TlsAcceptor
+from gateway.transport.tls import FailedHandshakes, TlsAcceptor
 from moebius import tls
 from moebius.config import MoebiusConfig
 from moebius.errors import ConfigError

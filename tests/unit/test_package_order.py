@@ -20,7 +20,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "schemas",
         "processes",
         "telemetry",
-        "http",
+        "transport",
         "text",
         "parsers",
         "constraints",

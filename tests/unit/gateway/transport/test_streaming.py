@@ -1,23 +1,19 @@
-"""Guards the plumbing of streams: merging, keep-alive comments, closing, and SSE framing."""
+"""Guards the plumbing of streams: keep-alive comments, closing, and SSE framing."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.generation.job import merge
-from gateway.http.admission import Admission
-from gateway.http.streaming import (
+from gateway.transport.streaming import (
     KEEP_ALIVE,
     ClientGone,
     ClientWatch,
@@ -27,54 +23,7 @@ from gateway.http.streaming import (
     encoded,
     event,
 )
-from gateway.schemas.errors import ApiError
-from gateway.telemetry.metrics import GatewayMetrics
-
-
-class Source:
-    """A stream that notes when it was closed; filled by its own generator."""
-
-    def __init__(self) -> None:
-        self.closed = False
-
-    async def items(self, count: int, wait_s: float = 0.0, fail: bool = False) -> AsyncGenerator[int, None]:
-        """`count` numbers; then waits, fails or ends."""
-        try:
-            for number in range(count):
-                yield number
-            await asyncio.sleep(wait_s)
-            if fail:
-                raise ValueError("source failed")
-        finally:
-            self.closed = True
-
-
-@pytest.mark.parametrize("streams", [1, 3])
-async def test_merge_gives_every_item(streams: int) -> None:
-    """Nothing is lost or doubled, and every stream is closed."""
-    sources = [Source() for _ in range(streams)]
-    items = [item async for item in merge([source.items(5) for source in sources])]
-    assert sorted(items) == sorted(list(range(5)) * streams)
-    assert all(source.closed for source in sources)
-
-
-async def test_merge_closes_the_others_on_failure() -> None:
-    """One stream's failure ends the merge at once, and nothing goes on in the background."""
-    slow, broken = Source(), Source()
-    merged = merge([slow.items(1, wait_s=60), broken.items(1, fail=True)])
-    with pytest.raises(ValueError, match="source failed"):
-        _ = [item async for item in merged]
-    assert slow.closed
-    assert broken.closed
-
-
-async def test_merge_closes_all_when_the_reader_leaves() -> None:
-    """Closing the merged stream closes its sources: that is how a disconnect reaches the engine."""
-    sources = [Source(), Source()]
-    merged = merge([source.items(1, wait_s=60) for source in sources])
-    await anext(merged)
-    await merged.aclose()
-    assert all(source.closed for source in sources)
+from tests.unit.gateway.generation.test_job import Source
 
 
 class Client:
@@ -231,58 +180,3 @@ def test_json_in_pieces_is_json(value: object, copies: int) -> None:
     """An answer that is written piece by piece has the bytes of one that is written at once, at any size."""
     for one in (value, [value] * copies, {"a": [{"b": [value] * copies}]}):
         assert encoded(one, True) == encoded(one, False)
-
-
-def test_admission_counts_places() -> None:
-    """Exactly `limit` requests fit, and a place that is given back can be taken again."""
-    admission = Admission(2, GatewayMetrics())
-    admission.enter()
-    admission.enter()
-    with pytest.raises(ApiError) as caught:
-        admission.enter()
-    assert caught.value.headers() == {"Retry-After": "1"}
-    admission.leave()
-    admission.enter()
-    assert admission.in_flight == 2
-
-
-def test_gaps_that_are_counted_together_are_those_that_were_seen() -> None:
-    """Buckets, count and sum of gaps between tokens are an ordinary histogram's, whenever one looks."""
-    metrics, registry = GatewayMetrics(), CollectorRegistry()
-    metrics.set_model("m")
-    name = "vllm:inter_token_latency_seconds"
-    bounds = [
-        0.001,
-        0.005,
-        0.01,
-        0.025,
-        0.05,
-        0.075,
-        0.1,
-        0.15,
-        0.2,
-        0.3,
-        0.4,
-        0.5,
-        0.75,
-        1.0,
-        2.5,
-        5.0,
-        10.0,
-    ]
-    bounds += [20.0, 40.0, 80.0]
-    plain = Histogram(name, "Each by itself", ["model_name"], buckets=bounds, registry=registry).labels("m")
-    dice = random.Random(1)
-    for count in (1, 3, 5000):
-        for _ in range(count):
-            gap = dice.choice([0.005, 80.0, 200.0, dice.random()])
-            metrics.tokens(gap, 1)
-            plain.observe(gap)
-        for bound in [*map(str, bounds), "+Inf"]:
-            labels = {"model_name": "m", "le": bound}
-            wanted = registry.get_sample_value(f"{name}_bucket", labels)
-            assert wanted is not None
-            assert metrics.registry.get_sample_value(f"{name}_bucket", labels) == wanted
-        for part in ("count", "sum"):
-            own = metrics.registry.get_sample_value(f"{name}_{part}", {"model_name": "m"})
-            assert own == pytest.approx(registry.get_sample_value(f"{name}_{part}", {"model_name": "m"}))

@@ -20,7 +20,7 @@ from tests.helpers.parser_streams import (
     tokens_of,
     whole,
 )
-from tests.unit.test_output_parsers import recorded_plan
+from tests.unit.gateway.parsers.test_parsers import recorded_plan
 
 NS = "]<]minimax[>["
 NESTED = {

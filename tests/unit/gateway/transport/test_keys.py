@@ -11,10 +11,10 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.keys import KeyMiddleware, KeyUse
 from gateway.processes.shared import KeyTable, shared_memory
 from gateway.schemas.errors import ApiError
 from gateway.telemetry.metrics import GatewayMetrics
+from gateway.transport.keys import KeyMiddleware, KeyUse
 from moebius.api_keys import ApiKeys, KeyLimits, add_key, revoke_key
 
 

@@ -21,7 +21,7 @@ from tests.helpers.parser_streams import in_characters, parsed, read
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 PUBLISHED: dict[str, Any] = json.loads(
-    (Path(__file__).parents[1] / "data/deepseek_prompts.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[3] / "data/deepseek_prompts.json").read_text(encoding="utf-8")
 )
 CASES = [
     pytest.param(case["request"], mode, prompt, id=f"{case['name']}, {mode}")
@@ -179,7 +179,7 @@ def test_an_answer_can_be_continued(models: dict[str, ServedModel], name: str) -
 
 @pytest.mark.parametrize("name", TYPES)
 def test_typed_tokens_are_text(models: dict[str, ServedModel], name: str) -> None:
-    """Nobody but the template writes control tokens: not in questions, instructions, results or arguments."""
+    """Only the template writes control tokens: not in questions, instructions, results or arguments."""
     tokenizer = models[name].tokenizer
     listed = (*TOKENS, "｜DSML｜")
     typed = "a" + "".join(listed) + "b"

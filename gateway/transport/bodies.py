@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 from starlette.requests import ClientDisconnect, Request
 
-from gateway.http.admission import RETRY_AFTER_S
-from gateway.http.streaming import ClientGone
 from gateway.schemas.errors import ApiError
+from gateway.transport.admission import RETRY_AFTER_S
+from gateway.transport.streaming import ClientGone
 
 _COMPRESSED = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"})
 # The number of bodies of the largest size that may be in memory at once.

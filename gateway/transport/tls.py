@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import structlog
 
-from gateway.http.connections import ConnectionLimits
+from gateway.transport.connections import ConnectionLimits
 from moebius.config import MoebiusConfig
 from moebius.tls import RenewedFiles, http_files
 

@@ -15,7 +15,7 @@ from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import SMALL_BYTES
 from gateway.schemas.errors import ApiError
 from tests.helpers.heavy_grammars import heavy_requests
-from tests.unit.test_prompt_processes import FakeProcess, children, setup_for, token_count
+from tests.unit.gateway.prompts.test_processes import FakeProcess, children, setup_for, token_count
 
 
 @pytest.mark.parametrize("fields", heavy_requests()[:4], ids=["ebnf", "grammar", "regex", "schema"])

@@ -20,8 +20,8 @@ from gateway.parsers.framing import ToolFraming
 from moebius.grammar.compile import GrammarError, compiled, grammar_of
 from moebius.grammar.numbers import MOST_DIGITS
 from protos.engine_pb2 import Constraint
-from tests.unit.test_gateway_grammar import BYTES, schema_format, takes
-from tests.unit.test_gateway_grammar import constraint_of as asked
+from tests.unit.gateway.constraints.test_response_format import BYTES, schema_format, takes
+from tests.unit.gateway.constraints.test_response_format import constraint_of as asked
 
 NAMES = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 EDGES = [0, 1, -1, 9, 10, 2**31, 2**53 - 1, 2**53, 2**53 + 1, 2**63 - 1, -(2**63), 2**64, -(10**30), 10**39]
@@ -112,7 +112,7 @@ def check_numbers(found: Texts | None, bounds: Mapping[str, float], other: float
     kind=st.sampled_from(["integer", "number"]),
 )
 def test_multiples_are_multiples(step: float, bounds: dict[str, float], kind: str) -> None:
-    """What is allowed is a multiple within the bounds; what cannot be told is refused by its name."""
+    """What is allowed is a multiple within the bounds; what cannot be decided is refused by its name."""
     schema = {"type": kind, "multipleOf": step, **bounds}
     try:
         compiled(constraint(schema))
