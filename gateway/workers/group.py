@@ -24,8 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from gateway.processes.shared import KeyTable, Places, shared_memory
 from gateway.telemetry.combined import Samples, added, rendered, samples_of
-from gateway.workers.channel import Channel, ChannelClosed
-from gateway.workers.contract import Heartbeat, MemberSetup, bound_socket
+from gateway.workers.channel import Channel, ChannelClosed, Heartbeat, MemberSetup, bound_socket
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError

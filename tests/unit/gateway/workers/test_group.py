@@ -24,7 +24,7 @@ WAIT_S = 200.0
 # Reports that it is ready, and ends when it is retired, after some seconds of requests that it finishes.
 MEMBER = """
 import pickle, socket, struct, sys, time
-from gateway.workers.contract import Heartbeat
+from gateway.workers.channel import Heartbeat
 channel = socket.socket(fileno=0)
 data = pickle.dumps((0, False, "beat", Heartbeat(True, {})))
 channel.sendall(struct.pack("!I", len(data)) + data)
