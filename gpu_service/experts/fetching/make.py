@@ -80,7 +80,7 @@ def plan_fetching(
 def make_fetcher(
     plan: FetchPlan, geometry: MoeGeometry, streamer: ExpertStreamer, costs: ExpertCosts
 ) -> ExpertFetcher | None:
-    """With empty slots, and kernels that have run, in a graph, too; None, with a warning: they do not run here.
+    """With empty slots, and kernels that have run, in a graph, too; None, with a warning: they did not.
 
     None as well where all layers are resident as a whole.
 
