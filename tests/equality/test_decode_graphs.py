@@ -272,7 +272,7 @@ def test_a_step_that_can_not_be_captured_is_named(tiny: Tiny, monkeypatch: pytes
     def forward(*_: Any) -> torch.Tensor:
         raise NotImplementedError("no kernel")
 
-    monkeypatch.setattr(CapturableAttention, "forward", forward)
+    monkeypatch.setattr(CapturableAttention, "_attend", forward)
     with pytest.raises(RuntimeError, match=r"2 rows .*no kernel.* cuda_graphs: false"):
         run(tiny, Setup(largest_graph=2), [])
 
