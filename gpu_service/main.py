@@ -24,6 +24,7 @@ from gpu_service.engine import step_check
 from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.adaptive import metrics as placement_metrics
 from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.fetching import metrics as fetch_metrics
 from gpu_service.experts.resident import metrics as watch_metrics
 from gpu_service.figures import export_figures
 from gpu_service.live import make_live_experts
@@ -338,6 +339,8 @@ def _warm_up(
         placement_metrics.export(built.placement, name)
     if built.elastic is not None:
         export_figures(built.elastic.figures, name, REGISTRY)
+    if built.fetcher is not None:
+        fetch_metrics.export(built.fetcher, name)
     if built.check is not None:
         # First steps compile and load.
         built.check.forget()

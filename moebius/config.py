@@ -125,6 +125,10 @@ class GpuConfig(SpeculationSettings):
         default="auto",
         description="Experts of prompts: on expert servers, streamed to the GPU, or both as measured (auto)",
     )
+    fetch_experts: Literal["auto", "off"] = Field(
+        default="auto",
+        description="Experts that decode steps lack: some copied to the GPU where that is faster, or none",
+    )
     stream_min_rows: int | None = Field(
         default=None,
         ge=1,

@@ -13,7 +13,8 @@ import torch
 
 from gpu_service.cache.fp8 import E4M3, quantise_e4m3
 from gpu_service.device import TORCH_DTYPES
-from gpu_service.ops.kv import append_kv
+from gpu_service.ops.kv import append_kv, rotate_and_append
+from gpu_service.ops.rope import Unrotated
 from moebius.models.attention_config import CompressedAttentionConfig
 from moebius.models.config import ModelConfig
 
@@ -174,6 +175,13 @@ class KVCache(ChosenFromPages):
         """Store new keys and values, `[T, num_kv_heads, head_dim]`, in slots int64 `[T]` of a layer."""
         scales = self.key_scales[layer_id], self.value_scales[layer_id]
         append_kv(self._slots[layer_id], key, value, slot_mapping, *scales)
+
+    def append_rotated(
+        self, layer_id: int, unrotated: Unrotated, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of keys that are normed and rotated first, with their queries; returns both."""
+        scales = self.key_scales[layer_id], self.value_scales[layer_id]
+        return rotate_and_append(*unrotated, value, self._slots[layer_id], slot_mapping, *scales)
 
 
 class IndexKeys(LayerPages):

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = re.compile(r"\b(?:nobody|whoever|anew|so many|told)\b", re.IGNORECASE)
 PLACES = ("gateway", "protos", "kernels", "expert_service", "deploy", "k8s", "docs", "README.md")
-TESTS = ("CONTRIBUTING.md", "tests/clients", "tests/service/test_gateway*", "tests/unit/test_gateway*")
+TESTS = ("CONTRIBUTING.md", "tests/clients", "tests/service/test_gateway*", "tests/unit/gateway")
 COMMENTS = re.compile(r"//.*|/\*(?:.|\n)*?\*/")
 # Messages as programs write them.
 QUOTED = re.compile(r"```.*?```|`[^`]*`|^ {4}[^\n]*$", re.DOTALL | re.MULTILINE)

@@ -208,6 +208,9 @@ def engine(
     max_tokens: MaxTokens = 96,
     prefill: Annotated[str, typer.Option(help="Prompt lengths whose prefill is timed; 0: none")] = "512,2048",
     temperature: Temperature = 0.0,
+    fetch: Annotated[
+        str, typer.Option(help="Values of fetch_experts, comma separated; empty: the one that is set")
+    ] = "",
     probe_mib: ProbeMib = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -222,6 +225,7 @@ def engine(
         max_tokens=max_tokens,
         prefill=() if prefill == "0" else parse_counts(prefill, "--prefill"),
         temperature=temperature,
+        fetch=tuple(fetch.split(",")) if fetch else (),
         probe_bytes=probe_mib * 2**20,
     )
     run(with_checkpoint(config), options, json_file)
