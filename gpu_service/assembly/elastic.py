@@ -13,7 +13,12 @@ from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.device.host_virtual_memory import HostVirtualMemory
 from gpu_service.device.stream import DeviceStream
-from gpu_service.device.virtual_memory import PhysicalPool, VirtualMemory, VirtualMemoryUnavailable
+from gpu_service.device.virtual_memory import (
+    PhysicalPool,
+    VirtualMemory,
+    VirtualMemoryUnavailable,
+    VirtualRange,
+)
 from gpu_service.engine.step_check import StepCheck
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.memory.device_memory import make_device_memory
@@ -56,14 +61,36 @@ def make_virtual_memory(device: torch.device) -> VirtualMemory | None:
         if device.type == "cuda":
             from gpu_service.device.cuda_virtual_memory import CudaVirtualMemory
 
-            return CudaVirtualMemory(device)
-        return HostVirtualMemory()
-    except (ImportError, OSError, VirtualMemoryUnavailable) as error:
+            memory: VirtualMemory = CudaVirtualMemory(device)
+        else:
+            memory = HostVirtualMemory()
+        try_out(memory)
+        return memory
+    except (ImportError, OSError, RuntimeError) as error:  # of the driver, of torch, and our own
         _log.warning(
             "KV pages and experts keep the memory that they have: the device cannot map any",
             because=brief(error),
         )
         return None
+
+
+def try_out(memory: VirtualMemory) -> None:
+    """Writes through a range, and reads what moved to another one.
+
+    Raises VirtualMemoryUnavailable where that is not what was written.
+    """
+    pool = PhysicalPool(memory, memory.granularity)
+    pool.add(1)
+    first, second = (VirtualRange(pool, 2 * pool.chunk_bytes) for _ in range(2))
+    one, other = first.tensor(), second.tensor()
+    first.map([1])
+    one[-8:] = 7
+    # The device is done with it.
+    written = one[-8:].tolist()
+    first.unmap([1])
+    second.map([1])
+    if written != other[-8:].tolist():
+        raise VirtualMemoryUnavailable("bytes did not move with their memory")
 
 
 def chunk_bytes(granularity: int, shape: CacheShape) -> int:

@@ -41,7 +41,7 @@ _log = structlog.get_logger(__name__)
 # makes during a step of the prefill lane, in which no slot changes.
 _HEADROOM_TOKENS = 256
 # For how long the most that was needed counts, and how often cached prefixes are looked at, seconds.
-_HELD_S, _LOOK_S = 0.5, 0.05
+_HELD_S, _LOOK_S = 0.5, 0.1
 # Chunks that change their owner between two steps, at most: each takes the host some microseconds.
 _MOST_MOVED = 256
 # A prefix that is worth its memory for longer than this, in seconds, is never given up.
@@ -261,7 +261,11 @@ class ElasticMemory(PageSupply):
         share = cache.hit_tokens / cache.query_tokens if cache.query_tokens else 0.0
         place = bisect.bisect_right(self._moments, now - self._stale_after_s(share)) - 1
         self._stale_time = self._times[place] if place >= 0 else 0
-        self._fresh = tree.evictable_since(self._stale_time)
+        # The tree is walked only where some prefixes are worth their memory and others are not.
+        some = 0 < self._stale_time < tree.time
+        self._fresh = tree.evictable_since(self._stale_time) if some else 0
+        if not self._stale_time:
+            self._fresh = tree.evictable_pages
 
 
 def needed_pages(scheduler: Scheduler) -> int:

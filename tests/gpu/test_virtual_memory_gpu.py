@@ -16,6 +16,7 @@ from gpu_service.assembly import elastic as assembly
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream
 from gpu_service.device.virtual_memory import PhysicalPool, VirtualRange, pooled_bytes
+from gpu_service.request import Request
 from moebius.config import PlacementConfig
 from tests.helpers.built_engine import running_engine
 from tests.helpers.elastic import (
@@ -29,6 +30,7 @@ from tests.helpers.elastic import (
 )
 from tests.helpers.expert_cluster import Cluster, running_cluster
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
+from tests.service.test_streaming_engine import wait_until_streaming
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
@@ -135,32 +137,49 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
+OPTIONS = {
+    "device": "cuda",
+    "prefix_caching": False,
+    "max_num_batched_tokens": 256,
+    "prefill_chunk_max": 1024,
+    "cuda_graph_max_batch_size": 4,
+}
+
+
+def requests() -> list[Request]:
+    """Three streams, and a prompt that is longer than there is room for at first."""
+    return [*(request(f"s{n}", 9, 300, n) for n in range(3)), request("long", LONG, 4, 9)]
+
+
+@pytest.fixture(scope="module")
+def wanted(cluster: Cluster) -> list[list[int]]:
+    """What an engine with fixed parts says, one request after another."""
+    options = OPTIONS | FIXED | {"prefill_experts": "cpu"}
+    with running_engine(settings(cluster, 4, **options)) as engine:
+        assert engine.built.elastic is None
+        return [engine.run([each])[0] for each in requests()]
+
+
 @pytest.mark.parametrize("prefill_experts", ["cpu", "stream"])
 def test_a_long_prompt_takes_memory_from_experts_and_gives_it_back(
-    prefill_experts: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefill_experts: str,
+    cluster: Cluster,
+    wanted: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With captured graphs, and with a lane that streams: the outputs are those of fixed parts."""
     make_restless(monkeypatch, str(tmp_path / "cache"))
     monkeypatch.setattr(assembly, "chunk_bytes", lambda granularity, shape: granularity)
-    options = {
-        "device": "cuda",
-        "prefill_experts": prefill_experts,
-        "prefix_caching": False,
-        "max_num_batched_tokens": 256,
-        "prefill_chunk_max": 1024,
-        "cuda_graph_max_batch_size": 4,
-    }
-    with running_engine(settings(cluster, 4, **FIXED, **options)) as engine:
-        assert engine.built.elastic is None
-        wanted = [engine.run([request(f"s{n}", 9, 300, n)])[0] for n in range(3)]
-        wanted += engine.run([request("long", LONG, 4, 9)])
-    small = ELASTIC | {"kv_cache_gib": 0.008}
-    with running_engine(settings(cluster, 14, **small, **options)) as engine:
+    options = OPTIONS | ELASTIC | {"kv_cache_gib": 0.008, "prefill_experts": prefill_experts}
+    with running_engine(settings(cluster, 14, **options)) as engine:
         resident, pool = engine.built.resident, engine.built.engine.scheduler.cache.pool
         assert resident is not None
         assert engine.built.elastic is not None
+        if prefill_experts == "stream":
+            wait_until_streaming(engine)
         before, at_first = resident.nbytes, pool.usable
-        streams, long = [request(f"s{n}", 9, 300, n) for n in range(3)], request("long", LONG, 4, 9)
+        *streams, long = requests()
         most, least = run_with_long_prompt(engine, streams, long)
         assert [each.output_token_ids for each in (*streams, long)] == wanted
         assert most > at_first

@@ -243,3 +243,29 @@ def test_mask_bench_end_to_end(tmp_path: Path) -> None:
     assert [row["constrained"] for row in rows] == [0, 1, 2]
     assert all(row["step_seconds"] > 0 for row in rows)
     assert rows[0]["step_seconds"] == rows[0]["unconstrained_step_seconds"]
+
+
+@pytest.mark.full
+def test_memory_bench_end_to_end(tmp_path: Path) -> None:
+    """An engine that lends memory has more of it for pages while the prompt is there, at experts' cost; one
+    with a fixed split has what that needed all the time, and no more bytes in all.
+    """
+    model, target = tmp_path / "model", tmp_path / "out.json"
+    write_random_model(model, RandomModelOptions("small"))
+    command = [sys.executable, "-m", "moebius", "bench", "memory", str(model), "--prompt-len", "2000"]
+    command += ["--streams", "2", "--before", "0.5", "--after", "0.5", "--gpu-experts-ratio", "0.9"]
+    command += ["--kv-cache-gib", "0.002", "--elastic-memory", "on", "--max-num-batched-tokens", "64"]
+    command += ["--expert-servers", "1", "--no-calibrate-kernels", "--device", "cpu", "--json", str(target)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    document = json.loads(target.read_text())
+    elastic, fixed = document["rows"]
+    assert (elastic["split"], fixed["split"]) == ("elastic", "fixed")
+    assert elastic["most_kv_bytes"] > elastic["kv_bytes_before"]
+    assert elastic["least_experts"] < elastic["experts_before"]
+    assert fixed["most_kv_bytes"] == fixed["kv_bytes_before"]
+    assert fixed["experts_before"] < elastic["experts_before"]
+    assert document["fraction_of_fixed"] == pytest.approx(elastic["decode_during"] / fixed["decode_during"])
+    running = [point for point in document["series"] if point["prompt_is_running"]]
+    assert {point["split"] for point in running} <= {"elastic", "fixed"}
+    assert "experts back s" in ended.stdout

@@ -150,6 +150,8 @@ def test_steps_touch_pages_that_have_memory(seed: int, monkeypatch: pytest.Monke
         if requests and rng.random() < 0.05:
             world.scheduler.abort(rng.choice(requests).request_id)
         world.stale_after_s = rng.choice((0.0, 0.1, math.inf))
+        # An engine with a prefill lane asks more often than it plans.
+        world.memory.before_step(world.scheduler)
         if len(world.in_flight) < 2:
             world.launch()
         if world.in_flight and rng.random() < 0.7:
@@ -197,7 +199,7 @@ def test_memory_goes_back_when_it_stays_spare() -> None:
     for _ in range(10):
         world.commit()
         world.launch()
-    assert world.cache.pool.usable < most // 2
+    assert world.cache.pool.usable < most - 40
     world.finish()
     world.check()
 

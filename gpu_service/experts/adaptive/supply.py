@@ -54,6 +54,8 @@ class SlotSupply:
         # those included whose expert is not used after all; empty: nothing was given up.
         self._retiring: tuple[Any, ...] = ()
         self._next_exchange = 0.0
+        # Spare chunks that were not enough for a slot of any layer: they are not offered again every step.
+        self._too_few = 0
         # Bytes that slots gave up and got since the start.
         self.given_bytes = self.taken_bytes = 0
 
@@ -95,10 +97,12 @@ class SlotSupply:
         lack = self.pool.claimed - self.pool.free
         if lack > 0:
             self._give_up(lack, rates)
-        elif lack < 0 and self.wants_memory:
+        elif -lack > self._too_few and self.wants_memory:
+            before = self.taken_bytes
             self._take(min(-lack, _MOST_MAPPED), rates)
+            self._too_few = 0 if self.taken_bytes > before else -lack
         elif copy_price is not None and self._clock() >= self._next_exchange:
-            self._next_exchange = self._clock() + _BETWEEN_LAYERS_S
+            self._next_exchange, self._too_few = self._clock() + _BETWEEN_LAYERS_S, 0
             self._exchange_layers(rates, copy_price)
 
     def give_up_now(self, rates: Rates) -> None:

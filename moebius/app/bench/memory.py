@@ -7,7 +7,7 @@ a fixed split of as many bytes, whose KV cache has what the first one's had at m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -89,6 +89,7 @@ def run(config: MoebiusConfig, options: MemoryOptions, json_file: Path | None = 
     """Prints a row for each engine and what streams keep of a fixed split's rate. Raises UserError."""
     from gpu_service.assembly.process import resolve_device
 
+    device = resolve_device(config.gpu)
     results, points = list[MemoryResult](), list[MemoryPoint]()
     placement = config.placement.model_copy(update={"drop_resident": "keep"})
     config = config.model_copy(update={"placement": placement})
@@ -105,18 +106,19 @@ def run(config: MoebiusConfig, options: MemoryOptions, json_file: Path | None = 
             results.append(result)
             points += series
             _TABLE.print_row(result)
-    kept = results[0].decode_during / results[1].decode_during
-    print(f"streams keep {100 * kept:.1f} % of what the fixed split gives while the prompt is computed")
-    write_json(
-        {
-            "host": facts(resolve_device(config.gpu)),
-            "rows": [asdict(row) for row in results],
-            "fraction_of_fixed": kept,
-            "series": [asdict(point) for point in points],
-        },
-        json_file,
-    )
+            # After each engine: an interrupted run keeps what it has.
+            write_json(
+                {"rows": [asdict(row) for row in results], "series": [asdict(point) for point in points]}
+                | {"host": facts(device), "fraction_of_fixed": _kept(results)},
+                json_file,
+            )
+    print(f"streams keep {_kept(results):.0%} of what the fixed split gives while the prompt is computed")
     return results
+
+
+def _kept(results: Sequence[MemoryResult]) -> float | None:
+    """Of the streams' rate with the prompt, elastic over fixed; None: fixed was not measured yet."""
+    return results[0].decode_during / results[1].decode_during if len(results) > 1 else None
 
 
 def _page_bytes(engine: EngineUnderTest) -> int:
