@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from moebius.checkpoint.split import equal_shares, split_bounds
+from moebius.checkpoint.split import block_bounds, equal_shares, split_bounds
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
 from moebius.model_identity import CHECKPOINT, identity_text
@@ -124,7 +124,7 @@ def plan_slice(model: MoeGeometry, request: SliceRequest, group: int = 1) -> Exp
     if request.split == "expert":
         begin, end = split_bounds(model.num_experts, shares)[request.split_index]
         return ExpertSlice(begin, end, 0, model.moe_intermediate_size)
-    begin, end = split_bounds(model.moe_intermediate_size, shares, _multiple(model, len(shares), group))[
+    begin, end = block_bounds(model.moe_intermediate_size, shares, _multiple(model, len(shares), group))[
         request.split_index
     ]
     return ExpertSlice(0, model.num_experts, begin, end)
@@ -162,7 +162,7 @@ def rank_intermediate_range(
             "possible"
         )
     wanted = math.lcm(INTERMEDIATE_MULTIPLE, group)
-    return split_bounds(size, (1,) * count, wanted if size // wanted >= count else group)[rank]
+    return block_bounds(size, (1,) * count, wanted if size // wanted >= count else group)[rank]
 
 
 def expert_identity(request: SliceRequest, model: MoeGeometry, fingerprint: str, exact: bool) -> str:

@@ -9,7 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 SourceLayout = Literal["plain", "compressed_int4", "awq_int4", "gptq_int4", "mxfp4", "nvfp4"]
-Code = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4", "float4"]
+SmallInteger = Literal["int2", "int3", "int4", "int5", "int6"]
+# Places of values in the tables of `weight_formats.CODEBOOKS`.
+TableCode = Literal["iq4", "iq3_xxs", "iq3_s", "iq2", "iq1"]
+PlainCode = Literal["float32", "bfloat16", "float16", "float8", "int8", "float4"]
+Code = Literal[PlainCode, SmallInteger, TableCode]
 # Stored as [in, out]: rows lie along the second axis, eight to a word where words hold rows.
 _TRANSPOSED: tuple[SourceLayout, ...] = ("awq_int4", "gptq_int4")
 _WORD = 8
@@ -26,7 +30,7 @@ class SourceMatrix:
 
     codes, by layout:
       plain             [rows, cols], any strides: float32, float16, uint16 (bfloat16), int8, or uint8 with
-                        `code` float8, int4 (0 to 15) or float4 (0 to 15, e2m1), one element a byte
+                        `code` float8, or one of fewer than 8 bits, one element a byte
       compressed_int4   int32 [rows, cols / 8] (compressed-tensors `weight_packed`)
       awq_int4          int32 [cols, rows / 8] (AutoAWQ `qweight`)
       gptq_int4         int32 [cols / 8, rows] (AutoGPTQ `qweight`)

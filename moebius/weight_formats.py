@@ -9,9 +9,15 @@ panel, every section beginning at a multiple of 64 bytes:
                       16-bit elements   k, k+1
                       8-bit elements    k, k+1, k+2, k+3
                       4-bit elements    k, k+2, k+4, k+6, k+1, k+3, k+5, k+7
+                  Elements of 2, 3, 5 and 6 bits lie in planes: 32 k take as many lines as one has bits. Eight
+                  vectors stand for them, each of a byte for four k of a column: vector 2i for k + 8i + 0, 4,
+                  1, 5 and vector 2i + 1 for k + 8i + 2, 6, 3, 7. First come the low 4 bits (of 5 and 6) or 2
+                  bits (of 2 and 3), then what is left. A line holds 2 vectors of 4 bits, 4 of 2 bits, or 8
+                  of one bit: the first at bit 0 of every byte, the next above it
     scales        [groups][16] of the format's scale type; [groups] where one scale serves the whole panel.
-                  "products": lines of 64 bytes for two groups, [16] float16, then [2][16] int8; a scale is
-                  the product of both
+                  "products": [groups / factor_groups][16] float16, rounded up; then, from the next multiple
+                  of 64 bytes on, [groups][16] int8; a scale is the product of both. int2 with mins has 4 bits
+                  of the scale and, above, 4 of the minimum in an int8, and mins have the factors alone
     zeros         [groups][16] uint8
     mins          [groups][16] of the scale type
     column_scale  [16] float32
@@ -23,6 +29,7 @@ same layout serves every instruction set, and GPUs. Names, sizes and offsets are
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 
@@ -37,8 +44,9 @@ class WeightFormat:
     """How the weights of a matrix are stored; filled from `weight_formats()` of the extension.
 
     weight[column, k] = value(code) * scale[column, k // group_size] * column_scale[column], an int4 code
-    meaning code - 8, or code - zero[column, k // group_size]. With mins, of the scales' type, it is
-    code * scale + min[column, k // group_size].
+    meaning code - 8, or code - zero[column, k // group_size]; of int2, int3, int5 and int6 2, 4, 16 and 32
+    are subtracted. With mins, of the scales' type, it is code * scale + min[column, k // group_size]. Codes
+    of iq types are places in a table of `CODEBOOKS`.
     """
 
     name: str
@@ -56,6 +64,21 @@ class WeightFormat:
     # Columns (k) are sorted by group; the packed expert says where each was: GPTQ's order of activations.
     ordered: bool
 
+
+def _signed(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
+    return (*magnitudes, *(-value for value in magnitudes))
+
+
+# What the codes of GGUF's IQ types mean (kernels/format/codebooks.h).
+CODEBOOKS: Mapping[Code, tuple[float, ...]] = {
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "iq3_xxs": _signed((1, 3, 5, 7, 9, 11, 13, 15.5)),
+    "iq3_s": _signed((1, 3, 5, 7, 9, 11, 13, 15)),
+    "iq2": _signed((1, 3.125, 5.375, 0)),
+    "iq1": (-1.125, -0.125, 0.875, 0, -0.875, 0.125, 1.125, 0),
+}
+# What is subtracted from codes where there are neither zero points nor mins.
+CODE_MIDDLES: Mapping[Code, int] = {"int2": 2, "int3": 4, "int4": 8, "int5": 16, "int6": 32}
 
 WEIGHT_FORMATS = {name: WeightFormat(name, **fields) for name, fields in _kernels.weight_formats().items()}
 
@@ -90,6 +113,11 @@ class PanelLayout(WeightFormat):
     k_padded: int
     # Of `group_size` along k; 0 without group scales.
     groups: int
+    # Of scales that are products: groups that share a factor, and bytes from a section's factors to its int8.
+    factor_groups: int
+    whole_offset: int
+    # Their int8 hold 4 bits of the scale and, above, 4 of the minimum, and the mins' section has none.
+    joined: bool
     scales_offset: int
     zeros_offset: int
     mins_offset: int

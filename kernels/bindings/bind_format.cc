@@ -172,6 +172,9 @@ py::dict panel_layout(const std::string& format, int64_t k, bool has_bias) {
   result["has_bias"] = layout.has_bias;
   result["k_padded"] = layout.k_padded;
   result["groups"] = layout.groups;
+  result["factor_groups"] = layout.factor_groups;
+  result["whole_offset"] = layout.whole_offset;
+  result["joined"] = layout.joined;
   result["scales_offset"] = layout.scales_offset;
   result["zeros_offset"] = layout.zeros_offset;
   result["mins_offset"] = layout.mins_offset;

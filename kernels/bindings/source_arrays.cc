@@ -25,7 +25,7 @@ std::map<std::string, Enum> by_name(const char* (*name)(Enum), Enum first, Enum 
   return found;
 }
 
-const auto kCodes = by_name(&code_name, Code::kFloat32, Code::kFloat4);
+const auto kCodes = by_name(&code_name, Code::kFloat32, Code::kIq1);
 const auto kScaleTypes = by_name(&scale_name, ScaleType::kFloat32, ScaleType::kProducts);
 
 // As str(array.dtype), which costs several microseconds because it is Python code.
@@ -134,7 +134,7 @@ class Reader {
     if (!py::isinstance<py::array>(source_) && !attribute("code").is_none()) {
       code = attribute("code").cast<std::string>();
     } else if (dtype == "uint8") {
-      fail("code", "uint8 elements need it: float8, int4 or float4");
+      fail("code", "uint8 elements need it: float8, float4, int4, or another code of fewer than 8 bits");
     }
     m.code = lookup(kCodes, "code", code);
     if (code_bits(m.code) > 8 ? code != (dtype == "uint16" ? "bfloat16" : dtype)

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/format/codebooks.h"
 #include "kernels/format/pack.h"
 #include "kernels/format/source_access.h"
 
@@ -43,6 +44,16 @@ void decode_plain(const SourceMatrix& source, uint32_t row, uint32_t begin, uint
   for (uint32_t i = 0; i < count; ++i) target[i] = kValue(load_element<T>(elements, i * stride));
 }
 
+// Codes of fewer than 8 bits, one a byte: the values that their bits stand for before anything is subtracted.
+void decode_small(const SourceMatrix& source, uint32_t row, uint32_t begin, uint32_t count, float* target) {
+  const bool tabled = source.code >= Code::kIq4;
+  const Codebook& book = *kCodebooks[tabled ? static_cast<int>(source.code) - static_cast<int>(Code::kIq4) : 0];
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint32_t code = source_code(source, row, begin + i);
+    target[i] = tabled ? static_cast<float>(book.values[code]) * book.unit : static_cast<float>(code);
+  }
+}
+
 void decode_plain_row(const SourceMatrix& source, uint32_t row, uint32_t begin, uint32_t count, float* target) {
   switch (source.code) {
     case Code::kFloat32: return decode_plain<float, float32_value>(source, row, begin, count, target);
@@ -52,6 +63,7 @@ void decode_plain_row(const SourceMatrix& source, uint32_t row, uint32_t begin, 
     case Code::kInt8: return decode_plain<int8_t, int8_value>(source, row, begin, count, target);
     case Code::kInt4: return decode_plain<uint8_t, int4_value>(source, row, begin, count, target);
     case Code::kFloat4: return decode_plain<uint8_t, float4_value>(source, row, begin, count, target);
+    default: return decode_small(source, row, begin, count, target);
   }
 }
 
@@ -123,7 +135,7 @@ bool rows_share_cache_lines(const SourceMatrix& source) {
 void dequantise_run(const SourceMatrix& source, uint32_t row, uint32_t begin, uint32_t count, float* target) {
   decode_codes(source, row, begin, count, target);
   const uint32_t group = source.group_size == 0 ? 0 : begin / source.group_size;
-  if (source.code == Code::kInt4 && source.mins == nullptr) {
+  if (code_middle(source.code) != 0 && source.mins == nullptr) {
     subtract_zero(source_zero(source, row, group), count, target);
   }
   if (source.group_size != 0) scale_elements(source_scale(source, row, group), count, target);

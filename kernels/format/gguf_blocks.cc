@@ -57,14 +57,14 @@ void copy(Bytes block, uint8_t* target) {
   std::memcpy(target, block + kPlace, kCount);
 }
 
-// 32 fifth bits from kPlace on, then 16 bytes of nibbles: codes 0 to 31, less kLess.
-template <uint32_t kPlace, uint8_t kLess>
+// 32 fifth bits from kPlace on, then 16 bytes of nibbles: codes 0 to 31.
+template <uint32_t kPlace>
 void five_bits(Bytes block, uint8_t* target) {
   const auto fifth = load_element<uint32_t>(block + kPlace, 0);
   const Bytes nibbles = block + kPlace + 4;
   for (uint32_t i = 0; i < 16; ++i) {
-    target[i] = static_cast<uint8_t>(((nibbles[i] & 15U) | (fifth >> i & 1U) << 4) - kLess);
-    target[i + 16] = static_cast<uint8_t>((nibbles[i] >> 4 | (fifth >> (i + 16) & 1U) << 4) - kLess);
+    target[i] = static_cast<uint8_t>((nibbles[i] & 15U) | (fifth >> i & 1U) << 4);
+    target[i + 16] = static_cast<uint8_t>(nibbles[i] >> 4 | (fifth >> (i + 16) & 1U) << 4);
   }
 }
 
@@ -87,29 +87,20 @@ void q6_k_codes(Bytes block, uint8_t* target) {
     const uint32_t half = quarter / 4, q = quarter % 4;
     const Bytes low = block + half * 64 + q % 2 * 32, high = block + 128 + half * 32;
     for (uint32_t i = 0; i < 32; ++i) {
-      const int code = (low[i] >> q / 2 * 4 & 15) | (high[i] >> q * 2 & 3) << 4;
-      target[quarter * 32 + i] = static_cast<uint8_t>(code - 32);
+      target[quarter * 32 + i] = static_cast<uint8_t>((low[i] >> q / 2 * 4 & 15) | (high[i] >> q * 2 & 3) << 4);
     }
   }
 }
 
-// What the 16 codes of IQ4 types mean: `kvalues_iq4nl` of ggml.
-alignas(16) constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-
 // kGroups groups of 16 bytes from kPlace on: 16 columns in the low nibbles, 16 more in the high ones.
 template <uint32_t kPlace, uint32_t kGroups>
 void iq4_codes(Bytes block, uint8_t* target) {
-  const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i*>(kIq4)), mask = _mm_set1_epi8(15);
+  const __m128i mask = _mm_set1_epi8(15);
   for (uint32_t group = 0; group < kGroups; ++group) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block + kPlace + group * 16));
-    store(target + group * 32, _mm_shuffle_epi8(values, _mm_and_si128(bytes, mask)));
-    store(target + group * 32 + 16, _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask)));
+    store(target + group * 32, _mm_and_si128(bytes, mask));
+    store(target + group * 32 + 16, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
   }
-}
-
-// Words from 256 codes of 4 bits, one a byte.
-void store_words(Bytes codes, uint8_t* target) {
-  for (uint32_t i = 0; i < 128; ++i) target[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
 }
 
 // 64 bytes are two halves of 32; bits 2q and 2q + 1 of a half are quarter q's of 32 columns.
@@ -117,24 +108,63 @@ uint8_t two_bits(Bytes packed, uint32_t quarter, uint32_t i) {
   return packed[quarter / 4 * 32 + i] >> quarter % 4 * 2 & 3;
 }
 
-void q2_k_words(Bytes block, uint8_t* target) {
-  uint8_t codes[256];
+template <uint32_t kPlace>
+void two_bit_codes(Bytes block, uint8_t* target) {
   for (uint32_t quarter = 0; quarter < 8; ++quarter) {
-    for (uint32_t i = 0; i < 32; ++i) codes[quarter * 32 + i] = two_bits(block + 16, quarter, i);
+    for (uint32_t i = 0; i < 32; ++i) target[quarter * 32 + i] = two_bits(block + kPlace, quarter, i);
   }
-  store_words(codes, target);
 }
 
-// -4 to 3, plus 8: two low bits, and a third in 32 bytes before them, which is 4 more; bit q of these is quarter q's.
-void q3_k_words(Bytes block, uint8_t* target) {
-  uint8_t codes[256];
-  for (uint32_t quarter = 0; quarter < 8; ++quarter) {
-    for (uint32_t i = 0; i < 32; ++i) {
-      const int third = (block[i] >> quarter & 1) << 2;
-      codes[quarter * 32 + i] = static_cast<uint8_t>((two_bits(block + 32, quarter, i) | third) + 4);
+// Codes mean -1 to 2, those of a packed format -2 to 1: the negatives, with negative scales.
+void tq2_0_codes(Bytes block, uint8_t* target) {
+  two_bit_codes<0>(block, target);
+  for (uint32_t i = 0; i < 256; ++i) target[i] = static_cast<uint8_t>(3 - target[i]);
+}
+
+// Digits to the base of 3, as TQ2_0's codes: a byte holds kDigits of them, kRun weights apart.
+template <uint32_t kDigits, uint32_t kRun>
+uint8_t* thirds(Bytes packed, uint8_t* target) {
+  uint8_t power = 1;
+  for (uint32_t digit = 0; digit < kDigits; ++digit, power = static_cast<uint8_t>(power * 3)) {
+    for (uint32_t i = 0; i < kRun; ++i) {
+      *target++ = static_cast<uint8_t>(3 - (static_cast<uint8_t>(packed[i] * power) * 3 >> 8));
     }
   }
-  store_words(codes, target);
+  return target;
+}
+
+void tq1_0_codes(Bytes block, uint8_t* target) {
+  target = thirds<5, 32>(block, target);
+  target = thirds<5, 16>(block + 32, target);
+  thirds<4, 4>(block + 48, target);
+}
+
+// A scale for 256 weights as two for 128, negative.
+template <uint32_t kPlace>
+void negative_halves(Bytes block, uint8_t* target) {
+  const uint16_t scale = negative(half_at(block + kPlace));
+  for (uint32_t i = 0; i < 2; ++i) std::memcpy(target + i * 2, &scale, 2);
+}
+
+// 0 to 7, meaning 4 less: two low bits, and a third in 32 bytes before them; bit q of these is quarter q's.
+void q3_k_codes(Bytes block, uint8_t* target) {
+  for (uint32_t quarter = 0; quarter < 8; ++quarter) {
+    for (uint32_t i = 0; i < 32; ++i) {
+      target[quarter * 32 + i] =
+          static_cast<uint8_t>(two_bits(block + 32, quarter, i) | (block[i] >> quarter & 1) << 2);
+    }
+  }
+}
+
+// 64 weights as e2m1, four times 16 in eight bytes, low nibbles first: codes one a byte.
+void nvfp4_codes(Bytes block, uint8_t* target) {
+  for (uint32_t group = 0; group < 4; ++group) {
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint8_t both = block[4 + group * 8 + i];
+      target[group * 16 + i] = both & 15;
+      target[group * 16 + 8 + i] = both >> 4;
+    }
+  }
 }
 
 // --- Scales and mins that are products of float16 factors and whole numbers.
@@ -212,18 +242,21 @@ const std::vector<GgufPart>& gguf_parts() {
       part<20, 16, half_words<4>>("Q4_1", "codes"),       part<20, 2, copy<0, 2>>("Q4_1", "scales"),
       part<20, 2, copy<2, 2>>("Q4_1", "mins"),            part<144, 128, q4_k_words>("Q4_K", "codes"),
       part<144, 32, k_scales>("Q4_K", "scales"),          part<144, 32, k_mins>("Q4_K", "mins"),
-      part<22, 32, five_bits<2, 16>>("Q5_0", "codes"),    part<22, 2, copy<0, 2>>("Q5_0", "scales"),
-      part<24, 32, five_bits<4, 0>>("Q5_1", "codes"),     part<24, 2, copy<0, 2>>("Q5_1", "scales"),
+      part<22, 32, five_bits<2>>("Q5_0", "codes"),    part<22, 2, copy<0, 2>>("Q5_0", "scales"),
+      part<24, 32, five_bits<4>>("Q5_1", "codes"),     part<24, 2, copy<0, 2>>("Q5_1", "scales"),
       part<24, 2, copy<2, 2>>("Q5_1", "mins"),            part<176, 256, q5_k_codes>("Q5_K", "codes"),
       part<176, 32, k_scales>("Q5_K", "scales"),          part<176, 32, k_mins>("Q5_K", "mins"),
       part<210, 256, q6_k_codes>("Q6_K", "codes"),        part<210, 64, q6_k_scales>("Q6_K", "scales"),
       part<34, 32, copy<2, 32>>("Q8_0", "codes"),         part<34, 2, copy<0, 2>>("Q8_0", "scales"),
-      part<84, 128, q2_k_words>("Q2_K", "codes"),         part<84, 64, q2_k_scales>("Q2_K", "scales"),
-      part<84, 64, q2_k_mins>("Q2_K", "mins"),            part<110, 128, q3_k_words>("Q3_K", "codes"),
+      part<84, 256, two_bit_codes<16>>("Q2_K", "codes"),         part<84, 64, q2_k_scales>("Q2_K", "scales"),
+      part<84, 64, q2_k_mins>("Q2_K", "mins"),            part<110, 256, q3_k_codes>("Q3_K", "codes"),
       part<110, 64, q3_k_scales>("Q3_K", "scales"),       part<18, 32, iq4_codes<2, 1>>("IQ4_NL", "codes"),
       part<18, 2, copy<0, 2>>("IQ4_NL", "scales"),        part<136, 256, iq4_codes<8, 8>>("IQ4_XS", "codes"),
       part<136, 32, iq4_xs_scales>("IQ4_XS", "scales"),   part<17, 16, half_words<1>>("MXFP4", "codes"),
-      part<17, 1, copy<0, 1>>("MXFP4", "scales"),
+      part<17, 1, copy<0, 1>>("MXFP4", "scales"),         part<54, 256, tq1_0_codes>("TQ1_0", "codes"),
+      part<54, 4, negative_halves<52>>("TQ1_0", "scales"),     part<66, 256, tq2_0_codes>("TQ2_0", "codes"),
+      part<66, 4, negative_halves<64>>("TQ2_0", "scales"),     part<36, 64, nvfp4_codes>("NVFP4", "codes"),
+      part<36, 4, copy<0, 4>>("NVFP4", "scales"),
   };
   return parts;
 }

@@ -85,20 +85,13 @@ T load_element(const void* base, ptrdiff_t index) {
   return value;
 }
 
-// Scales that are products, as panels have them: lines of two groups. `index` counts columns of groups.
-inline float load_product(const void* scales, ptrdiff_t index) {
-  const ptrdiff_t group = index / 16, column = index % 16;
-  const auto* line = static_cast<const char*>(scales) + group / 2 * 64;
-  const auto whole = load_element<int8_t>(line + 32, group % 2 * 16 + column);
-  return decode_float16(load_element<uint16_t>(line, column)) * static_cast<float>(whole);
-}
-
-// The same in the form of sources: words with the factor in the low half, the whole number in the byte above it.
+// Scales that are products, in the form of sources: words with the factor in the low half, the whole number in the byte
+// above it.
 inline float decode_product_word(uint32_t word) {
   return decode_float16(static_cast<uint16_t>(word)) * static_cast<float>(static_cast<int8_t>(word >> 16));
 }
 
-// Of a panel.
+// Of a panel or a source, unless it is a product.
 inline float load_scale(ScaleType type, const void* scales, ptrdiff_t index) {
   switch (type) {
     case ScaleType::kNone: return 1.0f;
@@ -107,7 +100,7 @@ inline float load_scale(ScaleType type, const void* scales, ptrdiff_t index) {
     case ScaleType::kFloat16: return decode_float16(load_element<uint16_t>(scales, index));
     case ScaleType::kE8M0: return decode_e8m0(load_element<uint8_t>(scales, index));
     case ScaleType::kE4M3: return kFloat8Values[load_element<uint8_t>(scales, index)];
-    case ScaleType::kProducts: return load_product(scales, index);
+    case ScaleType::kProducts: break;  // of two places: panel_scale, decode_product_word
   }
   return 1.0f;
 }

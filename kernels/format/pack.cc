@@ -78,9 +78,7 @@ void check_source(const SourceMatrix& source) {
   if (source.mins != nullptr && (source.group_size == 0 || source.zeros != nullptr)) {
     refuse("mins need group scales and no zero points");
   }
-  if (source.mins != nullptr && source.code != Code::kInt4 && source.code != Code::kInt8) {
-    refuse("mins need int4 or int8 elements");
-  }
+  if (source.mins != nullptr && !is_integer(source.code)) refuse("mins need integer elements");
   check_layout_code(source);
 }
 
@@ -117,6 +115,7 @@ Packer packer_of(const SourceMatrix& source, Code code) {
     case SourceLayout::kPlain: break;
     default: return {pack_lines_row_major, false};
   }
+  if (code_bits(code) < 8 && code_bits(code) != 4) return {pack_lines_planes, false};
   if (source.col_stride == 1) return {pack_lines_row_major, false};
   if (source.code == code && code_bits(code) >= 8) return {pack_lines_strided, true};
   return {pack_lines_reference, false};
@@ -142,11 +141,13 @@ void pack_chunk(const SourceMatrix& source, const PanelLayout& layout, PackLines
 
 void pack_codes(const SourceMatrix& source, const PanelLayout& layout, const PanelRange& panels, std::byte* target) {
   const Packer packer = packer_of(source, layout.format.code);
-  const uint32_t lines = layout.k_padded / (32 / code_bits(layout.format.code));
+  const uint32_t bits = code_bits(layout.format.code);
+  const uint32_t lines = layout.k_padded * bits / 32;
+  const uint32_t chunk_lines = kChunkLines / bits * bits == 0 ? kChunkLines : kChunkLines / bits * bits;
   const uint32_t together = packer.shares_cache_lines ? panels.count : 1;
   for (uint32_t first = 0; first < panels.count; first += together) {
-    for (uint32_t begin = 0; begin < lines; begin += kChunkLines) {
-      const uint32_t end = std::min(begin + kChunkLines, lines);
+    for (uint32_t begin = 0; begin < lines; begin += chunk_lines) {
+      const uint32_t end = std::min(begin + chunk_lines, lines);
       for (uint32_t i = first; i < first + together; ++i) {
         pack_chunk(source, layout, packer.lines, {panels.first + i, begin, end}, target + i * panels.target_stride);
       }
@@ -180,11 +181,10 @@ void unpack_panel(const PanelLayout& layout, const std::byte* panel, float* weig
       const uint32_t group = layout.groups == 0 ? 0 : k / format.group_size;
       const uint32_t entry = group * kPanelColumns + column;
       const uint32_t zero = panel_zero(layout, panel, entry);
-      const float group_scale =
-          load_scale(format.scale, panel + layout.scales_offset, format.panel_scale ? group : entry);
+      const float group_scale = panel_scale(layout, panel, false, format.panel_scale ? group : entry);
       const float decoded = decode_value(format.code, panel_code(layout, panel, column, k), zero);
       float weight = decoded * group_scale;
-      if (format.mins) weight += load_scale(format.scale, panel + layout.mins_offset, entry);
+      if (format.mins) weight += panel_scale(layout, panel, true, entry);
       weights[size_t{column} * layout.k + k] = weight * column_scale;
     }
     if (bias == nullptr) continue;

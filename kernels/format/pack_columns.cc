@@ -80,27 +80,43 @@ void copy_scales(const SourceMatrix& source, const PanelLayout& layout, Columns 
   }
 }
 
-// Lines of two groups: their factor, then the whole numbers of each. A group without a neighbour has the line alone.
-void pack_products(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target) {
+// A whole number of a product, to where zeros were. Throws std::invalid_argument for one of more than its 4 bits.
+void put_whole(const PanelLayout& layout, bool of_mins, uint8_t number, std::byte* target) {
+  if (layout.joined && number > 15) {
+    throw std::invalid_argument("source matrix: a scale's whole number is " + std::to_string(number) +
+                                "; allowed for " + weight_format_name(layout.format) + ": 0 to 15");
+  }
+  *target |= static_cast<std::byte>(layout.joined && of_mins ? number << 4 : number);
+}
+
+// Factors of `factor_groups` groups, to `target`; the whole numbers of each after them, or after those of `scales`.
+void pack_products(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target,
+                   std::byte* scales) {
+  const bool of_mins = target != scales;
   for (uint32_t group = 0; group < layout.groups; ++group) {
-    std::byte* const line = target + size_t{group / 2} * 64;
+    std::byte* const factors = target + size_t{group / layout.factor_groups} * kPanelColumns * sizeof(uint16_t);
+    std::byte* const whole =
+        (layout.joined ? scales : target) + layout.whole_offset + size_t{group} * kPanelColumns;
     for (uint32_t column = 0; column < columns.count; ++column) {
       const ptrdiff_t index = source_scale_index(source, columns.begin + column, group);
       const auto word = load_element<uint32_t>(source.scales, index);
       const auto factor = static_cast<uint16_t>(word);
-      if (group % 2 != 0 && load_element<uint16_t>(line, column) != factor) {
+      if (group % layout.factor_groups != 0 && load_element<uint16_t>(factors, column) != factor) {
         throw std::invalid_argument("source matrix: groups " + std::to_string(group - 1) + " and " +
                                     std::to_string(group) + " of row " + std::to_string(columns.begin + column) +
-                                    " have two factors; it has to be cut at even groups of its blocks");
+                                    " have two factors; it has to be cut at multiples of " +
+                                    std::to_string(layout.factor_groups * layout.format.group_size) + " columns");
       }
-      std::memcpy(line + column * sizeof factor, &factor, sizeof factor);
-      line[32 + group % 2 * 16 + column] = static_cast<std::byte>(word >> 16);
+      std::memcpy(factors + column * sizeof factor, &factor, sizeof factor);
+      put_whole(layout, of_mins, static_cast<uint8_t>(word >> 16), whole + column);
     }
   }
 }
 
-void pack_group_scales(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target) {
-  if (layout.format.scale == ScaleType::kProducts) return pack_products(source, layout, columns, target);
+// `target`: the section of scales, at `scales`, or of mins.
+void pack_group_scales(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target,
+                       std::byte* scales) {
+  if (layout.format.scale == ScaleType::kProducts) return pack_products(source, layout, columns, target, scales);
   if (source.scale_type != layout.format.scale || layout.format.panel_scale || source.scale_rows != 1) {
     return pack_any_scales(source, layout, columns, target);
   }
@@ -135,11 +151,12 @@ void pack_panel_scales(const SourceMatrix& source, const PanelLayout& layout, ui
   const uint32_t begin = panel * kPanelColumns;
   const Columns columns{begin, std::min(kPanelColumns, source.rows - begin)};
   std::memset(target + layout.scales_offset, 0, layout.panel_bytes - layout.scales_offset);
-  if (layout.groups != 0) pack_group_scales(source, layout, columns, target + layout.scales_offset);
+  std::byte* const scales = target + layout.scales_offset;
+  if (layout.groups != 0) pack_group_scales(source, layout, columns, scales, scales);
   if (layout.format.mins) {
     SourceMatrix mins = source;
     mins.scales = source.mins;
-    pack_group_scales(mins, layout, columns, target + layout.mins_offset);
+    pack_group_scales(mins, layout, columns, target + layout.mins_offset, scales);
   }
   if (layout.format.zeros) pack_zeros(source, layout, columns, target + layout.zeros_offset);
   for (uint32_t column = 0; column < columns.count; ++column) {

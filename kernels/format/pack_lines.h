@@ -28,6 +28,10 @@ void pack_lines_reference(const SourceMatrix& source, const PanelLayout& layout,
 void pack_lines_row_major(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
                           std::byte* target);
 
+// Codes of 2, 3, 5 and 6 bits, one a byte. Lines begin and end at multiples of the bits of a code.
+void pack_lines_planes(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
+                       std::byte* target);
+
 // Elements of a column are neighbours or near: plain with any strides and equal codes of 8 bits and more, AWQ, GPTQ.
 void pack_lines_awq(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines, std::byte* target);
 void pack_lines_gptq(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,

@@ -17,6 +17,27 @@ uint32_t target_code(const SourceMatrix& source, const PanelLayout& layout, uint
   return std::bit_cast<uint32_t>(source.code == Code::kBFloat16 ? decode_bfloat16(half) : decode_float16(half));
 }
 
+// Codes of 2, 3, 5 and 6 bits: 32 k in as many lines as a code has bits.
+void pack_plane_reference(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel, std::byte* target) {
+  const uint32_t bits = code_bits(layout.format.code);
+  const uint32_t low_bits = bits < 4 ? 2 : 4;
+  auto* const bytes = reinterpret_cast<uint8_t*>(target);
+  std::memset(bytes, 0, size_t{layout.k_padded} * 2 * bits);
+  const auto place = [](uint32_t vector, uint32_t width) { return vector % (8 / width) * width; };
+  for (uint32_t k = 0; k < layout.k_padded; ++k) {
+    const uint32_t vector = k % 32 / 8 * 2 + k / 2 % 2;
+    for (uint32_t column = 0; column < kPanelColumns; ++column) {
+      const uint32_t code = target_code(source, layout, panel * kPanelColumns + column, k);
+      uint8_t* const at = bytes + size_t{k / 32} * bits * 64 + column * 4 + k % 8 / 4 + k % 2 * 2;
+      const auto put = [&](uint32_t line, uint32_t width, uint32_t value) {
+        at[size_t{line + vector / (8 / width)} * 64] |= static_cast<uint8_t>(value << place(vector, width));
+      };
+      put(0, low_bits, code & ((1U << low_bits) - 1));
+      if (bits > low_bits) put(low_bits, bits - low_bits, code >> low_bits);
+    }
+  }
+}
+
 }  // namespace
 
 void pack_lines_reference(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
@@ -39,8 +60,12 @@ void pack_lines_reference(const SourceMatrix& source, const PanelLayout& layout,
 
 void pack_panel_reference(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel, std::byte* target) {
   check_packing(source, layout, panel);
-  const uint32_t lines = layout.k_padded / (32 / code_bits(layout.format.code));
-  pack_lines_reference(source, layout, {panel, 0, lines}, target);
+  const uint32_t bits = code_bits(layout.format.code);
+  if (bits < 8 && bits != 4) {
+    pack_plane_reference(source, layout, panel, target);
+  } else {
+    pack_lines_reference(source, layout, {panel, 0, layout.k_padded * bits / 32}, target);
+  }
   pack_panel_scales(source, layout, panel, target);
 }
 

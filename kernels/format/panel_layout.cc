@@ -1,5 +1,7 @@
 #include "kernels/format/panel_layout.h"
 
+#include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -9,6 +11,8 @@ namespace {
 constexpr uint32_t kMaxK = 1U << 30;
 
 size_t align64(size_t bytes) { return (bytes + 63) / 64 * 64; }
+constexpr uint32_t kFactorK = 256;  // that one factor of products is for, at most
+
 uint32_t ceil_div(uint32_t value, uint32_t divisor) { return (value + divisor - 1) / divisor; }
 
 void check_size(const char* name, uint32_t value) {
@@ -27,10 +31,15 @@ PanelLayout::PanelLayout(const WeightFormat& weight_format, uint32_t matrix_k, b
   groups = format.group_size == 0 ? 0 : ceil_div(k, format.group_size);
   scales_offset = size_t{k_padded} * kPanelColumns * code_bits(format.code) / 8;
   const size_t scale_columns = format.panel_scale ? 1 : kPanelColumns;
-  zeros_offset = scales_offset + align64(groups * scale_columns * scale_bytes(format.scale));
+  if (format.scale == ScaleType::kProducts) {
+    factor_groups = std::max(format.group_size, std::gcd(k, kFactorK)) / format.group_size;
+    joined = format.mins && format.code == Code::kInt2;
+    whole_offset = align64(size_t{ceil_div(groups, factor_groups)} * kPanelColumns * sizeof(uint16_t));
+  }
+  const size_t section_bytes = whole_offset + align64(groups * scale_columns * scale_bytes(format.scale));
+  zeros_offset = scales_offset + section_bytes;
   mins_offset = zeros_offset + (format.zeros ? align64(size_t{groups} * kPanelColumns) : 0);
-  const size_t mins_bytes = align64(size_t{groups} * kPanelColumns * scale_bytes(format.scale));
-  column_scale_offset = mins_offset + (format.mins ? mins_bytes : 0);
+  column_scale_offset = mins_offset + (!format.mins ? 0 : joined ? whole_offset : section_bytes);
   bias_offset = column_scale_offset + (format.column_scale ? kPanelColumns * sizeof(float) : 0);
   panel_bytes = bias_offset + (has_bias ? kPanelColumns * sizeof(float) : 0);
 }

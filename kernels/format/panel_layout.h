@@ -8,11 +8,19 @@
 //                   float8, int8       line = 4 k:  k..k+3 in bytes 0..3
 //                   int4, float4       line = 8 k:  k+2j in bits 4j..4j+3, k+2j+1 in bits 16+4j..16+4j+3 (j = 0..3),
 //                                      so that (word >> 4j) brings the pair (k+2j, k+2j+1) to the low bits of
-//                                      the two halves
+//                                      the two halves; iq codes of 4 bits likewise
+//                   2, 3, 5, 6 bits    32 k = as many lines as a code has bits, in planes. Of 32 codes there are eight
+//                                      vectors of a byte for four k: vector 2i has k+8i+0, 4, 1, 5, vector 2i+1
+//                                      k+8i+2, 6, 3, 7. First come the low 4 bits (5 and 6 bits: a line has two
+//                                      vectors, as above) or the low 2 bits (2 and 3 bits: a line has four vectors,
+//                                      vector v at bit 2 (v % 4) of each byte); then, of 6 bits, two lines of the
+//                                      high 2 bits in the same way, of 3 and 5 bits a line of the highest bit,
+//                                      vector v at bit v of each byte
 //   scales        [groups][16] of the format's scale type; [groups] when the format has panel_scale;
-//                 products: lines of 64 bytes for two groups, [16] float16 factors, then [2][16] int8
+//                 products: [groups / factor_groups][16] float16 factors; then, from the next multiple of 64 bytes
+//                 on, [groups][16] int8 (int2 with mins: 4 bits of the scale below 4 bits of the minimum)
 //   zeros         [groups][16] uint8                    (formats with zeros)
-//   mins      [groups][16] of the scale type        (formats with mins)
+//   mins      [groups][16] of the scale type        (formats with mins; int2 with products: the factors alone)
 //   column_scale  [16] float32                          (formats with column_scale)
 //   bias          [16] float32                          (matrices with a bias)
 //
@@ -46,6 +54,11 @@ struct PanelLayout {
   uint32_t k = 0;
   uint32_t k_padded = 0;      // multiple of kPadK
   uint32_t groups = 0;        // ceil(k / group_size); 0 without group scales
+  // Products: groups that share a factor, all of as many k as divide k and GGUF's blocks of 256. So a part of a matrix
+  // that begins and ends inside of blocks, but at multiples of its own length, has the factors that it needs. Else 0.
+  uint32_t factor_groups = 0;
+  size_t whole_offset = 0;    // of products: bytes from a section's factors to its int8
+  bool joined = false;        // of products: whole numbers of scales and mins share the int8 of the scales' section
   bool has_bias = false;
   // Bytes from the panel's begin. What a format lacks has the offset where it would be.
   size_t scales_offset = 0;

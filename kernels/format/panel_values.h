@@ -5,14 +5,33 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/format/codebooks.h"
 #include "kernels/format/numbers.h"
 #include "kernels/format/panel_layout.h"
 
 namespace moebius {
 
+// Of codes of 2, 3, 5 and 6 bits: the planes of 32 k.
+inline uint32_t plane_code(uint32_t bits, const std::byte* panel, uint32_t column, uint32_t k) {
+  const uint32_t low_bits = bits < 4 ? 2 : 4;
+  const uint32_t high_bits = bits - low_bits;
+  const uint32_t vector = k % 32 / 8 * 2 + k / 2 % 2;
+  const uint32_t byte = k % 8 / 4 + k % 2 * 2;
+  const std::byte* const planes = panel + size_t{k / 32} * bits * 64 + column * 4 + byte;
+  // Vectors of `width` bits: as many to a line as fit into a byte.
+  const auto field = [&](uint32_t line, uint32_t width) {
+    const uint32_t in_line = 8 / width;
+    const auto held = static_cast<uint32_t>(planes[size_t{line + vector / in_line} * 64]);
+    return held >> (vector % in_line * width) & ((1U << width) - 1);
+  };
+  const uint32_t low = field(0, low_bits);
+  return high_bits == 0 ? low : low | field(low_bits, high_bits) << low_bits;
+}
+
 // The bits of a code, in the low bits. k < k_padded.
 inline uint32_t panel_code(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t k) {
   const uint32_t bits = code_bits(layout.format.code);
+  if (bits < 8 && bits != 4) return plane_code(bits, panel, column, k);
   const uint32_t per_word = 32 / bits;
   const uint32_t word = load_element<uint32_t>(panel, k / per_word * kPanelColumns + column);
   if (bits == 32) return word;
@@ -24,10 +43,10 @@ inline uint32_t panel_code(const PanelLayout& layout, const std::byte* panel, ui
 // The zero point of group and column `entry` = group * 16 + column.
 inline uint32_t panel_zero(const PanelLayout& layout, const std::byte* panel, size_t entry) {
   if (layout.format.zeros) return load_element<uint8_t>(panel + layout.zeros_offset, static_cast<ptrdiff_t>(entry));
-  return layout.format.mins ? 0 : 8;
+  return layout.format.mins ? 0 : code_middle(layout.format.code);
 }
 
-// What a code means before its scales; zero: of kInt4.
+// What a code means before its scales; zero: of kInt2 to kInt6.
 inline float decode_value(Code code, uint32_t bits, uint32_t zero) {
   switch (code) {
     case Code::kFloat32: return std::bit_cast<float>(bits);
@@ -35,10 +54,34 @@ inline float decode_value(Code code, uint32_t bits, uint32_t zero) {
     case Code::kFloat16: return decode_float16(static_cast<uint16_t>(bits));
     case Code::kFloat8: return kFloat8Values[bits];
     case Code::kInt8: return static_cast<float>(static_cast<int8_t>(bits));
-    case Code::kInt4: return static_cast<float>(static_cast<int32_t>(bits) - static_cast<int32_t>(zero));
+    case Code::kInt2:
+    case Code::kInt3:
+    case Code::kInt4:
+    case Code::kInt5:
+    case Code::kInt6: return static_cast<float>(static_cast<int32_t>(bits) - static_cast<int32_t>(zero));
     case Code::kFloat4: return kFloat4Values[bits];
+    case Code::kIq4:
+    case Code::kIq3Xxs:
+    case Code::kIq3S:
+    case Code::kIq2:
+    case Code::kIq1: {
+      const Codebook& book = *kCodebooks[static_cast<int>(code) - static_cast<int>(Code::kIq4)];
+      return static_cast<float>(book.values[bits]) * book.unit;
+    }
   }
   return 0.0f;
+}
+
+// Element `entry` of a panel's group scales, or of its mins.
+inline float panel_scale(const PanelLayout& layout, const std::byte* panel, bool of_mins, size_t entry) {
+  const auto index = static_cast<ptrdiff_t>(entry);
+  const std::byte* const section = panel + (of_mins ? layout.mins_offset : layout.scales_offset);
+  if (layout.format.scale != ScaleType::kProducts) return load_scale(layout.format.scale, section, index);
+  const size_t place = entry / kPanelColumns / layout.factor_groups * kPanelColumns + entry % kPanelColumns;
+  const float factor = decode_float16(load_element<uint16_t>(section, static_cast<ptrdiff_t>(place)));
+  if (!layout.joined) return factor * static_cast<float>(load_element<int8_t>(section + layout.whole_offset, index));
+  const auto both = load_element<uint8_t>(panel + layout.scales_offset + layout.whole_offset, index);
+  return factor * static_cast<float>(of_mins ? both >> 4 : both & 15);
 }
 
 }  // namespace moebius

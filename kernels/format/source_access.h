@@ -49,7 +49,7 @@ inline uint32_t source_code(const SourceMatrix& source, uint32_t row, uint32_t k
     case 32: return load_element<uint32_t>(source.data, index);
     case 16: return load_element<uint16_t>(source.data, index);
     case 8: return load_element<uint8_t>(source.data, index);
-    default: return load_element<uint8_t>(source.data, index) & 15U;
+    default: return load_element<uint8_t>(source.data, index) & ((1U << code_bits(source.code)) - 1);
   }
 }
 
@@ -74,10 +74,10 @@ inline float source_min(const SourceMatrix& source, uint32_t row, uint32_t group
   return load_source_scale(source.scale_type, source.mins, source_scale_index(source, row, group));
 }
 
-// 0..15.
+// What codes have subtracted: 0..15 of kInt4.
 inline uint32_t source_zero(const SourceMatrix& source, uint32_t row, uint32_t group) {
   if (source.mins != nullptr) return 0;
-  if (source.zeros == nullptr) return 8;
+  if (source.zeros == nullptr) return code_middle(source.code);
   const auto r = static_cast<ptrdiff_t>(row);
   const auto g = static_cast<ptrdiff_t>(group);
   const ptrdiff_t stride = source.zeros_stride;

@@ -72,12 +72,23 @@ std::vector<NamedFormat> make_formats() {
   formats.emplace_back("int4_g16_mins", with_mins(Code::kInt4, 16));
   formats.emplace_back("int4_g32_mins", with_mins(Code::kInt4, 32));
   constexpr auto kProducts = ScaleType::kProducts;
-  formats.emplace_back("int4_g16_products", grouped(Code::kInt4, kProducts, 16));
-  formats.emplace_back("int8_g16_products", grouped(Code::kInt8, kProducts, 16));
-  formats.emplace_back("int8_g32_products", grouped(Code::kInt8, kProducts, 32));
-  formats.emplace_back("int4_g16_mins_products", with_mins(Code::kInt4, 16, kProducts));
+  formats.emplace_back("int2_g128_f16", grouped(Code::kInt2, ScaleType::kFloat16, 128));
+  formats.emplace_back("int2_g16_mins_products", with_mins(Code::kInt2, 16, kProducts));
+  formats.emplace_back("int3_g16_products", grouped(Code::kInt3, kProducts, 16));
   formats.emplace_back("int4_g32_mins_products", with_mins(Code::kInt4, 32, kProducts));
-  formats.emplace_back("int8_g32_mins_products", with_mins(Code::kInt8, 32, kProducts));
+  formats.emplace_back("int5_g32_f16", grouped(Code::kInt5, ScaleType::kFloat16, 32));
+  formats.emplace_back("int5_g32_mins", with_mins(Code::kInt5, 32));
+  formats.emplace_back("int5_g32_mins_products", with_mins(Code::kInt5, 32, kProducts));
+  formats.emplace_back("int6_g16_products", grouped(Code::kInt6, kProducts, 16));
+  formats.emplace_back("iq4_g32_f16", grouped(Code::kIq4, ScaleType::kFloat16, 32));
+  formats.emplace_back("iq4_g32_products", grouped(Code::kIq4, kProducts, 32));
+  formats.emplace_back("iq3_xxs_g32_products", grouped(Code::kIq3Xxs, kProducts, 32));
+  formats.emplace_back("iq3_s_g32_products", grouped(Code::kIq3S, kProducts, 32));
+  for (const uint32_t group_size : {16U, 32U}) {
+    const std::string ending = "_g" + std::to_string(group_size) + "_products";
+    formats.emplace_back("iq2" + ending, grouped(Code::kIq2, kProducts, group_size));
+    formats.emplace_back("iq1" + ending, grouped(Code::kIq1, kProducts, group_size));
+  }
   for (const bool zeros : {false, true}) {
     for (const uint32_t group_size : {32U, 64U, 128U}) {
       for (const ScaleType scale : {ScaleType::kBFloat16, ScaleType::kFloat16}) {
@@ -114,7 +125,16 @@ uint32_t code_bits(Code code) {
     case Code::kFloat8:
     case Code::kInt8: return 8;
     case Code::kInt4:
-    case Code::kFloat4: return 4;
+    case Code::kFloat4:
+    case Code::kIq4:
+    case Code::kIq3Xxs:
+    case Code::kIq3S: return 4;
+    case Code::kInt2: return 2;
+    case Code::kInt3:
+    case Code::kIq2:
+    case Code::kIq1: return 3;
+    case Code::kInt5: return 5;
+    case Code::kInt6: return 6;
   }
   refuse("element code " + std::to_string(static_cast<int>(code)) + " is unknown");
 }
@@ -124,12 +144,25 @@ uint32_t scale_bytes(ScaleType scale) {
     case ScaleType::kNone: return 0;
     case ScaleType::kFloat32: return 4;
     case ScaleType::kBFloat16:
-    case ScaleType::kFloat16:
-    case ScaleType::kProducts: return 2;
+    case ScaleType::kFloat16: return 2;
     case ScaleType::kE8M0:
-    case ScaleType::kE4M3: return 1;
+    case ScaleType::kE4M3:
+    case ScaleType::kProducts: return 1;
   }
   refuse("scale type " + std::to_string(static_cast<int>(scale)) + " is unknown");
+}
+
+bool is_integer(Code code) { return code == Code::kInt8 || code_middle(code) != 0; }
+
+uint32_t code_middle(Code code) {
+  switch (code) {
+    case Code::kInt2: return 2;
+    case Code::kInt3: return 4;
+    case Code::kInt4: return 8;
+    case Code::kInt5: return 16;
+    case Code::kInt6: return 32;
+    default: return 0;
+  }
 }
 
 const char* code_name(Code code) {
@@ -141,6 +174,15 @@ const char* code_name(Code code) {
     case Code::kInt8: return "int8";
     case Code::kInt4: return "int4";
     case Code::kFloat4: return "float4";
+    case Code::kInt2: return "int2";
+    case Code::kInt3: return "int3";
+    case Code::kInt5: return "int5";
+    case Code::kInt6: return "int6";
+    case Code::kIq4: return "iq4";
+    case Code::kIq3Xxs: return "iq3_xxs";
+    case Code::kIq3S: return "iq3_s";
+    case Code::kIq2: return "iq2";
+    case Code::kIq1: return "iq1";
   }
   refuse("element code " + std::to_string(static_cast<int>(code)) + " is unknown");
 }
@@ -207,21 +249,27 @@ void check_weight_format(const WeightFormat& format) {
   if (size == 0 && format.panel_scale) refuse("panel_scale needs group scales");
   if (format.zeros && format.code != Code::kInt4) refuse("zero points are supported for int4 codes only");
   if (format.zeros && size == 0) refuse("zero points need group scales");
-  if (format.mins && format.code != Code::kInt4 && format.code != Code::kInt8) {
-    refuse("mins are supported for int4 and int8 codes only");
-  }
+  const bool integers = is_integer(format.code);
+  if (format.mins && !integers) refuse("mins are supported for integer codes only");
   const bool products = format.scale == ScaleType::kProducts;
   if (format.mins && ((format.scale != ScaleType::kFloat16 && !products) || format.zeros || format.panel_scale ||
                       format.column_scale || format.quantised_rows)) {
     refuse("mins need a float16 scale, or a product, per column and group, and nothing else");
   }
   if (format.quantised_rows && format.code != Code::kInt8) refuse("quantised rows are supported for int8 codes only");
-  const bool integers = format.code == Code::kInt4 || format.code == Code::kInt8;
-  if (products && (!integers || format.zeros || format.panel_scale || format.ordered || size > 32)) {
-    refuse("scales that are products are supported for integer codes in groups of 16 or 32 only, without zero points, "
-           "panel_scale and order");
+  const bool tabled = format.code >= Code::kIq4;
+  if (products && (!(integers || tabled) || format.zeros || format.panel_scale || format.ordered || size > 32)) {
+    refuse("scales that are products are supported for integer and iq codes in groups of 16 or 32 only, without zero "
+           "points, panel_scale and order");
   }
-  if (format.ordered && (size == 0 || !integers)) refuse("an order is supported for integer codes with group scales only");
+  const bool in_bytes = format.code == Code::kInt4 || format.code == Code::kInt8;
+  if (format.code > Code::kFloat4 && (size == 0 || format.panel_scale || format.column_scale ||
+                                      (format.scale != ScaleType::kFloat16 && !products))) {
+    refuse("codes of 2, 3, 5 and 6 bits and iq codes need a float16 scale, or a product, per column and group");
+  }
+  if (format.ordered && (size == 0 || !in_bytes)) {
+    refuse("an order is supported for int4 and int8 codes with group scales only");
+  }
 }
 
 }  // namespace moebius

@@ -18,6 +18,17 @@ enum class Code : uint8_t {
   kInt4 = 5,    // 0..15, meaning code - 8, code - zero where the format has zeros, or the code itself where it has
                 // mins
   kFloat4 = 6,  // OCP e2m1: sign, then 0, 0.5, 1, 1.5, 2, 3, 4, 6
+  // As kInt4, with 2, 4, 16 and 32 in the place of 8; panels hold their bits in planes (panel_layout.h).
+  kInt2 = 7,
+  kInt3 = 8,
+  kInt5 = 9,
+  kInt6 = 10,
+  // The places of values in a table (codebooks.h): what GGUF's IQ types are made of.
+  kIq4 = 11,
+  kIq3Xxs = 12,
+  kIq3S = 13,
+  kIq2 = 14,  // 3 bits
+  kIq1 = 15,  // 3 bits
 };
 
 // Type of the group scales, as packed; every one becomes a float32 exactly.
@@ -28,8 +39,8 @@ enum class ScaleType : uint8_t {
   kFloat16 = 3,
   kE8M0 = 4,
   kE4M3 = 5,
-  // A float16 factor, which two neighbouring groups share, times an int8 of each: what GGUF's K-quants have, whose
-  // product needs more bits than float16. In two bytes a scale, as panel_layout.h has them.
+  // A float16 factor, which neighbouring groups share, times an int8 of each: what GGUF's blocks of 256 have, whose
+  // product needs more bits than float16. panel_layout.h says how many groups share one.
   kProducts = 6,
 };
 
@@ -52,10 +63,13 @@ struct WeightFormat {
   bool operator==(const WeightFormat&) const = default;
 };
 
-uint32_t code_bits(Code code);          // 32, 16, 16, 8, 8, 4, 4
-uint32_t scale_bytes(ScaleType scale);  // 0, 4, 2, 2, 1, 1, 2
+uint32_t code_bits(Code code);          // 32, 16, 16, 8, 8, 4, 4, 2, 3, 5, 6, 4, 4, 4, 3, 3
+uint32_t scale_bytes(ScaleType scale);  // 0, 4, 2, 2, 1, 1; of products the int8: 1
+bool is_integer(Code code);             // kInt2 to kInt6, kInt8: those that may have mins
+// What kInt2 to kInt6 have subtracted where there are neither zeros nor mins; 0 of others.
+uint32_t code_middle(Code code);
 
-const char* code_name(Code code);         // "float32" ... "float4", as the enumerators
+const char* code_name(Code code);         // "float32" ... "iq1", as the enumerators
 const char* scale_name(ScaleType scale);  // "no" for kNone, "float32" ... "products", as the enumerators
 
 // The format of a name, for configuration, tests and benchmarks:
@@ -72,8 +86,11 @@ const char* scale_name(ScaleType scale);  // "no" for kNone, "float32" ... "prod
 //   int4_g32_zeros int4_g64_zeros int4_g128_zeros   with zero points; "_f16" as above
 //   int4_g16_f16     symmetric, float16 scales
 //   int4_g16_mins int4_g32_mins int8_g32_mins     float16 scale and minimum
-//   int4_g16_products int8_g16_products int8_g32_products                  scales that are products
-//   int4_g16_mins_products int4_g32_mins_products int8_g32_mins_products   the same with mins
+//   int3_g16_products int6_g16_products                  scales that are products
+//   int2_g16_mins_products int4_g32_mins_products int5_g32_mins_products   the same with mins
+//   int2_g128_f16 int5_g32_f16 int5_g32_mins             float16 scales, and minima
+//   iq4_g32_f16 iq4_g32_products iq3_xxs_g32_products iq3_s_g32_products    values of a table
+//   iq2_g16_products iq2_g32_products iq1_g16_products iq1_g32_products
 //   mxfp4            e2m1, e8m0 scale per 32
 //   nvfp4            e2m1, e4m3 scale per 16, column scale (the global scale)
 // "_ordered" after a name of integer codes with group scales: sorted by group, see `ordered`.

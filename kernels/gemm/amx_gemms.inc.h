@@ -13,6 +13,7 @@ bool folds_scales(const WeightFormat& format) {
 
 // Formats whose tiles are the weights in two parts, for any number of rows.
 bool makes_weights(const WeightFormat& format) {
+  if (format.code > Code::kFloat4) return true;
   const bool integers = format.code == Code::kInt4 || format.code == Code::kInt8;
   if (!integers || format.zeros || format.panel_scale) return false;
   if (format.scale == ScaleType::kProducts) return true;
@@ -56,7 +57,7 @@ void run_bfloat16_folded(const GemmWork& work, const Blocking& blocking) {
       if (format.group_size == 0) return run_folded<CodeTiles<Code::kFloat4>>(work, blocking);
       if (format.scale == ScaleType::kE8M0) return run_folded<PowerTiles<Code::kFloat4>>(work, blocking);
       return run_folded<Nvfp4Tiles>(work, blocking);
-    case Code::kFloat32: return;
+    default: return;
   }
 }
 
@@ -82,8 +83,25 @@ void run_split(const GemmWork& work) {
   run_folded<SplitTiles<CodeTiles<Code::kInt4>>>(work, kFoldedBlocking);
 }
 
+template <int kBits, ScaleType kType>
+void run_small(const GemmWork& work) {
+  run_folded<WeightTiles<SmallDecoder<kBits>, kType>>(work, kFoldedBlocking);
+}
+
 template <ScaleType kType>
 void run_weights_scaled_by(const GemmWork& work) {
+  switch (work.layout->format.code) {
+    case Code::kInt2: return run_small<2, kType>(work);
+    case Code::kInt3:
+    case Code::kIq2:
+    case Code::kIq1: return run_small<3, kType>(work);
+    case Code::kIq4:
+    case Code::kIq3Xxs:
+    case Code::kIq3S: return run_small<4, kType>(work);
+    case Code::kInt5: return run_small<5, kType>(work);
+    case Code::kInt6: return run_small<6, kType>(work);
+    default: break;
+  }
   if (work.layout->format.code == Code::kInt8) return run_folded<Int8WeightTiles<kType>>(work, kFoldedBlocking);
   if (work.layout->format.mins) return run_folded<WeightTiles<UnsignedInt4Decoder, kType>>(work, kFoldedBlocking);
   run_folded<WeightTiles<CodeDecoder<Code::kInt4>, kType>>(work, kFoldedBlocking);

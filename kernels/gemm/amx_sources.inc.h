@@ -132,9 +132,9 @@ struct SplitTiles : DecodedTiles<SplitTiles<Codes>, 2, Codes::kLines> {
     uint16_t* low_tile = tile + kTileBytes / sizeof(uint16_t);
     codes.decode(panel, step, low_tile);
     const uint32_t group = step * kTileK / format.group_size;
-    const std::byte* at = panel + scales_offset + group * size_t{32};
-    const __m512 scale = format.scale == ScaleType::kFloat16 ? widen_group<ScaleType::kFloat16>(at)
-                                                             : widen_group<ScaleType::kBFloat16>(at);
+    const ScaleSection scales{panel + scales_offset, nullptr, 0, -1};
+    const __m512 scale = format.scale == ScaleType::kFloat16 ? widen_group<ScaleType::kFloat16>(scales, group)
+                                                             : widen_group<ScaleType::kBFloat16>(scales, group);
     const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
 #pragma GCC unroll 4
     for (int i = 0; i < 16; ++i) {
@@ -155,30 +155,30 @@ struct SplitTiles : DecodedTiles<SplitTiles<Codes>, 2, Codes::kLines> {
 
 // Scales or mins of a panel.
 struct GroupSection {
-  size_t offset;        // of the panel
-  uint32_t groups;
-  uint32_t group_size;
+  const PanelLayout& layout;
+  bool of_mins;
 
   // Of the group that k is in, 16 columns; 0 beyond the last group.
   template <ScaleType kType>
   MOEBIUS_INLINE __m512 at(const std::byte* panel, uint32_t k) const {
-    const uint32_t group = k / group_size;
-    if (group >= groups) return _mm512_setzero_ps();
-    return widen_group<kType>(panel + offset + group * size_t{32});
+    const uint32_t group = k / layout.format.group_size;
+    if (group >= layout.groups) return _mm512_setzero_ps();
+    return widen_group<kType>(scale_section(layout, panel, of_mins), group);
   }
 };
 
-// code * scale + minimum, to within 2^-18 of a weight: a float16 scale (or a product) times 8 bits, and sums with mins,
+// code * scale + minimum, to within 2^-17 of a weight: a float16 scale (or a product) times 8 bits, and sums with mins,
 // have more bits than two bfloat16. Groups of 16 have two scales a tile.
 template <class Decoder, ScaleType kType>
-struct WeightTiles : DecodedTiles<WeightTiles<Decoder, kType>, 2, 16 / Decoder::kVectors> {
+struct WeightTiles : DecodedTiles<WeightTiles<Decoder, kType>, 2, Decoder::kTileLines> {
   Decoder decoder;
   GroupSection scales;
   GroupSection mins;
   bool has_mins;
   explicit WeightTiles(const PanelLayout& layout)
-      : scales{layout.scales_offset, layout.groups, layout.format.group_size},
-        mins{layout.mins_offset, layout.groups, layout.format.group_size},
+      : decoder(Decoder::of(layout.format)),
+        scales{layout, false},
+        mins{layout, true},
         has_mins(layout.format.mins) {}
 
   MOEBIUS_INLINE void decode(const std::byte* panel, uint32_t step, uint16_t* tile) const {

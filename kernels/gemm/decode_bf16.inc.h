@@ -105,6 +105,8 @@ struct CodeDecoder<Code::kFloat8> {
 template <>
 struct CodeDecoder<Code::kInt8> {
   static constexpr int kVectors = 2;
+  static constexpr uint32_t kTileLines = 8;
+  static CodeDecoder of(const WeightFormat&) { return {}; }
   __m512i high0 = _mm512_load_si512(kMagnitudeTables.high), high1 = _mm512_load_si512(kMagnitudeTables.high + 64);
   __m512i low0 = _mm512_load_si512(kMagnitudeTables.low), low1 = _mm512_load_si512(kMagnitudeTables.low + 64);
   __m512i sign = _mm512_set1_epi8(-128);
@@ -186,6 +188,7 @@ MOEBIUS_INLINE void shift_codes(const std::byte* line, __m512i (&shifted)[4]) {
 
 struct FourBitDecoder {
   static constexpr int kVectors = 4;
+  static constexpr uint32_t kTileLines = 4;
   __m512i table;
   explicit FourBitDecoder(const WordTable& values) : table(_mm512_load_si512(values.value)) {}
   MOEBIUS_INLINE void operator()(const std::byte* line, __m512i (&vectors)[4]) const {
@@ -197,11 +200,13 @@ struct FourBitDecoder {
 template <>
 struct CodeDecoder<Code::kInt4> : FourBitDecoder {  // code - 8
   CodeDecoder() : FourBitDecoder(kInt4Table) {}
+  static CodeDecoder of(const WeightFormat&) { return {}; }
 };
 
 // kInt4 with mins: the code itself.
 struct UnsignedInt4Decoder : FourBitDecoder {
   UnsignedInt4Decoder() : FourBitDecoder(kUnsignedTable) {}
+  static UnsignedInt4Decoder of(const WeightFormat&) { return {}; }
 };
 
 template <>

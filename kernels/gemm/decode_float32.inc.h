@@ -23,7 +23,7 @@ struct Float32Decoder : PlainRow {
   struct Unit {
     const float* at;
   };
-  static Unit load(const std::byte* at, Vec) { return {reinterpret_cast<const float*>(at)}; }
+  static Unit load(const std::byte* at, size_t, Vec) { return {reinterpret_cast<const float*>(at)}; }
   template <int j>
   Vec value(const Unit& unit) const {
     return Vec::load(unit.at + j * kPanelColumns);
@@ -39,7 +39,7 @@ struct BFloat16Decoder : PlainRow {
   struct Unit {
     Integers words;
   };
-  static Unit load(const std::byte* at, Vec) { return {Integers::load(at)}; }
+  static Unit load(const std::byte* at, size_t, Vec) { return {Integers::load(at)}; }
   template <int j>
   Vec value(const Unit& unit) const {
     return unit.words.template bfloat16_half<j>();
@@ -58,7 +58,7 @@ struct Float16Decoder {
   struct Unit {
     const std::byte* at;
   };
-  static Unit load(const std::byte* at, Vec) { return {at}; }
+  static Unit load(const std::byte* at, size_t, Vec) { return {at}; }
   template <int j>
   Vec value(const Unit& unit) const {
     return Vec::from_float16(unit.at + j * 2 * Vec::kLanes);
@@ -84,7 +84,7 @@ struct Float8Decoder : PlainRow {
     Integers odd;
     Integers key;
   };
-  static Unit load(const std::byte* at, Vec) {
+  static Unit load(const std::byte* at, size_t, Vec) {
     const Integers words = Integers::load(at);
     return {words.even_float8_as_bfloat16(), words.odd_float8_as_bfloat16(), words.float8_key()};
   }
@@ -111,9 +111,64 @@ struct Int8Decoder : PlainRow {
   struct Unit {
     Integers words;
   };
-  static Unit load(const std::byte* at, Vec) { return {Integers::load(at)}; }
+  static Unit load(const std::byte* at, size_t, Vec) { return {Integers::load(at)}; }
   template <int j>
   Vec value(const Unit& unit) const {
     return unit.words.template signed_byte<j>();
   }
+};
+
+inline const Codebook& codebook_of(Code code) {
+  return *kCodebooks[static_cast<int>(code) - static_cast<int>(Code::kIq4)];
+}
+
+// Codes of 2, 3, 5 and 6 bits in planes (panel_layout.h); 16 k at a time, of the 32 that share planes. They become
+// signed bytes, of codebooks in eighths.
+template <int kBits, bool kTable>
+struct PlaneDecoder : PlainRow {
+  static constexpr uint32_t kUnitBytes = 32 * kBits;
+  static constexpr uint32_t kUnitK = 16;
+  static constexpr int kUnitRegisters = 4;
+  static constexpr int kLowBits = kBits < 4 ? 2 : 4;
+  static constexpr int kHighBits = kBits - kLowBits;
+  explicit PlaneDecoder(const WeightFormat& format)
+      : table(Integers::bytes(kTable ? codebook_of(format.code).values : nullptr,
+                              format.mins ? 0 : 1 << (kBits - 1))) {}
+
+  struct Unit {
+    Integers vectors[4];
+  };
+  Unit load(const std::byte* at, size_t k, Vec) const {
+    return k % 32 == 0 ? load_half<0>(at) : load_half<1>(at - kUnitBytes);
+  }
+  template <int kHalf>
+  [[gnu::always_inline]] Unit load_half(const std::byte* planes) const {
+    return {{vector<kHalf * 4>(planes), vector<kHalf * 4 + 1>(planes), vector<kHalf * 4 + 2>(planes),
+             vector<kHalf * 4 + 3>(planes)}};
+  }
+  template <int kVector>
+  [[gnu::always_inline]] Integers vector(const std::byte* planes) const {
+    Integers codes = field<kVector, kLowBits, 0>(planes);
+    if constexpr (kHighBits != 0) {
+      codes = Integers::either(codes, field<kVector, kHighBits, kLowBits>(planes + kLowBits * 64));
+    }
+    return kTable ? table.look_up(codes) : codes.minus_bytes(table);
+  }
+  template <int kVector, int kWidth, int kPlace>
+  [[gnu::always_inline]] static Integers field(const std::byte* lines) {
+    constexpr int kInLine = 8 / kWidth;
+    const Integers line = Integers::load(lines + kVector / kInLine * 64);
+    return line.template bytes_shifted<kVector % kInLine * kWidth - kPlace>(((1 << kWidth) - 1) << kPlace);
+  }
+  template <int j>
+  Vec value(const Unit& unit) const {
+    constexpr int kInRun = j % 8;
+    return unit.vectors[j / 8 * 2 + kInRun / 2 % 2].template signed_byte<kInRun / 4 + kInRun % 2 * 2>();
+  }
+  static Vec finish(Vec even, Vec odd) {
+    const Vec sum = Vec::add(even, odd);
+    return kTable ? Vec::mul(sum, Vec::broadcast(0.125f)) : sum;
+  }
+
+  Integers table;  // of codebooks; else what is subtracted from every byte
 };

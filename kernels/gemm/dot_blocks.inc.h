@@ -32,11 +32,9 @@ MOEBIUS_INLINE void clear(__m512 (&sums)[kRows]) {
 template <ScaleType kType, int kRows>
 MOEBIUS_INLINE void start_from_mins(const Panel& panel, Chunks chunks, const RowBlock<kRows>& rows,
                                     __m512 (&total)[kRows]) {
-  constexpr size_t kGroupBytes = group_scale_bytes(kType);
   clear(total);
   for (uint32_t chunk = 0; chunk < chunks.count; ++chunk) {
-    const std::byte* const mins = panel.mins + (chunk >> chunks.group_shift) * kGroupBytes;
-    const __m512 minimum = widen_group<kType>(mins);
+    const __m512 minimum = widen_group<kType>(panel.mins, chunk >> chunks.group_shift);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       total[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(rows.chunk_sums[r][chunk]), total[r]);
@@ -112,7 +110,7 @@ MOEBIUS_INLINE void multiply_bytes(const Panel& panel, const RowBlock<kRows>& ro
     clear(first);
     clear(second);
     multiply_byte_lines(decode, panel, begin, end, 0, rows, first, second);
-    const __m512 scale = _mm512_set1_ps(reinterpret_cast<const float*>(panel.scales)[group]);
+    const __m512 scale = _mm512_set1_ps(reinterpret_cast<const float*>(panel.scales.first)[group]);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       total[r] = _mm512_fmadd_ps(fold_interleaved(first[r], second[r]), scale, total[r]);
@@ -127,7 +125,7 @@ MOEBIUS_INLINE void multiply_byte_groups(const Panel& panel, const RowBlock<kRow
   const uint32_t lines = panel.k_padded / 4;
   const uint32_t group_lines = panel.group_size / 4;
   const size_t tail_step = panel.tail_bytes / panel.groups;
-  if (panel.mins != nullptr) {
+  if (panel.mins.first != nullptr) {
     start_from_mins<kScale>(panel, chunks_of(panel, 32), rows, total);
   } else {
     clear(total);
@@ -140,7 +138,7 @@ MOEBIUS_INLINE void multiply_byte_groups(const Panel& panel, const RowBlock<kRow
     clear(first);
     clear(second);
     multiply_byte_lines(decode, panel, begin, end, bytes_ahead(panel, size_t{begin} * 64), rows, first, second);
-    const __m512 scale = widen_group<kScale>(panel.scales + group * group_scale_bytes(kScale));
+    const __m512 scale = widen_group<kScale>(panel.scales, group);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       total[r] = _mm512_fmadd_ps(fold_interleaved(first[r], second[r]), scale, total[r]);
@@ -199,7 +197,6 @@ using NibbleDecoder = std::conditional_t<Format::kMins, UnsignedInt4Decoder, Cod
 template <class Format, int kChunks, int kRows>
 MOEBIUS_INLINE void add_chunks(const NibbleDecoder<Format>& decode, const Panel& panel, uint32_t chunk,
                                uint32_t group_shift, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
-  constexpr size_t kGroupBytes = group_scale_bytes(Format::kScale);
   __m512 sum[kChunks][kRows];
 #pragma GCC unroll 4
   for (uint32_t c = 0; c < kChunks; ++c) {
@@ -215,7 +212,7 @@ MOEBIUS_INLINE void add_chunks(const NibbleDecoder<Format>& decode, const Panel&
                                                   rows, sum);
 #pragma GCC unroll 4
   for (uint32_t c = 0; c < kChunks; ++c) {
-    const __m512 scale = widen_group<Format::kScale>(panel.scales + ((chunk + c) >> group_shift) * kGroupBytes);
+    const __m512 scale = widen_group<Format::kScale>(panel.scales, (chunk + c) >> group_shift);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) total[r] = _mm512_fmadd_ps(sum[c][r], scale, total[r]);
   }

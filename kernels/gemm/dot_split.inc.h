@@ -110,11 +110,52 @@ void scale_sums(uint32_t k_padded, std::byte* scratch) {
 // --- 4-bit codes of a line to bytes, for dot_split.inc.h. With GFNI and VBMI one half of a line or both take an
 // operation less.
 //
-// A byte is an unsigned code, kOffset more than its value in units of kUnit. low() takes the low nibbles of 64 bytes,
+// A byte is an unsigned code, more than its value as byte_scale() says. low() takes the low nibbles of 64 bytes,
 // high() the high ones.
 
 template <Code kCode>
 struct ByteDecoder;
+
+// Codes that are their values plus kOffset of the format.
+template <int kBitsOfCode>
+struct PlaneDecoder {
+  static constexpr int kBits = kBitsOfCode;
+  explicit PlaneDecoder(const WeightFormat&) {}
+  template <int kVector>
+  MOEBIUS_INLINE __m512i bytes(const std::byte* planes) const {
+    return plane_codes<kBits, kVector>(planes);
+  }
+};
+
+// Codes of a codebook: its values plus an offset that leaves none below zero.
+inline const Codebook& codebook_of(Code code) {
+  return *kCodebooks[static_cast<int>(code) - static_cast<int>(Code::kIq4)];
+}
+
+constexpr int32_t kCodebookOffset = 127;
+
+MOEBIUS_INLINE __m512i codebook_bytes(Code code) {
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codebook_of(code).values));
+  return _mm512_broadcast_i32x4(_mm_add_epi8(values, _mm_set1_epi8(kCodebookOffset)));
+}
+
+struct ByteScale {
+  int32_t offset;
+  float unit;
+};
+
+// Of a format's bytes.
+inline ByteScale byte_scale(const WeightFormat& format) {
+  switch (format.code) {
+    case Code::kInt2: return {2, 1.0f};
+    case Code::kInt3: return {4, 1.0f};
+    case Code::kInt4: return {8, 1.0f};
+    case Code::kInt5: return {16, 1.0f};
+    case Code::kInt6: return {32, 1.0f};
+    case Code::kFloat4: return {12, 0.5f};
+    default: return {kCodebookOffset, codebook_of(format.code).unit};
+  }
+}
 
 MOEBIUS_INLINE __m512i low_nibbles(__m512i both) { return _mm512_and_si512(both, _mm512_set1_epi8(15)); }
 
@@ -129,16 +170,16 @@ MOEBIUS_INLINE __m512i high_nibbles(__m512i both) {
 
 template <>
 struct ByteDecoder<Code::kInt4> {
-  static constexpr int32_t kOffset = 8;
-  static constexpr float kUnit = 1.0f;
+  static constexpr int kBits = 4;
+  explicit ByteDecoder(const WeightFormat&) {}
   MOEBIUS_INLINE __m512i low(__m512i both) const { return low_nibbles(both); }
   MOEBIUS_INLINE __m512i high(__m512i both) const { return high_nibbles(both); }
 };
 
 template <>
 struct ByteDecoder<Code::kFloat4> {
-  static constexpr int32_t kOffset = 12;
-  static constexpr float kUnit = 0.5f;
+  static constexpr int kBits = 4;
+  explicit ByteDecoder(const WeightFormat&) {}
   __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
 #ifdef __AVX512VBMI__
   // vpermb looks at the low 6 bits of a byte: the table says the same whatever the upper two of them are.
@@ -150,7 +191,46 @@ struct ByteDecoder<Code::kFloat4> {
 #endif
 };
 
-// --- bfloat16 rows times a panel of 4-bit codes with group scales, by vpdpbusd.
+template <>
+struct ByteDecoder<Code::kInt2> : PlaneDecoder<2> {
+  using PlaneDecoder::PlaneDecoder;
+};
+template <>
+struct ByteDecoder<Code::kInt3> : PlaneDecoder<3> {
+  using PlaneDecoder::PlaneDecoder;
+};
+template <>
+struct ByteDecoder<Code::kInt5> : PlaneDecoder<5> {
+  using PlaneDecoder::PlaneDecoder;
+};
+template <>
+struct ByteDecoder<Code::kInt6> : PlaneDecoder<6> {
+  using PlaneDecoder::PlaneDecoder;
+};
+
+// Any codebook of 4 bits.
+template <>
+struct ByteDecoder<Code::kIq4> {
+  static constexpr int kBits = 4;
+  __m512i table;
+  explicit ByteDecoder(const WeightFormat& format) : table(codebook_bytes(format.code)) {}
+  MOEBIUS_INLINE __m512i low(__m512i both) const { return _mm512_shuffle_epi8(table, low_nibbles(both)); }
+  MOEBIUS_INLINE __m512i high(__m512i both) const { return _mm512_shuffle_epi8(table, high_nibbles(both)); }
+};
+
+// Any codebook of 3 bits.
+template <>
+struct ByteDecoder<Code::kIq2> {
+  static constexpr int kBits = 3;
+  __m512i table;
+  explicit ByteDecoder(const WeightFormat& format) : table(codebook_bytes(format.code)) {}
+  template <int kVector>
+  MOEBIUS_INLINE __m512i bytes(const std::byte* planes) const {
+    return _mm512_shuffle_epi8(table, plane_codes<3, kVector>(planes));
+  }
+};
+
+// --- bfloat16 rows times a panel of codes of up to 6 bits with group scales, by vpdpbusd.
 //
 // A code becomes a byte in one or two operations, a fraction of what a bfloat16 takes. Sums of a chunk are exact; they
 // become float32 with the row's and the group's scales. So a row's result does not depend on how many rows are
@@ -187,6 +267,48 @@ MOEBIUS_INLINE void sum_chunk(const ByteDecoder<Format::kCode>& decode, const st
   for (int r = 0; r < kRows; ++r) low[r] = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
 }
 
+// The same of codes in planes. `planes`: of the 32 k that the chunk is in, kHalf of them or, where a chunk is all, 0.
+template <class Format, int kHalf, int kRows, int... kVectors>
+MOEBIUS_INLINE void sum_plane_chunk(const ByteDecoder<Format::kCode>& decode, const std::byte* planes, size_t line,
+                                    const SplitRow (&rows)[kRows], __m512i (&low)[kRows],
+                                    std::integer_sequence<int, kVectors...>) {
+  const __m512i bytes[] = {decode.template bytes<kHalf * 4 + kVectors>(planes)...};
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const uint32_t* words = rows[r].words + line * 4;
+    __m512i high = _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int v = 0; v < static_cast<int>(sizeof...(kVectors)); ++v) {
+      high = _mm512_dpbusd_epi32(high, bytes[v], word_of(words, v / 2 * 4 + v % 2));
+      low[r] = _mm512_dpbusd_epi32(low[r], bytes[v], word_of(words, v / 2 * 4 + v % 2 + 2));
+    }
+    low[r] = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low[r]);
+  }
+}
+
+// Adds the sums of one chunk to `sum`, and asks for the codes that are read later.
+template <class Format, int kRows>
+MOEBIUS_INLINE void add_chunk(const ByteDecoder<Format::kCode>& decode, const Panel& panel, uint32_t chunk,
+                              const SplitRow (&rows)[kRows], __m512i (&sum)[kRows]) {
+  constexpr int kBits = ByteDecoder<Format::kCode>::kBits;
+  const size_t first_line = size_t{chunk} * Format::kLines;  // of 8 k
+  if constexpr (kBits == 4) {
+    sum_chunk<Format>(decode, panel.codes, bytes_ahead(panel, first_line * 64), first_line, rows, sum);
+  } else {
+    const size_t offset = first_line / 4 * (kBits * 64);
+    const std::byte* const planes = panel.codes + offset;
+    constexpr auto kVectors = std::make_integer_sequence<int, 2 * Format::kLines>();
+    if (Format::kLines == 4 || chunk % 2 == 0) {
+      const size_t ahead = bytes_ahead(panel, offset);
+#pragma GCC unroll 8
+      for (int line = 0; line < kBits; ++line) prefetch(planes + line * 64 + ahead);
+      sum_plane_chunk<Format, 0>(decode, planes, first_line, rows, sum, kVectors);
+    } else if constexpr (Format::kLines == 2) {
+      sum_plane_chunk<Format, 1>(decode, planes, first_line, rows, sum, kVectors);
+    }
+  }
+}
+
 // The excess of codes over their values, times the row, is subtracted first.
 template <class Format, int kRows>
 MOEBIUS_INLINE void begin_sums(const std::byte* zeros, uint32_t chunk, const SplitRow (&rows)[kRows],
@@ -202,9 +324,9 @@ MOEBIUS_INLINE void begin_sums(const std::byte* zeros, uint32_t chunk, const Spl
 }
 
 template <class Format, int kRows>
-MOEBIUS_INLINE void multiply_split(const Panel& panel, const SplitRow (&rows)[kRows], __m512 (&total)[kRows]) {
-  const ByteDecoder<Format::kCode> decode;
-  constexpr size_t kScaleBytes = group_scale_bytes(Format::kScale);
+MOEBIUS_INLINE void multiply_split(const WeightFormat& format, const Panel& panel, const SplitRow (&rows)[kRows],
+                                   __m512 (&total)[kRows]) {
+  const ByteDecoder<Format::kCode> decode(format);
   const auto [chunks, group_shift] = chunks_of(panel, 8 * Format::kLines);
   const size_t tail_step = panel.tail_bytes / chunks;
   __m512 mins[kRows];  // times the row's sums
@@ -212,14 +334,13 @@ MOEBIUS_INLINE void multiply_split(const Panel& panel, const SplitRow (&rows)[kR
   for (int r = 0; r < kRows; ++r) total[r] = mins[r] = _mm512_setzero_ps();
   for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
     prefetch(panel.next_tail + chunk * tail_step);
-    const size_t first_line = size_t{chunk} * Format::kLines;
     __m512i sum[kRows];
     begin_sums<Format>(panel.zeros + (chunk >> group_shift) * size_t{16}, chunk, rows, sum);
-    sum_chunk<Format>(decode, panel.codes, bytes_ahead(panel, first_line * 64), first_line, rows, sum);
-    const __m512 scale = widen_group<Format::kScale>(panel.scales + (chunk >> group_shift) * kScaleBytes);
+    add_chunk<Format>(decode, panel, chunk, rows, sum);
+    const __m512 scale = widen_group<Format::kScale>(panel.scales, chunk >> group_shift);
     __m512 minimum = _mm512_setzero_ps();
     if constexpr (Format::kMins) {
-      minimum = widen_group<Format::kScale>(panel.mins + (chunk >> group_shift) * kScaleBytes);
+      minimum = widen_group<Format::kScale>(panel.mins, chunk >> group_shift);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -243,7 +364,7 @@ void run_split_block(const PanelJob& job, uint32_t row) {
     rows[r] = split_row_at(at, job.panel.k_padded, 8 * Format::kLines);
   }
   __m512 total[kRows];
-  multiply_split<Format>(job.panel, rows, total);
+  multiply_split<Format>(job.work->layout->format, job.panel, rows, total);
   for (int r = 0; r < kRows; ++r) store_total(job, row + static_cast<uint32_t>(r), total[r]);
 }
 
@@ -283,10 +404,10 @@ size_t split_bytes(const PanelLayout& layout) {
 void prepare_split(const PanelLayout& layout, const void* row, std::byte* prepared) {
   visit_nibble_format(layout.format, [&](auto format) {
     using Format = decltype(format);
-    using Decoder = ByteDecoder<Format::kCode>;
-    constexpr int32_t kOffset = Format::kMins ? 1 : Format::kZeros ? -1 : -Decoder::kOffset;
+    const ByteScale scale = byte_scale(layout.format);
+    const int32_t offset = Format::kMins ? 1 : Format::kZeros ? -1 : -scale.offset;
     constexpr uint32_t kChunkK = 8 * Format::kLines;
-    split_row<kChunkK>(static_cast<const uint16_t*>(row), layout.k_padded, Decoder::kUnit, kOffset, prepared);
+    split_row<kChunkK>(static_cast<const uint16_t*>(row), layout.k_padded, scale.unit, offset, prepared);
     if constexpr (Format::kMins) scale_sums<kChunkK>(layout.k_padded, prepared);
   });
 }

@@ -75,7 +75,7 @@ struct Block {
       for (uint32_t line = 0; line < Decoder::kUnitBytes && s % kStripsPerPanel == 0; line += 64) {
         _mm_prefetch(reinterpret_cast<const char*>(source + ahead + line), _MM_HINT_T0);
       }
-      units[s] = decoder.load(source, zero[s]);
+      units[s] = decoder.load(source, k, zero[s]);
     }
     if constexpr (Decoder::kRareCodes) {
       if (Decoder::any_rare(units)) [[unlikely]] {
@@ -135,10 +135,10 @@ constexpr size_t kPrefetchBytes = 4096;
   const PanelLayout& layout = *work.layout;
   for (int s = 0; s < strips; ++s) {
     const Strip strip = strip_of(work, first_strip + s);
-    widen_scales(layout, strip.panel + layout.scales_offset, strip.column, group, count, &scales[s]);
+    widen_scales(layout, strip.panel, false, strip.column, group, count, &scales[s]);
     if (layout.format.zeros) widen_zeros(layout, strip.panel, strip.column, group, count, &offsets[s]);
     if (layout.format.mins) {
-      widen_scales(layout, strip.panel + layout.mins_offset, strip.column, group, count, &offsets[s]);
+      widen_scales(layout, strip.panel, true, strip.column, group, count, &offsets[s]);
     }
   }
 }
@@ -287,6 +287,15 @@ void run_float32(const GemmWork& work) {
     case Code::kInt8: return run<Int8Decoder>(work);
     case Code::kInt4: return format.zeros ? run<Int4ZerosDecoder>(work) : run<Int4Decoder>(work);
     case Code::kFloat4: return run<Float4Decoder>(work);
+    case Code::kIq4:
+    case Code::kIq3S: return run<Iq4Decoder>(work);
+    case Code::kIq3Xxs: return run<Iq3XxsDecoder>(work);
+    case Code::kIq2:
+    case Code::kIq1: return run<PlaneDecoder<3, true>>(work);
+    case Code::kInt2: return run<PlaneDecoder<2, false>>(work);
+    case Code::kInt3: return run<PlaneDecoder<3, false>>(work);
+    case Code::kInt5: return run<PlaneDecoder<5, false>>(work);
+    case Code::kInt6: return run<PlaneDecoder<6, false>>(work);
   }
 }
 

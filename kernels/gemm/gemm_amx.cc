@@ -1,6 +1,7 @@
 // GEMMs on the tile unit: bfloat16 rows with every format, int8 rows with quantised ones. See docs/kernels.md.
 #include <immintrin.h>
 
+#include "kernels/format/codebooks.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/isa/isa.h"
 
@@ -8,6 +9,8 @@ namespace moebius {
 namespace {
 
 #include "kernels/gemm/decode_bf16.inc.h"
+#include "kernels/gemm/code_planes.inc.h"
+#include "kernels/gemm/decode_small.inc.h"
 #include "kernels/gemm/widen_scales.inc.h"
 #include "kernels/gemm/amx_tiles.inc.h"
 #include "kernels/gemm/amx_blocks.inc.h"

@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "kernels/format/codebooks.h"
 #include "kernels/gemm/gemm.h"
 
 namespace moebius {
@@ -51,6 +52,21 @@ struct Integers {
     return _mm256_testz_si256(above, above) == 0;
   }
   Vec to_float() const { return Vec::from_integers(v); }
+  // The 16 bytes at `table` in each 128 bits, or `other` in every byte.
+  static Integers bytes(const int8_t* table, int other) {
+    if (table == nullptr) return {_mm256_set1_epi8(static_cast<char>(other))};
+    return {_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)))};
+  }
+  Integers look_up(Integers places) const { return {_mm256_shuffle_epi8(v, places.v)}; }
+  Integers minus_bytes(Integers other) const { return {_mm256_sub_epi8(v, other.v)}; }
+  static Integers either(Integers a, Integers b) { return {_mm256_or_si256(a.v, b.v)}; }
+  // Bits of each byte, moved to lower places (higher ones where kShift is negative).
+  template <int kShift>
+  Integers bytes_shifted(int mask) const {
+    const __m256i moved = kShift < 0 ? _mm256_slli_epi16(v, kShift < 0 ? -kShift : 0)
+                                     : _mm256_srli_epi16(v, kShift < 0 ? 0 : kShift);
+    return {_mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(mask)))};
+  }
 };
 
 // Sums of lanes 0 and 1, 2 and 3, ... of `low`, then of `high`.
@@ -69,7 +85,8 @@ constexpr int strips_together(int rows, int unit_registers) { return 2 * rows + 
 #include "kernels/gemm/group_scales.inc.h"
 #include "kernels/gemm/decode_float32.inc.h"
 
-// Nibbles become bytes by one table look-up for 32 of them: twice the value for e2m1, halved again by finish().
+// Nibbles become bytes by one table look-up for 32 of them: twice the value for e2m1 (and for the codebook whose unit
+// is a half), halved again by finish().
 template <bool kZeros, bool kFloat>
 struct NibbleDecoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
@@ -80,6 +97,7 @@ struct NibbleDecoder : PlainRow {
     const __m128i bytes = kFloat ? _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
                                  : _mm_sub_epi8(codes, _mm_set1_epi8(format.mins ? 0 : 8));
     table = _mm256_broadcastsi128_si256(bytes);
+    if (format.code >= Code::kIq4) table = Integers::bytes(codebook_of(format.code).values, 0).v;
   }
 
   // Bytes 0..3 of `low` are k, k+4, k+1, k+5; of `high` k+2, k+6, k+3, k+7.
@@ -87,7 +105,7 @@ struct NibbleDecoder : PlainRow {
     Integers low;
     Integers high;
   };
-  Unit load(const std::byte* at, Vec zero) const {
+  Unit load(const std::byte* at, size_t, Vec zero) const {
     const __m256i words = Integers::load(at).v;
     const __m256i mask = _mm256_set1_epi8(15);
     const __m256i low = _mm256_and_si256(words, mask);
@@ -113,6 +131,8 @@ struct NibbleDecoder : PlainRow {
 using Int4Decoder = NibbleDecoder<false, false>;
 using Int4ZerosDecoder = NibbleDecoder<true, false>;
 using Float4Decoder = NibbleDecoder<false, true>;
+using Iq4Decoder = NibbleDecoder<false, false>;
+using Iq3XxsDecoder = NibbleDecoder<false, true>;
 
 #include "kernels/gemm/float32_gemm.inc.h"
 #include "kernels/gemm/int8_gemm.inc.h"

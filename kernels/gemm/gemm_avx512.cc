@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "kernels/format/codebooks.h"
 #include "kernels/gemm/gemm.h"
 
 namespace moebius {
@@ -50,6 +51,21 @@ struct Integers {
     return _mm512_cmpge_epu8_mask(v, _mm512_set1_epi8(static_cast<char>(238))) != 0;
   }
   Vec to_float() const { return Vec::from_integers(v); }
+  // The 16 bytes at `table` in each 128 bits, or `other` in every byte.
+  static Integers bytes(const int8_t* table, int other) {
+    if (table == nullptr) return {_mm512_set1_epi8(static_cast<char>(other))};
+    return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)))};
+  }
+  Integers look_up(Integers places) const { return {_mm512_shuffle_epi8(v, places.v)}; }
+  Integers minus_bytes(Integers other) const { return {_mm512_sub_epi8(v, other.v)}; }
+  static Integers either(Integers a, Integers b) { return {_mm512_or_si512(a.v, b.v)}; }
+  // Bits of each byte, moved to lower places (higher ones where kShift is negative).
+  template <int kShift>
+  Integers bytes_shifted(int mask) const {
+    const __m512i moved = kShift < 0 ? _mm512_slli_epi16(v, kShift < 0 ? -kShift : 0)
+                                     : _mm512_srli_epi16(v, kShift < 0 ? 0 : kShift);
+    return {_mm512_and_si512(moved, _mm512_set1_epi8(static_cast<char>(mask)))};
+  }
 };
 
 // Sums of lanes 0 and 1, 2 and 3, ... of `low`, then of `high`.
@@ -76,6 +92,12 @@ struct NibbleDecoder : PlainRow {
   explicit NibbleDecoder(const WeightFormat& format) {
     const float first = kZeros || format.mins ? 0.0f : -8.0f;
     const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    if (format.code >= Code::kIq4) {
+      const Codebook& book = codebook_of(format.code);
+      const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(book.values));
+      table = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(values)), _mm512_set1_ps(book.unit));
+      return;
+    }
     table = format.code == Code::kFloat4
                 ? _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
                                  -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f)
@@ -86,7 +108,7 @@ struct NibbleDecoder : PlainRow {
     Integers words;
     Vec zero;
   };
-  static Unit load(const std::byte* at, Vec zero) { return {Integers::load(at), zero}; }
+  static Unit load(const std::byte* at, size_t, Vec zero) { return {Integers::load(at), zero}; }
   template <int j>
   Vec value(const Unit& unit) const {
     const __m512i index = j == 0 ? unit.words.v : _mm512_srli_epi32(unit.words.v, j / 2 * 4 + j % 2 * 16);
@@ -100,6 +122,8 @@ struct NibbleDecoder : PlainRow {
 using Int4Decoder = NibbleDecoder<false>;
 using Int4ZerosDecoder = NibbleDecoder<true>;
 using Float4Decoder = NibbleDecoder<false>;
+using Iq4Decoder = NibbleDecoder<false>;
+using Iq3XxsDecoder = NibbleDecoder<false>;
 
 #include "kernels/gemm/float32_gemm.inc.h"
 #include "kernels/gemm/int8_gemm.inc.h"

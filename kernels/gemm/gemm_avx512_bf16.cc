@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "kernels/format/codebooks.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/isa/isa.h"
 
@@ -14,6 +15,7 @@ namespace moebius {
 namespace {
 
 #include "kernels/gemm/decode_bf16.inc.h"
+#include "kernels/gemm/code_planes.inc.h"
 #include "kernels/gemm/widen_scales.inc.h"
 #include "kernels/gemm/panel_walk.inc.h"
 #include "kernels/gemm/dot_blocks.inc.h"
@@ -22,8 +24,7 @@ namespace {
 enum class Kind : int { kNone, kBFloat16, kFloat8, kInt8, kByteGroups, kNibbles };
 
 bool has_half_scales(const WeightFormat& format) {
-  return !format.panel_scale && (format.scale == ScaleType::kBFloat16 || format.scale == ScaleType::kFloat16 ||
-                                 format.scale == ScaleType::kProducts);
+  return !format.panel_scale && (format.scale == ScaleType::kBFloat16 || format.scale == ScaleType::kFloat16);
 }
 
 bool needs_chunk_sums(const WeightFormat& format) { return format.zeros || format.mins; }
@@ -41,10 +42,8 @@ Kind kind_of(const WeightFormat& format) {
       return has_half_scales(format) && (!format.mins || format.group_size >= 32) ? Kind::kByteGroups : Kind::kNone;
     case Code::kInt4:
     case Code::kFloat4: return visit_nibble_format(format, [](auto) {}) ? Kind::kNibbles : Kind::kNone;
-    case Code::kFloat32:
-    case Code::kFloat16: return Kind::kNone;
+    default: return Kind::kNone;
   }
-  return Kind::kNone;
 }
 
 bool supports(const WeightFormat& format) { return kind_of(format) != Kind::kNone; }
@@ -128,7 +127,6 @@ BlockFunction block_function(Kind kind, const WeightFormat& format, uint32_t row
       constexpr auto kFloat8 = Code::kFloat8;
       switch (format.scale) {
         case ScaleType::kFloat16: return block_of<ByteGroupPanels<kInt8, ScaleType::kFloat16>>(rows, kGroupRows);
-        case ScaleType::kProducts: return block_of<ByteGroupPanels<kInt8, ScaleType::kProducts>>(rows, kGroupRows);
         case ScaleType::kBFloat16: return block_of<ByteGroupPanels<kInt8, ScaleType::kBFloat16>>(rows, kGroupRows);
         case ScaleType::kE8M0: return block_of<ByteGroupPanels<kFloat8, ScaleType::kE8M0>>(rows, kGroupRows);
         default: return block_of<ByteGroupPanels<kFloat8, ScaleType::kFloat32>>(rows, kGroupRows);
@@ -136,7 +134,9 @@ BlockFunction block_function(Kind kind, const WeightFormat& format, uint32_t row
     }
     case Kind::kNibbles:
       visit_nibble_format(format, [&](auto nibbles) {
-        found = block_of<NibblePanels<decltype(nibbles)>>(rows, std::make_integer_sequence<int, kMaxNibbleRows>());
+        if constexpr (decltype(nibbles)::kCode <= Code::kFloat4) {
+          found = block_of<NibblePanels<decltype(nibbles)>>(rows, std::make_integer_sequence<int, kMaxNibbleRows>());
+        }
       });
       break;
     case Kind::kNone: break;

@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "kernels/format/codebooks.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/isa/isa.h"
 
@@ -14,6 +15,7 @@ namespace {
 
 #define MOEBIUS_INLINE [[gnu::always_inline]] inline
 
+#include "kernels/gemm/code_planes.inc.h"
 #include "kernels/gemm/widen_scales.inc.h"
 #include "kernels/gemm/panel_walk.inc.h"
 #include "kernels/gemm/dot_split.inc.h"

@@ -28,8 +28,8 @@ DecodedPanel decode_panel(const PanelLayout& layout, const std::byte* panel, std
   decoded.values = decoded.mins + size_t{decoded.groups} * kPanelColumns;
   for (uint32_t entry = 0; entry < decoded.groups * kPanelColumns; ++entry) {
     const uint32_t index = format.panel_scale ? entry / kPanelColumns : entry;
-    decoded.scales[entry] = load_scale(format.scale, panel + layout.scales_offset, index);
-    decoded.mins[entry] = format.mins ? load_scale(format.scale, panel + layout.mins_offset, entry) : 0.0f;
+    decoded.scales[entry] = panel_scale(layout, panel, false, index);
+    decoded.mins[entry] = format.mins ? panel_scale(layout, panel, true, entry) : 0.0f;
   }
   for (uint32_t k = 0; k < layout.k; ++k) {
     for (uint32_t column = 0; column < kPanelColumns; ++column) {

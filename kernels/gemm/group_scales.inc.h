@@ -18,7 +18,7 @@ struct GroupBuffer {
 };
 
 constexpr uint32_t bytes_of(ScaleType type) {
-  constexpr uint32_t kBytes[] = {0, 4, 2, 2, 1, 1, 2};
+  constexpr uint32_t kBytes[] = {0, 4, 2, 2, 1, 1, 1};
   return kBytes[static_cast<int>(type)];
 }
 
@@ -58,13 +58,24 @@ void widen_panel_scales(const std::byte* at, uint32_t count, GroupBuffer* target
   }
 }
 
-// Lines of two groups: [16] float16 factors, then [2][16] int8.
-void widen_products(const std::byte* scales, uint32_t column, uint32_t group, uint32_t count, GroupBuffer* target) {
-  for (uint32_t i = 0; i < count; ++i) {
-    const std::byte* line = scales + size_t{(group + i) / 2} * 64;
-    const Vec factor = Vec::from_float16(line + column * 2);
-    const Vec whole = Vec::from_signed_bytes(line + 32 + (group + i) % 2 * kPanelColumns + column);
-    Vec::mul(factor, whole).store(target->lanes[i]);
+// Factors that several groups share, then int8 of each.
+void widen_products(const PanelLayout& layout, const std::byte* panel, bool of_mins, uint32_t column, uint32_t group,
+                    uint32_t count, GroupBuffer* target) {
+  const std::byte* const factors = panel + (of_mins ? layout.mins_offset : layout.scales_offset);
+  const std::byte* whole = (layout.joined ? panel + layout.scales_offset : factors) + layout.whole_offset;
+  whole += size_t{group} * kPanelColumns + column;
+  for (uint32_t i = 0; i < count; ++i, whole += kPanelColumns) {
+    const uint32_t line = (group + i) / layout.factor_groups;
+    const Vec factor = Vec::from_float16(factors + (size_t{line} * kPanelColumns + column) * 2);
+    alignas(16) uint8_t parts[kPanelColumns];
+    if (layout.joined) {
+      for (uint32_t lane = 0; lane < Vec::kLanes; ++lane) {
+        const auto both = static_cast<uint8_t>(whole[lane]);
+        parts[lane] = of_mins ? both >> 4 : both & 15;
+      }
+    }
+    const void* const read = layout.joined ? static_cast<const void*>(parts) : whole;
+    Vec::mul(factor, Vec::from_signed_bytes(read)).store(target->lanes[i]);
   }
 }
 
@@ -75,10 +86,10 @@ void widen(const PanelLayout& layout, const std::byte* scales, uint32_t column, 
   widen_columns<kType>(scales + (size_t{group} * kPanelColumns + column) * bytes_of(kType), count, target);
 }
 
-// Of `count` groups from `group`, for the kLanes columns from `column` of a panel, what `scales` is the section of:
-// scales or mins.
-[[gnu::noinline]] void widen_scales(const PanelLayout& layout, const std::byte* scales, uint32_t column, uint32_t group,
-                                    uint32_t count, GroupBuffer* target) {
+// Scales or mins of `count` groups from `group`, for the kLanes columns from `column` of a panel.
+[[gnu::noinline]] void widen_scales(const PanelLayout& layout, const std::byte* panel, bool of_mins, uint32_t column,
+                                    uint32_t group, uint32_t count, GroupBuffer* target) {
+  const std::byte* const scales = panel + (of_mins ? layout.mins_offset : layout.scales_offset);
   switch (layout.format.scale) {
     case ScaleType::kNone: return widen<ScaleType::kNone>(layout, scales, column, group, count, target);
     case ScaleType::kFloat32: return widen<ScaleType::kFloat32>(layout, scales, column, group, count, target);
@@ -86,7 +97,7 @@ void widen(const PanelLayout& layout, const std::byte* scales, uint32_t column, 
     case ScaleType::kFloat16: return widen<ScaleType::kFloat16>(layout, scales, column, group, count, target);
     case ScaleType::kE8M0: return widen<ScaleType::kE8M0>(layout, scales, column, group, count, target);
     case ScaleType::kE4M3: return widen<ScaleType::kE4M3>(layout, scales, column, group, count, target);
-    case ScaleType::kProducts: return widen_products(scales, column, group, count, target);
+    case ScaleType::kProducts: return widen_products(layout, panel, of_mins, column, group, count, target);
   }
 }
 

@@ -1,6 +1,6 @@
 // The panels of a GEMM, one after the other, and what to ask for ahead of each. Included INSIDE an anonymous
-// namespace of a file built for AVX-512, after <immintrin.h>, kernels/gemm/gemm.h and a definition of
-// MOEBIUS_INLINE.
+// namespace of a file built for AVX-512, after <immintrin.h>, kernels/gemm/gemm.h, a definition of
+// MOEBIUS_INLINE and widen_scales.inc.h.
 
 struct Panel {
   const std::byte* codes;
@@ -8,9 +8,9 @@ struct Panel {
   uint32_t k_padded;
   uint32_t group_size;         // 0: no group scales
   uint32_t groups;
-  const std::byte* scales;     // as stored
+  ScaleSection scales;
   const std::byte* zeros;      // as stored
-  const std::byte* mins;   // as stored; null: none
+  ScaleSection mins;
   const std::byte* next_tail;  // what follows the codes of the next panel (of this one if none is known)
   size_t tail_bytes;
   const std::byte* end;        // of the work's panels
@@ -75,9 +75,10 @@ inline PanelJob panel_job(const GemmWork& work, uint32_t index) {
   job.panel.k_padded = layout.k_padded;
   job.panel.group_size = layout.format.group_size;
   job.panel.groups = layout.groups;
-  job.panel.scales = panel + layout.scales_offset;
+  job.panel.scales = scale_section(layout, panel, false);
   job.panel.zeros = panel + layout.zeros_offset;
-  job.panel.mins = layout.format.mins ? panel + layout.mins_offset : nullptr;
+  job.panel.mins = scale_section(layout, panel, true);
+  if (!layout.format.mins) job.panel.mins.first = nullptr;
   job.panel.next_tail = next + layout.scales_offset;
   job.panel.tail_bytes = layout.panel_bytes - layout.scales_offset;
   job.panel.end = end;
@@ -103,7 +104,7 @@ MOEBIUS_INLINE void store_total(const PanelJob& job, uint32_t row, __m512 total)
   _mm512_store_ps(job.result + row * job.work->result_stride, _mm512_fmadd_ps(total, scale, bias));
 }
 
-// --- 4-bit formats with group scales, as what GEMMs of them are made from.
+// --- Formats of codes of 2 to 6 bits with group scales, as what GEMMs of them are made from.
 
 // What is added to code times scale.
 enum class Offset { kNone, kZeros, kMins };
@@ -117,6 +118,50 @@ struct NibbleFormat {
   static constexpr bool kMins = kOffsetOfFormat == Offset::kMins;
 };
 
+// The same for codes of 2, 3, 5 and 6 bits and for iq codes, of which kIq4 stands for all of 4 bits and kIq2 for all
+// of 3.
+template <class Visit>
+inline bool visit_small_format(const WeightFormat& format, Visit&& visit) {
+  constexpr auto kF16 = ScaleType::kFloat16;
+  constexpr auto kProducts = ScaleType::kProducts;
+  const bool products = format.scale == kProducts;
+  switch (format.code) {
+    case Code::kInt2:
+      if (products != format.mins || format.group_size != (products ? 16 : 128)) return false;
+      products ? visit(NibbleFormat<Code::kInt2, kProducts, 2, Offset::kMins>{})
+               : visit(NibbleFormat<Code::kInt2, kF16, 4, Offset::kNone>{});
+      return true;
+    case Code::kInt3:
+      if (!products || format.mins || format.group_size != 16) return false;
+      visit(NibbleFormat<Code::kInt3, kProducts, 2, Offset::kNone>{});
+      return true;
+    case Code::kInt5:
+      if (format.group_size != 32 || (products && !format.mins)) return false;
+      products       ? visit(NibbleFormat<Code::kInt5, kProducts, 4, Offset::kMins>{})
+      : format.mins ? visit(NibbleFormat<Code::kInt5, kF16, 4, Offset::kMins>{})
+                    : visit(NibbleFormat<Code::kInt5, kF16, 4, Offset::kNone>{});
+      return true;
+    case Code::kInt6:
+      if (!products || format.mins || format.group_size != 16) return false;
+      visit(NibbleFormat<Code::kInt6, kProducts, 2, Offset::kNone>{});
+      return true;
+    case Code::kIq4:
+    case Code::kIq3Xxs:
+    case Code::kIq3S:
+      if (format.group_size != 32) return false;
+      products ? visit(NibbleFormat<Code::kIq4, kProducts, 4, Offset::kNone>{})
+               : visit(NibbleFormat<Code::kIq4, kF16, 4, Offset::kNone>{});
+      return true;
+    case Code::kIq2:
+    case Code::kIq1:
+      if (!products) return false;
+      format.group_size == 16 ? visit(NibbleFormat<Code::kIq2, kProducts, 2, Offset::kNone>{})
+                              : visit(NibbleFormat<Code::kIq2, kProducts, 4, Offset::kNone>{});
+      return true;
+    default: return false;
+  }
+}
+
 // Calls visit(NibbleFormat<...>{}) for a format of this kind; false: it is none.
 template <class Visit>
 inline bool visit_nibble_format(const WeightFormat& format, Visit&& visit) {
@@ -124,15 +169,10 @@ inline bool visit_nibble_format(const WeightFormat& format, Visit&& visit) {
   constexpr auto kF16 = ScaleType::kFloat16;
   constexpr auto kProducts = ScaleType::kProducts;
   if (format.quantised_rows || format.panel_scale) return false;
+  if (format.code > Code::kFloat4) return visit_small_format(format, visit);
   if (format.scale == kProducts) {
-    if (format.code != Code::kInt4) return false;
-    if (!format.mins) {
-      format.group_size == 16 ? visit(NibbleFormat<Code::kInt4, kProducts, 2, Offset::kNone>{})
-                              : visit(NibbleFormat<Code::kInt4, kProducts, 4, Offset::kNone>{});
-    } else {
-      format.group_size == 16 ? visit(NibbleFormat<Code::kInt4, kProducts, 2, Offset::kMins>{})
-                              : visit(NibbleFormat<Code::kInt4, kProducts, 4, Offset::kMins>{});
-    }
+    if (format.code != Code::kInt4 || !format.mins || format.group_size != 32) return false;
+    visit(NibbleFormat<Code::kInt4, kProducts, 4, Offset::kMins>{});
     return true;
   }
   if (format.mins) {

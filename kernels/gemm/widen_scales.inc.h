@@ -29,47 +29,47 @@ MOEBIUS_INLINE __m512 widen_bfloat16(__m256i halves) {
       _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, upper, _mm512_broadcast_i64x4(halves)));
 }
 
-// Products: panels begin at multiples of 64 bytes, and so do the lines of two groups, of which `scales` is in the first
-// half for the even group, in the second for the odd one.
-MOEBIUS_INLINE __m512 widen_products(const std::byte* scales) {
-  const size_t odd = reinterpret_cast<uintptr_t>(scales) & 32;
-  const std::byte* line = scales - odd;
-  const __m512 factor = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(line)));
-  const __m128i whole = _mm_loadu_si128(reinterpret_cast<const __m128i*>(line + 32 + odd / 2));
-  return _mm512_mul_ps(factor, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(whole)));
+// Scales or mins of a panel, as stored.
+struct ScaleSection {
+  const std::byte* first;   // null: none
+  const std::byte* whole;   // of products: the int8
+  uint32_t factor_shift;    // of products: a group's factor is group >> factor_shift
+  int place;                // of products whose int8 hold two: the bit that this one begins at; else -1
+};
+
+inline ScaleSection scale_section(const PanelLayout& layout, const std::byte* panel, bool of_mins) {
+  const std::byte* const scales = panel + layout.scales_offset;
+  const std::byte* const first = of_mins ? panel + layout.mins_offset : scales;
+  const auto shift = layout.factor_groups == 0 ? 0U : static_cast<uint32_t>(__builtin_ctz(layout.factor_groups));
+  return {first, (layout.joined ? scales : first) + layout.whole_offset, shift, layout.joined ? 4 * of_mins : -1};
 }
 
 // The 16 scales of a group.
 template <ScaleType kType>
-MOEBIUS_INLINE __m512 widen_group(const std::byte* scales) {
+MOEBIUS_INLINE __m512 widen_group(const ScaleSection& section, uint32_t group) {
   if constexpr (kType == ScaleType::kFloat32) {
-    return _mm512_loadu_ps(scales);
+    return _mm512_loadu_ps(section.first + size_t{group} * 64);
   } else if constexpr (kType == ScaleType::kProducts) {
-    return widen_products(scales);
+    const std::byte* factors = section.first + size_t{group >> section.factor_shift} * 32;
+    const __m512 factor = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(factors)));
+    const std::byte* at = section.whole + size_t{group} * 16;
+    __m128i whole = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    if (section.place >= 0) {
+      whole = _mm_and_si128(_mm_srl_epi16(whole, _mm_cvtsi32_si128(section.place)), _mm_set1_epi8(15));
+    }
+    return _mm512_mul_ps(factor, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(whole)));
   } else if constexpr (kType == ScaleType::kBFloat16 || kType == ScaleType::kFloat16) {
-    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
+    const std::byte* at = section.first + size_t{group} * 32;
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
     if constexpr (kType == ScaleType::kFloat16) return _mm512_cvtph_ps(halves);
     return widen_bfloat16(halves);
   } else {
     static_assert(kType == ScaleType::kE8M0 || kType == ScaleType::kE4M3);
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
+    const std::byte* at = section.first + size_t{group} * 16;
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
     if constexpr (kType == ScaleType::kE8M0) return widen_e8m0(_mm512_cvtepu8_epi32(bytes));
     return widen_e4m3(bytes);
   }
-}
-
-// Bytes of a group's 16 scales.
-constexpr size_t group_scale_bytes(ScaleType type) {
-  switch (type) {
-    case ScaleType::kNone: return 0;
-    case ScaleType::kFloat32: return 64;
-    case ScaleType::kBFloat16:
-    case ScaleType::kFloat16:
-    case ScaleType::kProducts: return 32;
-    case ScaleType::kE8M0:
-    case ScaleType::kE4M3: return 16;
-  }
-  return 0;
 }
 
 // Groups that k_padded touches: more than layout.groups where k ends early.
@@ -79,15 +79,15 @@ MOEBIUS_INLINE uint32_t padded_groups(const PanelLayout& layout) {
 }
 
 template <ScaleType kType>
-inline void widen_groups(const std::byte* scales, uint32_t groups, float* target) {
+inline void widen_groups(const ScaleSection& scales, uint32_t groups, float* target) {
   for (uint32_t group = 0; group < groups; ++group) {
-    _mm512_store_ps(target + size_t{group} * 16, widen_group<kType>(scales + group * group_scale_bytes(kType)));
+    _mm512_store_ps(target + size_t{group} * 16, widen_group<kType>(scales, group));
   }
 }
 
 // target[padded_groups][16] float32, 64-byte aligned; groups of padding get 0, never what lies after the scales.
 inline void widen_scales(const PanelLayout& layout, const std::byte* panel, float* target) {
-  const std::byte* scales = panel + layout.scales_offset;
+  const ScaleSection scales = scale_section(layout, panel, false);
   switch (layout.format.scale) {
     case ScaleType::kNone: break;
     case ScaleType::kFloat32: widen_groups<ScaleType::kFloat32>(scales, layout.groups, target); break;

@@ -1,6 +1,7 @@
 // GEMMs in tiles kept in memory: the loops of gemm_amx.cc where there is no tile unit. For tests, never chosen.
 #include <immintrin.h>
 
+#include "kernels/format/codebooks.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/isa/isa.h"
 
@@ -11,6 +12,8 @@ GemmKernels gemms_amx_emulated();  // gemm_emulated.h, which has more than decla
 namespace {
 
 #include "kernels/gemm/decode_bf16.inc.h"
+#include "kernels/gemm/code_planes.inc.h"
+#include "kernels/gemm/decode_small.inc.h"
 #include "kernels/gemm/widen_scales.inc.h"
 #include "kernels/testing/amx_tiles_emulated.inc.h"
 #include "kernels/gemm/amx_blocks.inc.h"

@@ -68,13 +68,24 @@ CodeBits code_bits_of(Code code, int exponent) {
     case Code::kInt8: return {~uint64_t{0}, 0, 73.9f};     // uniform -128..127
     case Code::kInt4: return {~uint64_t{0}, 0, 4.637f};    // uniform -8..7
     case Code::kFloat4: return {~uint64_t{0}, 0, 2.926f};  // the 16 codes of e2m1
+    case Code::kInt2: return {~uint64_t{0}, 0, 1.225f};    // uniform, as the next three
+    case Code::kInt3: return {~uint64_t{0}, 0, 2.345f};
+    case Code::kInt5: return {~uint64_t{0}, 0, 9.247f};
+    case Code::kInt6: return {~uint64_t{0}, 0, 18.48f};
+    case Code::kIq4: return {~uint64_t{0}, 0, 66.0f};
+    case Code::kIq3Xxs:
+    case Code::kIq3S: return {~uint64_t{0}, 0, 9.2f};
+    case Code::kIq2: return {~uint64_t{0}, 0, 3.15f};
+    case Code::kIq1: return {~uint64_t{0}, 0, 0.72f};
   }
   return {0, 0, 1.0f};
 }
 
 // With mins the codes 0..15 or 0..31.
 CodeBits unsigned_bits_of(Code code) {
+  if (code == Code::kInt2) return {~uint64_t{0}, 0, 1.225f, 1.5f};
   if (code == Code::kInt4) return {~uint64_t{0}, 0, 4.637f, 7.5f};
+  if (code == Code::kInt5) return {~uint64_t{0}, 0, 9.247f, 15.5f};
   return {repeat8(0x1f), 0, 9.25f, 15.5f};
 }
 
@@ -99,12 +110,11 @@ void repeat_element(std::byte* target, uint32_t bits, uint32_t bytes, size_t cou
   for (size_t i = 0; i < count; ++i) std::memcpy(target + i * bytes, &bits, bytes);
 }
 
-// Lines of two groups whose factor has these bits, and whose whole numbers are 1.
-void repeat_product(std::byte* target, uint32_t bits, uint32_t groups) {
-  for (uint32_t line = 0; line < (groups + 1) / 2; ++line) {
-    repeat_element(target + line * 64, bits, 2, kPanelColumns);
-    std::memset(target + line * 64 + 32, 1, 32);
-  }
+// Factors that have these bits, and whole numbers that are 1.
+void repeat_product(const PanelLayout& layout, std::byte* target, const std::byte* scales, uint32_t bits) {
+  repeat_element(target, bits, 2, layout.whole_offset / 2);
+  const bool shared = layout.joined && target != scales;
+  if (!shared) std::memset(target + layout.whole_offset, layout.joined ? 0x11 : 1, size_t{layout.groups} * kPanelColumns);
 }
 
 class PanelFiller {
@@ -125,14 +135,14 @@ class PanelFiller {
     random.fill(words(panel), layout_.scales_offset / 8, codes_.keep, codes_.set);
     const uint32_t bytes = scale_bytes(format.scale);
     const size_t scales = size_t{layout_.groups} * (format.panel_scale ? 1 : kPanelColumns);
-    fill_scales(panel + layout_.scales_offset, scale_bits(format.scale, group_scale_), bytes, scales);
+    fill_scales(panel, panel + layout_.scales_offset, scale_bits(format.scale, group_scale_), bytes, scales);
     if (format.zeros) {  // 6 or 7: near the codes' mean
       const size_t count = (layout_.column_scale_offset - layout_.zeros_offset) / 8;
       random.fill(words(panel + layout_.zeros_offset), count, repeat8(1), repeat8(6));
     }
     if (format.mins) {  // brings the codes' mean to zero
       const float scale = decode_float16(static_cast<uint16_t>(scale_bits(format.scale, group_scale_)));
-      fill_scales(panel + layout_.mins_offset, encode_float16(-codes_.middle * scale), bytes, scales);
+      fill_scales(panel, panel + layout_.mins_offset, encode_float16(-codes_.middle * scale), bytes, scales);
     }
     if (format.column_scale) {
       repeat_element(panel + layout_.column_scale_offset, std::bit_cast<uint32_t>(column_scale_), 4, kPanelColumns);
@@ -168,13 +178,11 @@ class PanelFiller {
 
   // Of products: without its factor a column's scales are zero.
   void clear_factors(std::byte* section, uint32_t begin) const {
-    for (uint32_t line = 0; line < (layout_.groups + 1) / 2; ++line) {
-      std::memset(section + line * 64 + begin * 2, 0, (kPanelColumns - begin) * 2);
-    }
+    clear_each_line(section, layout_.whole_offset / 32, 32, begin * 2);
   }
 
-  void fill_scales(std::byte* section, uint32_t bits, uint32_t bytes, size_t count) const {
-    if (layout_.format.scale == ScaleType::kProducts) return repeat_product(section, bits, layout_.groups);
+  void fill_scales(const std::byte* panel, std::byte* section, uint32_t bits, uint32_t bytes, size_t count) const {
+    if (layout_.format.scale == ScaleType::kProducts) return repeat_product(layout_, section, panel + layout_.scales_offset, bits);
     repeat_element(section, bits, bytes, count);
   }
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+
+# Weights of GGUF's blocks.
+BLOCK = 256
 
 
 def split_bounds(size: int, shares: Sequence[int], multiple: int = 1) -> list[tuple[int, int]]:
@@ -29,6 +33,28 @@ def split_bounds(size: int, shares: Sequence[int], multiple: int = 1) -> list[tu
         ends.append(min(max((2 * units * passed + total) // (2 * total), smallest), largest))
     bounds = [0, *(end * multiple for end in ends[:-1]), size]
     return list(itertools.pairwise(bounds))
+
+
+def block_bounds(size: int, shares: Sequence[int], multiple: int) -> list[tuple[int, int]]:
+    """As `split_bounds`, for weights in blocks of 256 that share a number, as GGUF's types have them.
+
+    Of whole blocks every part begins at a multiple of the largest divisor of 256 that its length has: packed
+    formats have a number for so many weights (kernels/format/panel_layout.h). For that, longer parts come
+    first, or parts are less equal. Where no bounds are so, they are those of `split_bounds`.
+    """
+    bounds = split_bounds(size, shares, multiple)
+    if size % BLOCK or _begin_evenly(bounds):
+        return bounds
+    lengths = sorted((end - begin for begin, end in bounds), reverse=True)
+    ends = list(itertools.accumulate(lengths, initial=0))
+    tried = [list(itertools.pairwise(ends))] if len(set(shares)) == 1 else []
+    coarser = (step for step in (64, 128, BLOCK) if step % multiple == 0 and size // step >= len(shares))
+    tried += [split_bounds(size, shares, step) for step in coarser]
+    return next(filter(_begin_evenly, tried), bounds)
+
+
+def _begin_evenly(bounds: Sequence[tuple[int, int]]) -> bool:
+    return all(begin % math.gcd(end - begin, BLOCK) == 0 for begin, end in bounds)
 
 
 def equal_shares(count: int, shares: Sequence[int]) -> tuple[int, ...]:

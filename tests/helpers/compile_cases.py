@@ -52,7 +52,11 @@ MODELS = {
     ),
     "all": tuple(sorted(path.stem for path in FIXTURES.glob("*.json"))),
 }
-FORMATS = {"key": ("fp8_block",), "covering": ("bfloat16", "mxfp4", "int4_g32_ordered"), "all": ALL_FORMATS}
+FORMATS = {
+    "key": ("fp8_block",),
+    "covering": ("bfloat16", "mxfp4", "int4_g32_ordered", "int5_g32_mins_products", "iq4_g32_products"),
+    "all": ALL_FORMATS,
+}
 LAYERS = {
     "key": ("qwen3.5-397b-a17b",),
     "covering": ("gpt-oss-120b", "nemotron-3-super-120b-a12b"),

@@ -31,9 +31,15 @@ from tests.helpers.gguf_newer import ARCHITECTURES_OF_TODAY, newer_tensors
 
 FLOATS = ("F32", "F16", "BF16")
 # Position of the float16 factors in a block of types that the package can only dequantise.
-_FACTORS = {"IQ3_S": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_FACTORS = {
+    **dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS"), (0,)),
+    "Q2_K": (80, 82),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 # What codes with mins lie around, which is the second factor's.
-_MIDDLES = {"Q4_K": 7.5, "Q5_K": 15.5}
+_MIDDLES = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class GgufTypes:
     other: str = "F32"
     # Of the first layer, where it is not `down`: llama.cpp gives some layers more bits.
     first_down: str = ""
+    up: str = ""  # Where it is not `gate_up`.
 
     def of(self, name: str, shape: tuple[int, ...]) -> str:
         """The type of a GGUF tensor."""
@@ -53,7 +60,8 @@ class GgufTypes:
             return "F32"
         if "_exps." in name:
             down = self.first_down if self.first_down and name.startswith("blk.0.") else self.down
-            return down if ".ffn_down_exps." in name else self.gate_up
+            gate_up = self.up if self.up and ".ffn_up_exps." in name else self.gate_up
+            return down if ".ffn_down_exps." in name else gate_up
         weights, _ = GGML_QUANT_SIZES[GGMLQuantizationType[self.other]]
         # llama.cpp falls back likewise where a row is no multiple of the block.
         return self.other if shape[-1] % weights == 0 else "F16"

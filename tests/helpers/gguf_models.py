@@ -175,7 +175,7 @@ CASES: dict[str, GgufModelCase] = {
     ),
     "deepseek_v3": GgufModelCase(
         "deepseek_v3",
-        GgufTypes("Q5_K", "Q5_K", "Q8_0"),
+        GgufTypes("Q5_K", "IQ3_S", "Q8_0", first_down="IQ2_XXS"),
         _WIDE | _LATENT | {"norm_topk_prob": True, "attention_bias": False, "rope_parameters": _YARN_V3},
     ),
     "deepseek_v3_whole_kv_b": GgufModelCase(
@@ -216,7 +216,7 @@ CASES: dict[str, GgufModelCase] = {
     "gpt_oss_fused": GgufModelCase("gpt_oss", GgufTypes("MXFP4", "Q8_0", "Q8_0"), _GPT_OSS, fused=True),
     "olmoe": GgufModelCase(
         "olmoe",
-        GgufTypes("Q8_0", "Q5_0", "Q8_0"),
+        GgufTypes("Q8_0", "Q8_0", "Q8_0", up="Q4_0"),
         {
             "hidden_size": 64,
             "intermediate_size": 32,
@@ -583,7 +583,7 @@ CASES: dict[str, GgufModelCase] = {
     ),
     "dots1": GgufModelCase(
         "dots1",
-        GgufTypes("IQ3_S", "IQ3_S", "Q8_0"),
+        GgufTypes("IQ4_XS", "IQ3_XXS", "Q8_0", first_down="Q2_K"),
         _WIDE
         | _SHARED
         | {

@@ -11,7 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moebius.kernels_source import Code, ScaleType
-from moebius.weight_formats import PANEL_COLUMNS, PackedExpertLayout, PanelLayout
+from moebius.weight_formats import (
+    CODE_MIDDLES,
+    CODEBOOKS,
+    PANEL_COLUMNS,
+    PackedExpertLayout,
+    PanelLayout,
+)
 
 SCALE_BYTES: dict[ScaleType, int] = {
     "float32": 4,
@@ -19,7 +25,7 @@ SCALE_BYTES: dict[ScaleType, int] = {
     "float16": 2,
     "e8m0": 1,
     "e4m3": 1,
-    "products": 2,
+    "products": 1,
 }
 # Element i of a word's k, k+1, ... lies in bits shift[i] ... shift[i] + bits - 1.
 WORD_SHIFTS: dict[int, tuple[int, ...]] = {
@@ -66,11 +72,7 @@ def _scale_values(scale: ScaleType, section: Bytes) -> Floats:
         case "e4m3":
             return _float8_values(section)
         case "products":
-            lines = section.reshape(-1, 64)
-            factors = lines[:, None, :32].copy().view(np.float16).astype(np.float32)
-            whole = lines[:, 32:].copy().view(np.int8).reshape(-1, 2, PANEL_COLUMNS)
-            products: Floats = factors * whole
-            return products
+            raise AssertionError("products lie in two places")
 
 
 def _code_values(code: Code, codes: NDArray[np.uint32]) -> Floats:
@@ -89,15 +91,42 @@ def _code_values(code: Code, codes: NDArray[np.uint32]) -> Floats:
             return codes.astype(np.float32)
         case "float4":
             return FLOAT4_VALUES[codes]
+        case "int2" | "int3" | "int5" | "int6":
+            return codes.astype(np.float32)
+        case "iq4" | "iq3_xxs" | "iq3_s" | "iq2" | "iq1":
+            return np.array(CODEBOOKS[code], np.float32)[codes]
 
 
 def unpack_codes(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
     """The elements' bits [k_padded, 16], padding included."""
     bits = layout.bits
+    if bits in (2, 3, 5, 6):
+        return _unpack_planes(layout, panel)
     shifts = WORD_SHIFTS[bits]
     words = panel[: layout.scales_offset].view(np.uint32).reshape(-1, 1, PANEL_COLUMNS)
     codes = words >> np.array(shifts, np.uint32)[None, :, None]
     return (codes & np.uint32((1 << bits) - 1)).reshape(layout.k_padded, PANEL_COLUMNS)
+
+
+def _plane(lines: Bytes, width: int) -> NDArray[np.uint32]:
+    """uint32 `[32 k's, 8 vectors, 64 bytes]` of lines `[32 k's, width, 64]`: `width` bits of each byte."""
+    places = np.arange(0, 8, width, dtype=np.uint8)
+    fields = lines[:, :, None, :] >> places[None, None, :, None] & np.uint8((1 << width) - 1)
+    return fields.reshape(len(lines), 8, 64).astype(np.uint32)
+
+
+def _unpack_planes(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
+    low = 2 if layout.bits < 4 else 4
+    lines = panel[: layout.scales_offset].reshape(-1, layout.bits, 64)
+    vectors = _plane(lines[:, :low], low)
+    if layout.bits > low:
+        vectors |= _plane(lines[:, low:], layout.bits - low) << np.uint32(low)
+    codes = np.empty((len(lines), 4, 8, PANEL_COLUMNS), np.uint32)
+    of_columns = vectors.reshape(-1, 4, 2, PANEL_COLUMNS, 4)
+    for vector, places in enumerate(((0, 4, 1, 5), (2, 6, 3, 7))):
+        for byte, place in enumerate(places):
+            codes[:, :, place] = of_columns[:, :, vector, :, byte]
+    return codes.reshape(layout.k_padded, PANEL_COLUMNS)
 
 
 def unpack_panel(layout: PanelLayout, panel: Bytes) -> Floats:
@@ -108,8 +137,8 @@ def unpack_panel(layout: PanelLayout, panel: Bytes) -> Floats:
         begin = layout.zeros_offset
         zeros = panel[begin : begin + layout.groups * PANEL_COLUMNS].reshape(-1, PANEL_COLUMNS)
         weights = weights - zeros[group].astype(np.float32)
-    elif layout.code == "int4" and not layout.mins:
-        weights = weights - np.float32(8)
+    elif layout.code in CODE_MIDDLES and not layout.mins:
+        weights = weights - np.float32(CODE_MIDDLES[layout.code])
     if layout.scale is not None:
         weights = weights * _group_values(layout, layout.scale, panel, layout.scales_offset)[group]
         if layout.mins:
@@ -122,10 +151,18 @@ def unpack_panel(layout: PanelLayout, panel: Bytes) -> Floats:
 def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: int) -> Floats:
     """Scales or mins [groups, 16], or [groups, 1] where one serves the whole panel."""
     columns = 1 if layout.panel_scale else PANEL_COLUMNS
-    # Products lie in lines of two groups.
-    groups = layout.groups + layout.groups % 2 if scale == "products" else layout.groups
-    nbytes = groups * columns * SCALE_BYTES[scale]
-    return _scale_values(scale, panel[begin : begin + nbytes]).reshape(-1, columns)[: layout.groups]
+    nbytes = layout.groups * columns * SCALE_BYTES[scale]
+    if scale == "products":
+        of_whole = layout.scales_offset if layout.joined else begin
+        stored = panel[of_whole + layout.whole_offset :][:nbytes].reshape(-1, columns)
+        whole: NDArray[Any] = stored.view(np.int8)
+        if layout.joined:
+            whole = stored >> 4 if begin == layout.mins_offset else stored & np.uint8(15)
+        lines = -(-layout.groups // layout.factor_groups)
+        factors = panel[begin : begin + lines * 32].view(np.float16).astype(np.float32).reshape(-1, columns)
+        products: Floats = factors[np.arange(layout.groups) // layout.factor_groups] * whole
+        return products
+    return _scale_values(scale, panel[begin : begin + nbytes]).reshape(-1, columns)
 
 
 def unpack_bias(layout: PanelLayout, panel: Bytes) -> Floats:

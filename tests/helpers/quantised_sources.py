@@ -6,15 +6,18 @@ reads them: what they return is the reference for packing, dequantising and load
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moebius.kernels_source import SourceMatrix
+from moebius.kernels_source import ScaleType, SourceMatrix
+from moebius.weight_formats import CODE_MIDDLES, CODEBOOKS, WEIGHT_FORMATS, weight_format
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -199,46 +202,56 @@ def with_mins(weights: Floats, bits: int, group_size: int = 32) -> Quantised:
     return Quantised(name, source, meant, tensors)
 
 
-def with_products(weights: Floats, bits: int, group_size: int, *, mins: bool = False) -> Quantised:
-    """GGUF's K types: scales (and mins) are a float16 factor, shared by two groups, times an int8 of each."""
+def small_codes(name: str, weights: Floats) -> Quantised:
+    """GGUF's types of fewer than 8 bits: integers or places in a table, times float16 scales or products."""
     rows, cols = weights.shape
-    groups = in_groups(weights, group_size)
-    largest = 2**bits - 1 if mins else 2 ** (bits - 1) - 1
-    low = np.minimum(groups.min(2), 0) if mins else np.zeros(groups.shape[:2], np.float32)
-    reach = (groups.max(2) - low) / largest if mins else np.abs(groups).max(2) / largest
-    scale_words, scales = _products(reach.astype(np.float32), -1 if not mins else 1)
-    min_words, low = _products(low.astype(np.float32), 1)
-    codes = np.rint((groups - low[..., None]) / np.where(scales == 0, 1, scales)[..., None])
-    codes = np.clip(codes, 0 if mins else -largest - 1, largest).reshape(rows, -1)[:, :cols]
-    meant = codes.astype(np.float32) * per_element(scales, group_size, cols)
-    meant += per_element(low, group_size, cols) if mins else 0
-    if bits == 4:
-        stored: Array = pack_words(np.ascontiguousarray(codes + (0 if mins else 8), np.uint8), 1)
-        source = SourceMatrix(stored, "compressed_int4", cols=cols)
+    kind = weight_format(name)
+    size, groups = kind.group_size, in_groups(weights, kind.group_size)
+    integers = np.arange(2**kind.bits) - (0 if kind.mins else CODE_MIDDLES.get(kind.code, 0))
+    table = np.array(CODEBOOKS.get(kind.code, integers), np.float32)
+    low = np.minimum(groups.min(2), 0) if kind.mins else np.zeros(groups.shape[:2], np.float32)
+    reach = (groups.max(2) - low if kind.mins else np.abs(groups).max(2)) / np.abs(table).max()
+    if kind.scale == "products":
+        shared = max(size, math.gcd(cols, 256)) // size
+        stored: Array
+        largest = 15 if kind.mins and kind.bits == 2 else 63
+        stored, scales = _products(reach.astype(np.float32), 1 if kind.mins else -1, shared, largest)
+        min_words, low = _products(low.astype(np.float32), 1, shared, -largest)
     else:
-        stored = np.ascontiguousarray(codes, np.int8)
-        source = SourceMatrix(stored)
-    source = replace(source, scales=scale_words, scale_type="products", group_size=group_size)
-    if mins:
-        source = replace(source, mins=min_words)
-    name = f"int{4 if bits == 4 else 8}_g{group_size}{'_mins' if mins else ''}_products"
-    return Quantised(name, source, meant, {"codes": stored, "scales": scale_words, "mins": min_words})
+        stored, scales = half_scales(reach.astype(np.float32), True)
+        min_words, low = half_scales(low.astype(np.float32), True)
+    scaled = (groups - low[..., None]) / np.where(scales == 0, 1, scales)[..., None]
+    codes = np.abs(scaled[..., None] - table).argmin(-1).reshape(rows, -1)[:, :cols].astype(np.uint8, "C")
+    meant = table[codes] * per_element(scales, size, cols) + per_element(low * kind.mins, size, cols)
+    scale_type: ScaleType | None = "products" if kind.scale == "products" else None
+    source = SourceMatrix(codes, code=kind.code, scales=stored, scale_type=scale_type, group_size=size)
+    source = replace(source, mins=min_words if kind.mins else None)
+    return Quantised(name, source, meant.astype(np.float32), {"codes": codes, "scales": stored})
 
 
-def _products(values: Floats, sign: int) -> tuple[NDArray[np.int32], Floats]:
-    """Words and what they mean, both `[rows, groups]`; every second whole number has the other `sign`."""
+def _products(values: Floats, sign: int, shared: int, most: int) -> tuple[NDArray[np.int32], Floats]:
+    """Words and what they mean, both `[rows, groups]`, `shared` of which have one factor.
+
+    Whole numbers are at most `most`, every second one with `sign`; factors are negative where `most` is.
+    """
     rows, groups = values.shape
-    pairs = np.pad(values, [(0, 0), (0, groups % 2)]).reshape(rows, -1, 2)
-    factors = (np.abs(pairs).max(2, keepdims=True) / 63).astype(np.float16)
-    signs = np.array([1, sign], np.float32)
+    blocks = np.pad(values, [(0, 0), (0, -groups % shared)]).reshape(rows, -1, shared)
+    factors = (np.abs(blocks).max(2, keepdims=True) / most).astype(np.float16)
+    signs = np.where(np.arange(shared) % 2, np.float32(sign), np.float32(1))
     divisors = np.where(factors == 0, 1, factors).astype(np.float32)
-    whole = (np.rint(pairs / divisors) * signs).astype(np.int8)
-    bits = np.broadcast_to(factors, pairs.shape).copy().view(np.uint16).astype(np.int32)
+    whole = (np.rint(blocks / divisors) * signs).astype(np.int8)
+    bits = np.broadcast_to(factors, blocks.shape).copy().view(np.uint16).astype(np.int32)
     words = bits | whole.view(np.uint8).astype(np.int32) << 16
     meant = factors.astype(np.float32) * whole
-    flat = (array.reshape(rows, -1)[:, :groups] for array in (words, meant))
-    found, means = (np.ascontiguousarray(array) for array in flat)
+    found, means = (np.ascontiguousarray(each.reshape(rows, -1)[:, :groups]) for each in (words, meant))
     return found.astype(np.int32), means.astype(np.float32)
+
+
+# Formats of GGUF's types whose codes have fewer than 8 bits.
+_SMALL = (*CODE_MIDDLES.keys() - {"int4"}, *CODEBOOKS)
+SMALL_FORMATS = tuple(
+    n for n, kind in WEIGHT_FORMATS.items() if kind.scale == "products" or kind.code in _SMALL
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -430,12 +443,7 @@ ENCODERS: dict[str, Callable[[Floats], Quantised]] = {
     "int4_g16_f16": lambda w: compressed_int4(w, 16, float16=True),
     "int4_g16_mins": lambda w: with_mins(w, 4, 16),
     "int4_g32_mins": lambda w: with_mins(w, 4),
-    "int8_g16_products": lambda w: with_products(w, 6, 16),
-    "int8_g32_products": lambda w: with_products(w, 8, 32),
-    "int8_g32_mins_products": lambda w: with_products(w, 5, 32, mins=True),
-    "int4_g16_products": lambda w: with_products(w, 4, 16),
-    "int4_g16_mins_products": lambda w: with_products(w, 4, 16, mins=True),
-    "int4_g32_mins_products": lambda w: with_products(w, 4, 32, mins=True),
+    **{name: partial(small_codes, name) for name in SMALL_FORMATS},
     "mxfp4": mxfp4,
     "nvfp4": nvfp4,
     "nvfp4_reciprocal": lambda w: nvfp4(w, reciprocal=True),

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moebius import _kernels
+from moebius.weight_formats import CODE_MIDDLES, PanelLayout, panel_layout
 
 FLOAT_FORMATS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -59,20 +60,33 @@ def _scales(rng: np.random.Generator, format_name: str, count: int) -> NDArray[n
         return rng.integers(120, 128, count, np.uint8)
     if format_name == "nvfp4":
         return rng.integers(0, 0x7F, count, np.uint8)  # subnormal ones too
-    if format_name.endswith("_products"):
-        whole = rng.integers(20, 64, count // 2, np.int8)
-        # Of mins and scales together, signs are those of GGUF's: codes lie on both sides of zero.
-        signs = 1 if "_mins_" in format_name else rng.choice(np.array([-1, 1], np.int8), count // 2)
-        return _products(values[: count // 4] / 40, whole * signs)
     if format_name.endswith(("_f16", "_mins")):
         return values[: count // 2].astype(np.float16).view(np.uint8)
     return bfloat16_bits(values[: count // 2]).view(np.uint8)
 
 
-def _products(factors: NDArray[np.float32], whole: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Lines of 16 float16 factors and 32 int8."""
-    halves = factors.astype(np.float16).reshape(-1, 16).view(np.uint8)
-    return np.concatenate((halves, whole.astype(np.int8).view(np.uint8).reshape(-1, 32)), axis=1).reshape(-1)
+def _products(rng: np.random.Generator, layout: PanelLayout, count: int, of_mins: bool) -> NDArray[np.uint8]:
+    """`count` sections of scales or mins: float16 factors, then int8."""
+    halves, whole = layout.whole_offset // 2, layout.groups * 16
+    section = np.zeros((count, layout.zeros_offset - layout.scales_offset), np.uint8)
+    if layout.joined and of_mins:
+        section = section[:, : layout.whole_offset]
+    factors, steps = rng.uniform(0.1, 1.0, (count, halves)) / 40, rng.integers(20, 64, (count, whole))
+    if of_mins:
+        middle = CODE_MIDDLES[layout.code]
+        factors = rng.uniform(-0.011, -0.009, (count, halves)) * middle
+        steps = rng.integers(42, 57, (count, whole))
+    elif not layout.mins:
+        # Of mins and scales together, signs are those of GGUF's: codes lie on both sides of zero.
+        steps *= rng.choice(np.array([-1, 1]), (count, whole))
+    if layout.joined:
+        # 5 to 15 of a scale, 10 to 14 of a minimum.
+        factors *= 4
+        steps = rng.integers(5, 16, (count, whole)) + rng.integers(10, 15, (count, whole)) * 16
+    section[:, : layout.whole_offset] = factors.astype(np.float16).view(np.uint8)
+    if not (layout.joined and of_mins):
+        section[:, layout.whole_offset : layout.whole_offset + whole] = steps.astype(np.uint8)
+    return section.reshape(-1)
 
 
 def random_matrix(
@@ -81,6 +95,7 @@ def random_matrix(
     """A matrix of 16 * num_panels columns (output features). Padding holds codes too: rows' zeros meet it."""
     rng = np.random.default_rng(seed)
     layout = _kernels.panel_layout(format_name, k, has_bias)
+    kind = panel_layout(format_name, k, has_bias)
     panels = np.zeros((num_panels, layout["panel_bytes"]), np.uint8)
     codes_end, zeros_at = layout["scales_offset"], layout["zeros_offset"]
     mins_at = layout["mins_offset"]
@@ -88,15 +103,17 @@ def random_matrix(
     panels[:, :codes_end] = _codes(rng, format_name, num_panels * codes_end).reshape(num_panels, -1)
     if zeros_at > codes_end:
         scales = _scales(rng, format_name, num_panels * (zeros_at - codes_end))
+        if kind.scale == "products":
+            scales = _products(rng, kind, num_panels, False)
         panels[:, codes_end:zeros_at] = scales.reshape(num_panels, -1)
     if mins_at > zeros_at:
         panels[:, zeros_at:mins_at] = rng.integers(0, 16, (num_panels, mins_at - zeros_at), np.uint8)
     if column_at > mins_at:
         nbytes = num_panels * (column_at - mins_at)
-        mins = rng.uniform(-5.0, -3.0, nbytes // 2).astype(np.float16).view(np.uint8)
-        if format_name.endswith("_products"):
-            factors = rng.uniform(-0.088, -0.072, nbytes // 4).astype(np.float32)
-            mins = _products(factors, rng.integers(42, 57, nbytes // 2, np.int8))
+        middle = CODE_MIDDLES.get(kind.code, 8)
+        mins = (rng.uniform(-0.625, -0.375, nbytes // 2) * middle).astype(np.float16).view(np.uint8)
+        if kind.scale == "products":
+            mins = _products(rng, kind, num_panels, True)
         panels[:, mins_at:column_at] = mins.reshape(num_panels, -1)
     floats = rng.uniform(0.5, 2.0, (num_panels, (layout["panel_bytes"] - column_at) // 4)).astype(np.float32)
     panels[:, column_at:] = floats.view(np.uint8)

@@ -13,6 +13,7 @@ from gpu_service.experts.resident.panels import layer_format
 from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
 from moebius.models.geometry import MoeGeometry
+from tests.helpers.quantised_sources import SMALL_FORMATS
 
 ALL_FORMATS = (
     "float32",
@@ -28,10 +29,7 @@ ALL_FORMATS = (
     "int4_g32",
     "int4_g16_mins",
     "int4_g32_mins",
-    "int8_g16_products",
-    "int8_g32_mins_products",
-    "int4_g16_products",
-    "int4_g32_mins_products",
+    *SMALL_FORMATS,
     "int4_g64_zeros_f16",
     "int4_g128_zeros",
     "int4_g32_ordered",

@@ -4,6 +4,7 @@ with the C++ packer for every format, so that a GPU kernel written from it will 
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -31,7 +32,17 @@ STATED = {
     "int4_g64_zeros": ("int4", 4, "bfloat16", 64, "zeros"),
     "int4_g16_f16": ("int4", 4, "float16", 16),
     "int4_g32_mins_products": ("int4", 4, "products", 32, "mins"),
-    "int8_g16_products": ("int8", 8, "products", 16),
+    "int6_g16_products": ("int6", 6, "products", 16),
+    "int5_g32_mins_products": ("int5", 5, "products", 32, "mins"),
+    "int3_g16_products": ("int3", 3, "products", 16),
+    "int2_g16_mins_products": ("int2", 2, "products", 16, "mins"),
+    "int2_g128_f16": ("int2", 2, "float16", 128),
+    "iq4_g32_products": ("iq4", 4, "products", 32),
+    "iq4_g32_f16": ("iq4", 4, "float16", 32),
+    "iq3_xxs_g32_products": ("iq3_xxs", 4, "products", 32),
+    "iq3_s_g32_products": ("iq3_s", 4, "products", 32),
+    "iq2_g16_products": ("iq2", 3, "products", 16),
+    "iq1_g32_products": ("iq1", 3, "products", 32),
     "mxfp4": ("float4", 4, "e8m0", 32),
     "nvfp4": ("float4", 4, "e4m3", 16, "column_scale"),
 }
@@ -53,8 +64,10 @@ def test_formats_are_what_their_names_say(name: str) -> None:
         ("fp8_block", 300, True, (320, 3, 5120, 5184, 5184, 5184, 5184, 5248)),
         ("int4_g32_zeros", 136, True, (192, 5, 1536, 1728, 1856, 1856, 1856, 1920)),
         ("int8_g32_mins", 64, False, (64, 2, 1024, 1088, 1088, 1152, 1152, 1152)),
-        # A line of two groups, however many of them are there.
-        ("int4_g32_mins_products", 96, False, (128, 3, 1024, 1152, 1152, 1280, 1280, 1280)),
+        # A factor for each of three groups: nothing more divides 96 and 256. Then 8 groups share one.
+        ("int4_g32_mins_products", 96, False, (128, 3, 1024, 1216, 1216, 1408, 1408, 1408)),
+        ("int4_g32_mins_products", 512, False, (512, 16, 4096, 4416, 4416, 4736, 4736, 4736)),
+        ("int3_g16_products", 128, False, (128, 8, 768, 960, 960, 960, 960, 960)),
         ("nvfp4", 72, False, (128, 5, 1024, 1152, 1152, 1152, 1216, 1216)),
     ],
 )
@@ -69,15 +82,20 @@ def test_sections_lie_where_stated(name: str, k: int, has_bias: bool, stated: tu
 def test_sections_follow_one_another(name: str, k: int, has_bias: bool) -> None:
     """Each begins at a multiple of 64 and is as large as the documentation says, in its order."""
     found = panel_layout(name, k, has_bias)
-    scale_bytes = {None: 0, "float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1, "products": 2}[
+    scale_bytes = {None: 0, "float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1, "products": 1}[
         found.scale
     ]
     scales = found.groups * scale_bytes * (1 if found.panel_scale else 16)
+    if found.scale == "products":
+        shared = max(found.group_size, math.gcd(k, 256)) // found.group_size
+        factors = -(-found.groups // shared) * 32
+        assert (found.factor_groups, found.whole_offset) == (shared, -(-factors // 64) * 64)
+        scales += found.whole_offset
     sizes = (
         found.k_padded * 16 * found.bits // 8,
         scales,
         found.groups * 16 * found.zeros,
-        scales * found.mins,
+        (found.whole_offset if found.joined else scales) * found.mins,
         64 * found.column_scale,
         64 * has_bias,
     )

@@ -191,14 +191,30 @@ def test_experts_packed_in_parts_are_the_same() -> None:
         np.testing.assert_array_equal(shared[0], whole[0])
 
 
-def test_factors_are_of_two_groups() -> None:
-    """A source that was cut between groups with other factors is refused; so are words without their type."""
-    quantised = encode("int4_g32_mins_products")
+def test_factors_are_of_blocks() -> None:
+    """A source that was cut inside of blocks has their factors; one with others than panels hold is refused.
+
+    So are words without their type.
+    """
+    quantised = ENCODERS["int4_g32_mins_products"](random_weights(np.random.default_rng(1), 16, 512))
     source = quantised.source
     assert source.scales is not None
     assert source.mins is not None
-    cut = replace(source, scales=source.scales[:, 1:3], mins=source.mins[:, 1:3], cols=64)
-    with pytest.raises(ValueError, match=r"groups 0 and 1 of row 0 have two factors"):
+    for columns in (range(128, 256), range(64, 128), range(192, 384), range(512)):
+        groups = slice(columns.start // 32, columns.stop // 32)
+        part = replace(
+            source,
+            codes=np.ascontiguousarray(source.codes[:, columns.start : columns.stop]),
+            scales=source.scales[:, groups],
+            mins=source.mins[:, groups],
+        )
+        packed = _kernels.pack_matrix(quantised.format, part)
+        found = _kernels.unpack_matrix(quantised.format, packed, 16, len(columns), False)
+        np.testing.assert_array_equal(found, quantised.weights[:, columns.start : columns.stop])
+    cut = replace(source, scales=source.scales[:, 4:12], mins=source.mins[:, 4:12], cols=256)
+    with pytest.raises(
+        ValueError, match=r"groups 3 and 4 of row 0 have two factors.* multiples of 256 columns"
+    ):
         _kernels.pack_matrix(quantised.format, cut)
     with pytest.raises(ValueError, match="int32 scales need it: products"):
         _kernels.unsupported_reason(quantised.format, replace(source, scale_type=None))

@@ -14,9 +14,18 @@ from tests.helpers.random_panels import PackedMatrix, bfloat16_bits, random_matr
 from tests.tolerances import GEMM_BFLOAT16, GEMM_SPLIT
 
 NAMES = list(WEIGHT_FORMATS)
-NIBBLES = [name for name in NAMES if name.startswith("int4_") or name in ("mxfp4", "nvfp4")]
+NIBBLES = [
+    name
+    for name in NAMES
+    if name.startswith(("int2_", "int3_", "int4_", "int5_", "int6_", "iq")) or name in ("mxfp4", "nvfp4")
+]
 FORMATS = {
-    "avx512_bf16_dot": [name for name in NAMES if name not in ("float32", "float16", "int8_w8a8")],
+    "avx512_bf16_dot": [
+        name
+        for name in NAMES
+        if name not in ("float32", "float16", "int8_w8a8")
+        and not name.startswith(("int2_", "int3_", "int5_", "int6_", "iq"))
+    ],
     "avx512_vnni_split": NIBBLES,
     "avx512_bf16_split": NIBBLES,
 }

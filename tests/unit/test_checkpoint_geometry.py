@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.split import equal_shares, split_bounds
+from moebius.checkpoint.split import block_bounds, equal_shares, split_bounds
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe
@@ -105,6 +106,21 @@ def test_bounds_cover_the_size_in_proportion(size: int, shares: list[int], multi
     if size // unit >= sum(shares):
         exact = [size * sum(shares[: i + 1]) / sum(shares) for i in range(len(shares))]
         assert all(abs(end - want) <= unit * 1.5 for (_, end), want in zip(bounds, exact, strict=True))
+
+
+@given(blocks=st.integers(1, 40), count=st.integers(1, 16), multiple=st.sampled_from([32, 64]))
+def test_equal_parts_of_blocks_begin_where_their_factors_do(blocks: int, count: int, multiple: int) -> None:
+    """A packed part has a factor for as many weights as divide its length and 256, so of one block each."""
+    size = 256 * blocks
+    if size // multiple < count:
+        return
+    bounds = block_bounds(size, (1,) * count, multiple)
+    assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+    assert bounds[-1][1] == size
+    assert all(begin % math.gcd(end - begin, 256) == 0 for begin, end in bounds)
+    lengths = [end - begin for begin, end in bounds]
+    assert max(lengths) - min(lengths) <= 2 * multiple
+    assert all(length % multiple == 0 for length in lengths)
 
 
 def test_bad_shares_are_refused() -> None:

@@ -24,7 +24,7 @@ from tests.helpers.quantised_checkpoints import (
     compressed,
     gptq,
 )
-from tests.helpers.quantised_sources import ENCODERS
+from tests.helpers.quantised_sources import ENCODERS, SMALL_FORMATS
 
 STEM = "model.layers.1.mlp.experts.2.down_proj"
 
@@ -256,6 +256,5 @@ def test_gpt_oss_names(tmp_path: Path) -> None:
 def test_every_encoder_has_a_configuration() -> None:
     """The tests above go through all that can be encoded, but for what gpt-oss or GGUF files alone have."""
     mins = {f"{code}_mins" for code in ("int8_g32", "int4_g32", "int4_g16")}
-    products = {name for name in ENCODERS if name.endswith("_products")}
-    gguf = {"int8_g16_f16", "int4_g16_f16", *mins, *products}
+    gguf = {"int8_g16_f16", "int4_g16_f16", *mins, *SMALL_FORMATS}
     assert set(ENCODERS) - set(QUANTIZATION_CONFIGS) == {"mxfp4", *gguf}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.gguf.block_parts import BLOCK_PARTS
+from moebius.checkpoint.gguf.block_parts import BLOCK_PARTS, take_part
 from moebius.checkpoint.gguf.schemes import KEPT_SCHEMES
 from moebius.checkpoint.index import NUMPY_DTYPES
 from moebius.checkpoint.mapped_reader import MappedReader
@@ -30,9 +30,12 @@ from tests.unit.test_gguf_values import write_tensors
 SIZE = 256
 GEOMETRY = MoeGeometry("qwen3_moe", SIZE, 1, (0,), 1, 1, SIZE, "silu", "float32")
 # Where the float16 factors of a block lie: float bytes drawn like the others would be infinite now and then.
-FACTORS = {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "MXFP4": ()} | dict.fromkeys(
-    ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)
-)
+FACTORS = {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "MXFP4": (), "NVFP4": ()} | {
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "IQ1_M": (),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+}
 NAMES = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 
 
@@ -43,6 +46,11 @@ def stack(kind: str, seed: int, factor: float = 0.01) -> NDArray[np.uint8]:
     blocks = random.integers(0, 256, (SIZE * SIZE // weights, nbytes), np.uint8)
     if kind == "MXFP4":
         blocks[:, 0] = random.integers(110, 130, len(blocks))
+    if kind == "NVFP4":
+        blocks[:, :4] = random.integers(0, 0x7F, (len(blocks), 4))
+    if kind == "IQ1_M":
+        # The highest nibble of the factor, which lies in four words.
+        blocks[:, 55] = blocks[:, 55] & 0x8F | 0x10
     for place in FACTORS.get(kind, (0,)):
         factors = (random.uniform(-factor, factor, len(blocks))).astype(np.float16)
         blocks[:, place : place + 2] = factors.view(np.uint8).reshape(-1, 2)
@@ -70,9 +78,9 @@ def test_packed_experts_mean_what_the_file_says(tmp_path: Path, kind: str) -> No
         sources = {which: getattr(found, which).read(reader) for which in NAMES}
         for which, source in sources.items():
             np.testing.assert_array_equal(_kernels.dequantise_matrix(source), wanted[which])
-        multiple = 32 * scheme.groups_together
-        assert found.down.col_multiple == (multiple if scheme.group_size == 32 else 32)
-        inside = slice(multiple, 256 - multiple)
+        multiple = scheme.group_size * scheme.groups_together
+        assert found.down.col_multiple == multiple
+        inside = slice(multiple, 256 - multiple if multiple < 128 else 256)
         part = found.down.read(reader, rows=slice(16, 48), cols=inside)
         np.testing.assert_array_equal(_kernels.dequantise_matrix(part), wanted["down"][16:48, inside])
         packed = _kernels.pack_matrix(scheme.packed_format, part)
@@ -95,15 +103,15 @@ def test_parts_of_rows_that_lie_apart(kind: str) -> None:
     for role, part in BLOCK_PARTS[kind].items():
         shape, dtype = (4, 5 * weights // part.step), NUMPY_DTYPES[part.dtype]
         found, wanted = np.empty(shape, dtype), np.empty(shape, dtype)
-        _kernels.take_gguf_part(kind, role, apart, found)
-        _kernels.take_gguf_part(kind, role, np.ascontiguousarray(apart), wanted)
+        take_part(kind, role, apart, found)
+        take_part(kind, role, np.ascontiguousarray(apart), wanted)
         assert found.tobytes() == wanted.tobytes(), role
         with pytest.raises(ValueError, match=f"output has .* must .* have {wanted.nbytes}"):
-            _kernels.take_gguf_part(kind, role, apart, found[:3])
+            take_part(kind, role, apart, found[:3])
     with pytest.raises(ValueError, match=f"whole blocks of {nbytes} bytes"):
-        _kernels.take_gguf_part(kind, "codes", blocks[:, 1:], np.empty(0, np.uint8))
+        take_part(kind, "codes", blocks[:, 1:], np.empty(0, np.uint8))
     with pytest.raises(ValueError, match=f"GGUF type {kind} have no part 'bias'"):
-        _kernels.take_gguf_part(kind, "bias", blocks, np.empty(0, np.uint8))
+        take_part(kind, "bias", blocks, np.empty(0, np.uint8))
 
 
 def test_scales_beyond_float16_are_kept(tmp_path: Path) -> None:
@@ -126,13 +134,31 @@ def test_a_factor_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
         found.up.read(reader)
 
 
+def test_scales_of_nvfp4_matrices_are_kept(tmp_path: Path) -> None:
+    """One for each expert's matrix, times what the blocks mean."""
+    stacks = {which: stack("NVFP4", seed) for seed, which in enumerate(NAMES)}
+    tensors: dict[str, tuple[NDArray[Any], str]] = {}
+    for seed, (which, blocks) in enumerate(stacks.items()):
+        tensors[f"blk.0.{NAMES[which]}.weight"] = blocks, "NVFP4"
+        tensors[f"blk.0.{NAMES[which]}.scale"] = np.array([0.3 + seed], np.float32), "F32"
+    path = write_tensors(tmp_path / "m.gguf", tensors)
+    found = ExpertCheckpoint.open(str(path), GEOMETRY).expert(0, 0)
+    assert found.formats == ("nvfp4", "nvfp4")
+    with MappedReader() as reader:
+        for seed, which in enumerate(NAMES):
+            packed = _kernels.pack_matrix("nvfp4", getattr(found, which).read(reader))
+            kept = _kernels.unpack_matrix("nvfp4", packed, SIZE, SIZE, False)
+            values = quants.dequantize(stacks[which], GGMLQuantizationType.NVFP4)[0]
+            np.testing.assert_array_equal(kept, values * np.float32(0.3 + seed))
+
+
 def test_gate_and_up_of_different_types_become_bfloat16(tmp_path: Path) -> None:
     """They share a packed format; down keeps its own."""
     kinds = {"gate": "Q4_K", "up": "Q6_K", "down": "Q6_K"}
     found = checkpoint_of(tmp_path, {which: (stack(kind, 2), kind) for which, kind in kinds.items()}).expert(
         0, 0
     )
-    assert found.formats == ("bfloat16", "int8_g16_products")
+    assert found.formats == ("bfloat16", "int6_g16_products")
 
 
 def test_biases_and_stacks_of_a_model(tmp_path: Path) -> None:

@@ -100,15 +100,13 @@ def test_types_that_the_package_does_not_decode_are_decoded_as_ggml_does(kind: s
 @np.errstate(all="ignore")
 def test_scales_of_nvfp4_weights_are_factors(tmp_path: Path) -> None:
     """One for a matrix, one for each expert; those of activations are left aside."""
-    blocks, stack = random_rows("NVFP4", ROWS), random_rows("NVFP4", EXPERTS, ROWS)
+    blocks = random_rows("NVFP4", ROWS)
     factors = np.array([0.5, 3.0, 0.25], np.float32)
     tensors: dict[str, tuple[NDArray[Any], str]] = {
         "blk.0.attn_q.weight": (blocks, "NVFP4"),
         "blk.0.attn_q.scale": (factors[1:2], "F32"),
         "blk.0.attn_q.input_scale": (factors[:1], "F32"),
-        "blk.0.ffn_gate_exps.weight": (stack, "NVFP4"),
-        "blk.0.ffn_gate_exps.scale": (factors, "F32"),
-        # Codes are kept of types without such a scale only.
+        # Packed formats of Q4_0 have no place for such a scale.
         "blk.0.ffn_down_exps.weight": (random_rows("Q4_0", EXPERTS, ROWS), "Q4_0"),
         "blk.0.ffn_down_exps.scale": (factors, "F32"),
     }
@@ -118,7 +116,6 @@ def test_scales_of_nvfp4_weights_are_factors(tmp_path: Path) -> None:
     with SliceReader() as reader:
         for name, values in (
             ("self_attn.q_proj", quants.dequantize(blocks, kind) * factors[1]),
-            ("mlp.experts.gate_proj", quants.dequantize(stack, kind) * factors[:, None, None]),
             ("mlp.experts.down_proj", down * factors[:, None, None]),
         ):
             info = index[f"model.layers.0.{name}.weight"]

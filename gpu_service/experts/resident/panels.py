@@ -7,7 +7,13 @@ from functools import cache
 
 import torch
 
-from moebius.weight_formats import PANEL_COLUMNS, PackedExpertLayout, PanelLayout, expert_layout
+from moebius.weight_formats import (
+    CODE_MIDDLES,
+    PANEL_COLUMNS,
+    PackedExpertLayout,
+    PanelLayout,
+    expert_layout,
+)
 
 # Types that a kernel may load scales as; e8m0 and e4m3 are decoded from their bits.
 _SCALE_VIEWS = {
@@ -42,6 +48,26 @@ class PanelFormat(PanelLayout):
     def __repr__(self) -> str:
         """Part of the names of compiled functions."""
         return f"{self.name}_k{self.k}{'_bias' if self.has_bias else ''}"
+
+    @property
+    def low_bits(self) -> int:
+        """Bits of an element that lie in its word: all, or those of the first plane."""
+        return {2: 2, 3: 2, 5: 4, 6: 4}.get(self.bits, self.bits)
+
+    @property
+    def high_bits(self) -> int:
+        """Bits of an element that lie in a second plane, or 0."""
+        return self.bits - self.low_bits
+
+    @property
+    def is_small_integer(self) -> bool:
+        """Whether elements are integers of fewer than 8 bits."""
+        return self.code in CODE_MIDDLES
+
+    @property
+    def middle(self) -> int:
+        """What integer codes of fewer than 8 bits have subtracted, unless by zero points; 0 of others."""
+        return 0 if self.mins else CODE_MIDDLES.get(self.code, 0)
 
     @property
     def chunk(self) -> int:

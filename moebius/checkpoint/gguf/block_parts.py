@@ -1,6 +1,7 @@
 """What packed formats keep of GGUF blocks: codes, scales and mins, without any float decoded.
 
-A block's weights mean code * scale, or code * scale + minimum. kernels/format/gguf_blocks.cc takes the parts.
+A block's weights mean code * scale, or code * scale + minimum. kernels/format/gguf_blocks.cc takes the parts,
+those of types with grids `grid_parts`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moebius import _kernels
+from moebius.checkpoint.gguf.grid_parts import GRID_PARTS, take_grid_part
 from moebius.checkpoint.weight_schemes import Role
 
 
@@ -20,7 +26,7 @@ class BlockPart:
     step: int
 
 
-_WORDS, _BYTES, _HALVES = BlockPart("I32", 8), BlockPart("I8", 1), BlockPart("F16", 32)
+_WORDS, _BYTES, _HALVES = BlockPart("I32", 8), BlockPart("U8", 1), BlockPart("F16", 32)
 # Products of a factor of the block and a whole number, as words of both (`SourceMatrix.scale_type`).
 _OF_32, _OF_16 = BlockPart("I32", 32), BlockPart("I32", 16)
 
@@ -33,10 +39,31 @@ BLOCK_PARTS: Mapping[str, Mapping[Role, BlockPart]] = {
     "Q5_1": {"codes": _BYTES, "scales": _HALVES, "mins": _HALVES},
     "Q5_K": {"codes": _BYTES, "scales": _OF_32, "mins": _OF_32},
     "Q6_K": {"codes": _BYTES, "scales": _OF_16},
-    "Q8_0": {"codes": _BYTES, "scales": _HALVES},
-    "Q2_K": {"codes": _WORDS, "scales": _OF_16, "mins": _OF_16},
-    "Q3_K": {"codes": _WORDS, "scales": _OF_16},
+    "Q8_0": {"codes": BlockPart("I8", 1), "scales": _HALVES},
+    "Q2_K": {"codes": _BYTES, "scales": _OF_16, "mins": _OF_16},
+    "Q3_K": {"codes": _BYTES, "scales": _OF_16},
     "IQ4_NL": {"codes": _BYTES, "scales": _HALVES},
     "IQ4_XS": {"codes": _BYTES, "scales": _OF_32},
+    "IQ3_S": {"codes": _BYTES, "scales": _OF_32},
+    "IQ3_XXS": {"codes": _BYTES, "scales": _OF_32},
+    "IQ2_S": {"codes": _BYTES, "scales": _OF_16},
+    "IQ2_XS": {"codes": _BYTES, "scales": _OF_16},
+    "IQ2_XXS": {"codes": _BYTES, "scales": _OF_32},
+    "IQ1_M": {"codes": _BYTES, "scales": _OF_16},
+    "IQ1_S": {"codes": _BYTES, "scales": _OF_32},
+    "TQ1_0": {"codes": _BYTES, "scales": BlockPart("F16", 128)},
+    "TQ2_0": {"codes": _BYTES, "scales": BlockPart("F16", 128)},
     "MXFP4": {"codes": BlockPart("U8", 2), "scales": BlockPart("U8", 32)},
+    "NVFP4": {"codes": _BYTES, "scales": BlockPart("F8_E4M3", 16)},
 }
+
+
+def take_part(kind: str, role: Role, blocks: NDArray[np.uint8], output: NDArray[np.generic]) -> None:
+    """Write a part of blocks uint8 `[rows, blocks * bytes]` to `output` `[rows, blocks * weights / step]`.
+
+    Raises ValueError for a part that the type has not, and for arrays of other sizes.
+    """
+    if kind in GRID_PARTS and role in BLOCK_PARTS[kind]:
+        take_grid_part(kind, role, blocks, output)
+    else:
+        _kernels.take_gguf_part(kind, role, blocks, output)

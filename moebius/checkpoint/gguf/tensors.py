@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moebius.checkpoint.derived import DerivedValues
 from moebius.checkpoint.errors import CheckpointError
@@ -17,8 +18,8 @@ from moebius.checkpoint.gguf.blocks import FLOAT_TYPES, INTEGER_TYPES, unusable
 from moebius.checkpoint.gguf.model import GgufModel, StoredBlocks
 from moebius.checkpoint.gguf.names import Change, GgufRule, canonical_name
 from moebius.checkpoint.gguf.rearranged import is_part, merged, rearranged
-from moebius.checkpoint.gguf.schemes import KEPT_SCHEMES
-from moebius.checkpoint.gguf.values import Dequantised, PartOfBlocks, Scaled
+from moebius.checkpoint.gguf.schemes import FACTORS, KEPT_SCHEMES
+from moebius.checkpoint.gguf.values import Dequantised, PartOfBlocks, RowFactors, Scaled
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.matrix_finder import side_name
 
@@ -91,8 +92,10 @@ def _tensors(
     """The tensor, or the several that a packed format takes it as."""
     if change == "table":
         return {name: _in_integers(stored, name)}
-    if _is_packed(model, stored, name) and _scale(model, rules, stored) is None:
-        return _packed(stored, name)
+    if _is_packed(model, stored, name):
+        factors = _factors(model, rules, stored)
+        if factors is None or FACTORS in (role.role for role in KEPT_SCHEMES[stored.type.name].roles):
+            return _packed(stored, name, factors)
     return {name: rearranged(model, _scaled(model, rules, stored, in_floats(stored, name)), change)}
 
 
@@ -116,17 +119,27 @@ def _scaled(
 
     Raises CheckpointError naming a scale that is not of float32, or not as many.
     """
+    factors = _factors(model, rules, stored)
+    if factors is None:
+        return info
+    return replace(info, dtype="F32", derived=Scaled(info, factors), packed_as=PACKED_AS)
+
+
+def _factors(
+    model: GgufModel, rules: tuple[GgufRule, ...], stored: StoredBlocks
+) -> NDArray[np.float32] | None:
+    """What each matrix of a weight is multiplied by. Raises CheckpointError as `_scaled`."""
     scale = _scale(model, rules, stored)
     if scale is None:
-        return info
+        return None
     matrices = stored.shape[0] if len(stored.shape) == 3 else 1
     if scale.type.name != "F32" or math.prod(scale.shape) != matrices:
         raise CheckpointError(
             f"{scale.file}: tensor {scale.name!r} is {scale.type.name} of shape {list(scale.shape)}; "
             f"allowed: F32 of shape [{matrices}]"
         )
-    factors = np.fromfile(scale.file, "<f4", matrices, offset=scale.offset)
-    return replace(info, dtype="F32", derived=Scaled(info, factors), packed_as=PACKED_AS)
+    found: NDArray[np.float32] = np.fromfile(scale.file, "<f4", matrices, offset=scale.offset)
+    return found
 
 
 def _in_integers(stored: StoredBlocks, name: str) -> TensorInfo:
@@ -192,13 +205,21 @@ def _is_packed(model: GgufModel, stored: StoredBlocks, name: str) -> bool:
     return all(other is None or other.type == stored.type for other in pair)
 
 
-def _packed(stored: StoredBlocks, name: str) -> dict[str, TensorInfo]:
+def _packed(
+    stored: StoredBlocks, name: str, factors: NDArray[np.float32] | None = None
+) -> dict[str, TensorInfo]:
+    """The tensors of its scheme; `factors`: one for each matrix, 1 without any."""
     raw, (*outer, cols) = _raw(stored), stored.shape
     parts = BLOCK_PARTS[stored.type.name]
     found: dict[str, TensorInfo] = {}
     for role in KEPT_SCHEMES[stored.type.name].roles:
-        part = parts[role.role]
         side = side_name(name, role.suffix)
+        if role.role == FACTORS:
+            matrices = outer[0] if len(outer) == 2 else 1
+            rows = RowFactors(np.ones(matrices, np.float32) if factors is None else factors)
+            found[side] = _derived(stored, side, "F32", (*outer, 1), rows, nbytes=0)
+            continue
+        part = parts[role.role]
         shape = (*outer, cols // part.step)
         # They share their blocks: whoever counts bytes counts them with the codes.
         nbytes = stored.nbytes if role.role == "codes" else 0

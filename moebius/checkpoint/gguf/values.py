@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moebius import _kernels
-from moebius.checkpoint.gguf.block_parts import BlockPart
+from moebius.checkpoint.gguf.block_parts import BlockPart, take_part
 from moebius.checkpoint.gguf.blocks import BlockType
 from moebius.checkpoint.index import NUMPY_DTYPES, TensorInfo
 from moebius.checkpoint.reader import SliceReader
@@ -55,7 +54,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class PartOfBlocks:
-    """Codes, scales or mins of quantised blocks, taken by kernels/format/gguf_blocks.cc."""
+    """Codes, scales or mins of quantised blocks, taken as `block_parts` says."""
 
     type: BlockType
     # U8 [matrices, rows, bytes of a row].
@@ -71,9 +70,19 @@ class PartOfBlocks:
         per_block = self.type.weights // step
         width = found.shape[1] // self.type.nbytes * per_block
         output = np.empty((len(rows), width), NUMPY_DTYPES[self.part.dtype])
-        _kernels.take_gguf_part(self.type.name, self.role, found, output)
+        take_part(self.type.name, self.role, found, output)
         begin = cols.start - first * per_block
         return output[:, begin : begin + len(cols)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowFactors:
+    """A number for each matrix, as one column that has it in every row."""
+
+    factors: NDArray[np.float32]  # [matrices].
+
+    def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
+        return np.full((len(rows), len(cols)), self.factors[stack_index])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

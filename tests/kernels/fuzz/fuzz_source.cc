@@ -79,7 +79,7 @@ class Builder {
       case Code::kFloat16: return random_.below(0x2c00 - 0x2000) + 0x2000 + (random_.one_in(2) ? 0x8000 : 0);
       case Code::kFloat8: return random_.below(0x7f) | (random_.one_in(2) ? 0x80 : 0);
       case Code::kInt8: return random_.bits() & 0xff;
-      default: return random_.bits() & 0xf;
+      default: return random_.bits() & ((1U << code_bits(code)) - 1);
     }
   }
 
@@ -112,7 +112,9 @@ class Builder {
 
   // What a scale has to be for value * scale to have a standard deviation of 1 / sqrt(cols).
   float scale_target() const {
-    static constexpr float kSpread[] = {1.0f, 1.0f, 1.0f, 160.0f, 74.0f, 4.6f, 2.9f};  // of random codes
+    // Of random codes.
+    static constexpr float kSpread[] = {1.0f, 1.0f, 1.0f, 160.0f, 74.0f, 4.6f, 2.9f, 1.2f,
+                                        2.3f, 9.2f, 18.5f, 66.0f, 9.2f,  9.2f, 3.2f, 0.7f};
     return 1.0f / (kSpread[static_cast<size_t>(format_.code)] * std::sqrt(static_cast<float>(cols_)));
   }
 
@@ -150,8 +152,8 @@ class Builder {
 
   // About what brings the codes' mean to zero, laid out as the scales are.
   void mins() {
-    const bool int4 = format_.code == Code::kInt4;
-    matrix().mins = scale_array(int4 ? -7.5f : -15.5f);
+    const auto middle = static_cast<float>(code_middle(format_.code));
+    matrix().mins = scale_array(middle == 0.0f ? -15.5f : 0.5f - middle);
   }
 
   // scale_count_ scales, times `factor` unless it is 0.
@@ -165,9 +167,9 @@ class Builder {
       for (size_t group = 0; group < groups; ++group) {
         uint32_t bits = scale_bits(factor);
         if (products) {
-          // A word: a float16 factor, which two groups of a row share, and the whole number that multiplies it.
-          if (group % 2 == 0) shared = bits & 0xffff;
-          bits = shared | (1 + random_.below(63)) << 16;
+          // A word: a float16 factor, which some groups of a row share, and the whole number that multiplies it.
+          if (group % PanelLayout(format_, cols_, false).factor_groups == 0) shared = bits & 0xffff;
+          bits = shared | (1 + random_.below(format_.code == Code::kInt2 ? 15 : 63)) << 16;
         }
         const size_t place = row * matrix().scale_row_stride + group * matrix().scale_group_stride;
         std::memcpy(data + place * width, &bits, width);

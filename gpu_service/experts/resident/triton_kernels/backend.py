@@ -369,7 +369,7 @@ def _unpack(
         panel = kinds[number]
         shape = (count, 16 * panels[number], panel.k_padded)
         matrix = torch.empty(shape, dtype=dtype, device=slots.weights.device)
-        per_word = 32 // panel.bits
+        per_word = 32 // panel.low_bits
         k = min(_UNPACK_K, panel.k_padded & -panel.k_padded)
         dense.unpack[(count, panels[number])](
             typed[number].words,

@@ -12,14 +12,14 @@ from __future__ import annotations
 import triton.language as tl
 
 from gpu_service.experts.resident.triton_kernels.gemm import (
-    INT4_BASE,
-    INT4_OFFSET,
+    INTEGER_BASE,
     activate,
     element,
     element_place,
-    element_shift,
     finish_tile,
+    high_words,
     load_scales,
+    low_words,
 )
 from gpu_service.ops.triton.jit import jit, jit_for_any
 
@@ -37,16 +37,18 @@ def unpack(  # type: ignore[no-untyped-def]
     slot, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
     panel = (first + slot) * EXPERT_BYTES + AT + index * PANEL.panel_bytes
     order = ((first + slot) * EXPERT_BYTES + ORDER_AT) // 4
-    per_word: tl.constexpr = 32 // PANEL.bits
+    per_word: tl.constexpr = 32 // PANEL.low_bits
     column = tl.arange(0, 16)
     feature = index // 2 * 32 + column * 2 + index % 2 if GATED else index * 16 + column
     target = output + (slot * (PANELS * 16) + feature) * PANEL.k_padded
     num_lines: tl.constexpr = PANEL.k_padded // per_word
     for begin in range(0, num_lines, LINES):
         line = begin + tl.arange(0, LINES)
-        packed = tl.load(words + panel // 4 + line[:, None] * 16 + column[None, :])
-        shift = element_shift(tl.arange(0, per_word), PANEL)
-        value = element(packed[:, None, :], shift[None, :, None], PANEL)
+        packed = low_words(words, panel // 4, line[:, None], column[None, :], PANEL)
+        high = high_words(words, panel // 4, line[:, None], column[None, :], PANEL)
+        if PANEL.high_bits:
+            high = high[:, None, :]
+        value = element(packed[:, None, :], high, tl.arange(0, per_word)[None, :, None], PANEL)
         if PANEL.group_size:
             group = (line * per_word // PANEL.group_size)[:, None]
             # The last group may end before the padding does.
@@ -55,17 +57,17 @@ def unpack(  # type: ignore[no-untyped-def]
                 inside = inside & (column >= 0)[None, :]
         if PANEL.zeros:
             at = panel + PANEL.zeros_offset + group * 16 + column[None, :]
-            zero = tl.load(bytes_ + at, mask=inside, other=0).to(tl.float32) + INT4_BASE
+            zero = tl.load(bytes_ + at, mask=inside, other=0).to(tl.float32) + INTEGER_BASE
             value -= zero[:, None, :]
-        elif PANEL.code == "int4":
-            value -= INT4_BASE if PANEL.mins else INT4_OFFSET
+        elif PANEL.is_small_integer:
+            value -= INTEGER_BASE + PANEL.middle
         if PANEL.group_size:
             section = panel + PANEL.scales_offset
             scale = load_scales(scales, bytes_, section, group, column[None, :], inside, PANEL)
             value *= scale[:, None, :]
         if PANEL.mins:
             section = panel + PANEL.mins_offset
-            minimum = load_scales(scales, bytes_, section, group, column[None, :], inside, PANEL)
+            minimum = load_scales(scales, bytes_, section, group, column[None, :], inside, PANEL, True)
             value += minimum[:, None, :]
         k = begin * per_word + tl.arange(0, LINES * per_word)
         plain = tl.reshape(value, [LINES * per_word, 16])

@@ -21,22 +21,17 @@ import triton.language as tl
 from gpu_service.ops.triton.e4m3 import decode_e4m3
 from gpu_service.ops.triton.jit import jit, jit_for_any, wait_for_previous
 
-
-@jit
-def element_shift(i, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First bit of element i of a word: nibbles alternate between the word's halves."""
-    return (i % 2) * 16 + (i // 2) * 4 if PANEL.bits == 4 else i * PANEL.bits
-
-
-# What int4 elements stand above their value when the zero point is 8.
-INT4_OFFSET = tl.constexpr(8388616.0)
-# The same without a zero point, or with mins.
-INT4_BASE = tl.constexpr(8388608.0)
+# What the integer 0 is as a float of exponent 23.
+INTEGER_BASE = tl.constexpr(8388608.0)
 
 
 @jit
-def element(words, shift, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 of the elements at bit `shift` of int32 words; int4 as 2^23 plus its code, 0 to 15."""
+def element(words, high, i, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 of element i of int32 words; integers of fewer than 8 bits as 2^23 plus their code.
+
+    `high`: of `high_words`, where elements have bits in two planes.
+    """
+    shift = element_shift(i, PANEL.low_bits)
     if PANEL.code == "float32":
         value = words.to(tl.float32, bitcast=True)
     elif PANEL.code == "bfloat16":
@@ -47,28 +42,96 @@ def element(words, shift, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
         value = decode_e4m3(words >> shift)
     elif PANEL.code == "int8":
         value = ((words << (24 - shift)) >> 24).to(tl.float32)
-    elif PANEL.code == "int4":
-        value = (((words >> shift) & 15) | 0x4B000000).to(tl.float32, bitcast=True)
-    else:
+    elif PANEL.code == "float4":
         # e2m1: bias 1 becomes 127 by a factor of 2^126.
         code = words >> shift
         placed = ((code & 7) << 22) | ((code & 8) << 28)
         value = placed.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    else:
+        code = (words >> shift) & ((1 << PANEL.low_bits) - 1)
+        if PANEL.high_bits:
+            mask: tl.constexpr = (1 << PANEL.high_bits) - 1
+            code |= ((high >> element_shift(i, PANEL.high_bits)) & mask) << PANEL.low_bits
+        value = small_value(code, PANEL)
     return value
 
 
 @jit
-def load_scales(scales, bytes_, section, group, column, mask, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+def element_shift(i, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First bit of element i of a word, or of its bits of a plane: planes are of bytes, for four k each."""
+    return i * BITS if BITS > 4 else (i % 8 // 4 + i % 2 * 2) * 8 + (i // 8 * 2 + i // 2 % 2) * BITS
+
+
+# Four values of GGUF's table of IQ4 each.
+IQ4_0, IQ4_1 = tl.constexpr(-1079142271), tl.constexpr(-152379953)
+IQ4_2, IQ4_3 = tl.constexpr(639175937), tl.constexpr(1901675829)
+
+
+@jit
+def small_value(code, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 of codes of fewer than 8 bits: `CODEBOOKS`, or integers as 2^23 plus the code."""
+    if PANEL.code == "iq4":
+        low = tl.where(code < 4, IQ4_0, IQ4_1)
+        four = tl.where(code < 8, low, tl.where(code < 12, IQ4_2, IQ4_3))
+        value = ((four << (24 - (code & 3) * 8)) >> 24).to(tl.float32)
+    elif PANEL.code == "iq3_xxs" or PANEL.code == "iq3_s":
+        value = ((code & 7) * 2 + 1).to(tl.float32)
+        if PANEL.code == "iq3_xxs":
+            value = tl.where((code & 7) == 7, 15.5, value)
+        value = tl.where(code >= 8, -value, value)
+    elif PANEL.code == "iq2":
+        place = code & 3
+        value = tl.where(place == 2, 5.375, 1.0 + place.to(tl.float32) * 2.125)
+        value = tl.where(place == 3, 0.0, tl.where(code >= 4, -value, value))
+    elif PANEL.code == "iq1":
+        place = code & 3
+        value = (place - 1).to(tl.float32) + tl.where(code >= 4, 0.125, -0.125)
+        value = tl.where(place == 3, 0.0, value)
+    else:
+        value = (code | 0x4B000000).to(tl.float32, bitcast=True)
+    return value
+
+
+@jit
+def low_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 words of lines, which have 32 // PANEL.low_bits elements each; `panel` in words."""
+    if PANEL.high_bits:
+        # In 32 k as many lines of either plane as that has bits.
+        line = line // PANEL.low_bits * PANEL.bits + line % PANEL.low_bits
+    return tl.load(words + panel + line * 16 + column)
+
+
+@jit
+def high_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """For the lines of `low_words` those with the elements' high bits, moved to where element 0 begins."""
+    if PANEL.high_bits:
+        in_line: tl.constexpr = 8 // PANEL.high_bits
+        vector = line % PANEL.low_bits * (8 // PANEL.low_bits)
+        held = line // PANEL.low_bits * PANEL.bits + PANEL.low_bits + vector // in_line
+        high = tl.load(words + panel + held * 16 + column) >> (vector % in_line * PANEL.high_bits)
+    else:
+        high = 0
+    return high
+
+
+@jit
+def load_scales(  # type: ignore[no-untyped-def]
+    scales, bytes_, section, group, column, mask, PANEL: tl.constexpr, MINS: tl.constexpr = False
+):
     """float32 of a group's scales or mins; `section`: their first byte.
 
     `scales` points to the scale type, to its bits, or to the factors of products.
     """
     if PANEL.scale == "products":
-        # Lines of 64 bytes for two groups: 16 factors, then 16 int8 of each group.
-        line = section + group // 2 * 64
-        factor = tl.load(scales + line // 2 + column, mask=mask, other=0).to(tl.float32)
-        whole = tl.load(bytes_ + line + 32 + group % 2 * 16 + column, mask=mask, other=0).to(tl.int32)
-        value = factor * ((whole << 24) >> 24).to(tl.float32)
+        at = section // 2 + group // PANEL.factor_groups * 16
+        factor = tl.load(scales + at + column, mask=mask, other=0).to(tl.float32)
+        if PANEL.joined and MINS:
+            section += PANEL.scales_offset - PANEL.mins_offset
+        at = section + PANEL.whole_offset + group * 16
+        whole = tl.load(bytes_ + at + column, mask=mask, other=0).to(tl.int32)
+        half = whole >> 4 if MINS else whole & 15
+        whole = half if PANEL.joined else (whole << 24) >> 24
+        value = factor * whole.to(tl.float32)
     else:
         raw = tl.load(scales + scale_index(section, group, column, PANEL), mask=mask, other=0)
         if PANEL.scale == "e8m0":
@@ -146,9 +209,10 @@ def line_products(  # type: ignore[no-untyped-def]
     `panel`, the panels' first byte, is one for all lines, or int64 [L, 1]; so may `x` be [L]. `order`: the
     word from which on an ordered format says which of the row's elements each k meets.
     """
-    per_word: tl.constexpr = 32 // PANEL.bits
+    per_word: tl.constexpr = 32 // PANEL.low_bits
     column = tl.arange(0, 16)
-    packed = tl.load(words + panel // 4 + line[:, None] * 16 + column[None, :])
+    packed = low_words(words, panel // 4, line[:, None], column[None, :], PANEL)
+    high = high_words(words, panel // 4, line[:, None], column[None, :], PANEL)
     if PANEL.group_size:
         group = (line * per_word // PANEL.group_size)[:, None]
         # The last group may end before the padding does.
@@ -157,7 +221,7 @@ def line_products(  # type: ignore[no-untyped-def]
             in_groups = in_groups & (column >= 0)[None, :]
     if PANEL.zeros:
         at = panel + PANEL.zeros_offset + group * 16 + column[None, :]
-        offset = tl.load(bytes_ + at, mask=in_groups, other=0).to(tl.float32) + INT4_BASE
+        offset = tl.load(bytes_ + at, mask=in_groups, other=0).to(tl.float32) + INTEGER_BASE
     product = tl.zeros([line.shape[0], 16], tl.float32)
     row_sum = tl.zeros([line.shape[0]], tl.float32)
     for i in tl.static_range(per_word):
@@ -167,11 +231,11 @@ def line_products(  # type: ignore[no-untyped-def]
             row = tl.load(x + place).to(tl.float32)
         else:
             row = tl.load(x + place, mask=k < PANEL.k, other=0.0).to(tl.float32)
-        value = element(packed, element_shift(i, PANEL), PANEL)
+        value = element(packed, high, i, PANEL)
         if PANEL.zeros:
             value -= offset
-        elif PANEL.code == "int4":
-            value -= INT4_BASE if PANEL.mins else INT4_OFFSET
+        elif PANEL.is_small_integer:
+            value -= INTEGER_BASE + PANEL.middle
         product += row[:, None] * value
         if PANEL.mins:
             row_sum += row
@@ -180,7 +244,7 @@ def line_products(  # type: ignore[no-untyped-def]
         product *= load_scales(scales, bytes_, section, group, column[None, :], in_groups, PANEL)
     if PANEL.mins:
         section = panel + PANEL.mins_offset
-        minimum = load_scales(scales, bytes_, section, group, column[None, :], in_groups, PANEL)
+        minimum = load_scales(scales, bytes_, section, group, column[None, :], in_groups, PANEL, True)
         product += row_sum[:, None] * minimum
     return product
 
@@ -216,7 +280,7 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
     row = x + (pair // TOP_K) * PANEL.k
     order = (slot.to(tl.int64) * EXPERT_BYTES + ORDER_AT) // 4
     up = gate + IS_GATED * PANEL.panel_bytes
-    num_lines: tl.constexpr = PANEL.k_padded * PANEL.bits // 32
+    num_lines: tl.constexpr = PANEL.k_padded * PANEL.low_bits // 32
     g = tl.zeros([LINES, 16], tl.float32)
     u = tl.zeros([LINES, 16], tl.float32)
     # One loop for both, so that both loads are under way together.
@@ -259,7 +323,7 @@ def down_rows(  # type: ignore[no-untyped-def]
     x = tl.reshape(tl.broadcast_to(x[:, None], [CHOICES, LINES]), [CHOICES * LINES])
     panels = tl.reshape(tl.broadcast_to(panel[:, None], [CHOICES, LINES]), [CHOICES * LINES, 1])
     line = tl.arange(0, CHOICES * LINES) % LINES
-    num_lines: tl.constexpr = PANEL.k_padded * PANEL.bits // 32
+    num_lines: tl.constexpr = PANEL.k_padded * PANEL.low_bits // 32
     total = tl.zeros([CHOICES * LINES, 16], tl.float32)
     if num_lines <= UNROLLED * LINES:
         for begin in tl.static_range(0, num_lines, LINES):
@@ -287,18 +351,20 @@ def plain_tile(codes, panel, column, begin, PANEL: tl.constexpr):  # type: ignor
 @jit
 def decoded_tile(words, bytes_, panel, column, begin, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 [PANEL.chunk, N]: codes, zero points subtracted where there are any."""
-    per_word: tl.constexpr = 32 // PANEL.bits
+    per_word: tl.constexpr = 32 // PANEL.low_bits
     lines: tl.constexpr = PANEL.chunk // per_word
     line = begin // per_word + tl.arange(0, lines)
-    packed = tl.load(words + (panel // 4 + column)[None, :] + line[:, None] * 16)
-    shift = element_shift(tl.arange(0, per_word), PANEL)
-    value = element(packed[:, None, :], shift[None, :, None], PANEL)
+    packed = low_words(words, (panel // 4)[None, :], line[:, None], column[None, :], PANEL)
+    high = high_words(words, (panel // 4)[None, :], line[:, None], column[None, :], PANEL)
+    if PANEL.high_bits:
+        high = high[:, None, :]
+    value = element(packed[:, None, :], high, tl.arange(0, per_word)[None, :, None], PANEL)
     value = tl.reshape(value, [PANEL.chunk, packed.shape[1]])
     if PANEL.zeros:
         at = panel + PANEL.zeros_offset + (begin // PANEL.group_size) * 16 + column
-        value -= (tl.load(bytes_ + at).to(tl.float32) + INT4_BASE)[None, :]
-    elif PANEL.code == "int4":
-        value -= INT4_BASE if PANEL.mins else INT4_OFFSET
+        value -= (tl.load(bytes_ + at).to(tl.float32) + INTEGER_BASE)[None, :]
+    elif PANEL.is_small_integer:
+        value -= INTEGER_BASE + PANEL.middle
     return value
 
 
@@ -318,7 +384,7 @@ def add_product(  # type: ignore[no-untyped-def]
         total += tl.dot(x, weights, input_precision=PRECISION) * scale[None, :]
         if PANEL.mins:
             section = panel + PANEL.mins_offset
-            minimum = load_scales(scales, bytes_, section, group, column, column >= 0, PANEL)
+            minimum = load_scales(scales, bytes_, section, group, column, column >= 0, PANEL, True)
             total += tl.sum(x.to(tl.float32), 1)[:, None] * minimum[None, :]
     else:
         total = tl.dot(x, weights, total, input_precision=PRECISION)

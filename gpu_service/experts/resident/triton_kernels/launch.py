@@ -15,6 +15,7 @@ from gpu_service.experts.resident.panels import (
     LayerFormat,
     PanelFormat,
 )
+from moebius.weight_formats import CODE_MIDDLES, CODEBOOKS
 
 # Up to this many token rows, a program per pair reads its expert's panels itself, in any model.
 _FEWEST_ROWS = 8
@@ -24,7 +25,7 @@ MAX_LINES, MAX_LINES_OF_ALL = 128, 256
 # intermediate channels need, a kernel would take a minute to compile.
 UNROLLED = 8
 # Elements that tensor cores multiply exactly in bfloat16.
-_EXACT_IN_BFLOAT16 = frozenset({"bfloat16", "float8", "int8", "int4", "float4"})
+_EXACT_IN_BFLOAT16 = frozenset({"bfloat16", "float8", "int8", "float4", *CODE_MIDDLES, *CODEBOOKS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def few_rows(kind: LayerFormat, num_experts: int, top_k: int) -> int:
 
 def lines(panels: PanelFormat, num_panels: int = 1) -> int:
     """Lines of each panel that a program of the row kernels loads at once: as many as divide it evenly."""
-    total = panels.k_padded * panels.bits // 32
+    total = panels.k_padded * panels.low_bits // 32
     return max(1, min(MAX_LINES, MAX_LINES_OF_ALL // num_panels, total & -total))
 
 

@@ -1,0 +1,167 @@
+"""Codes and scales of GGUF's types whose weights are rows of a grid: IQ1, IQ2 and IQ3.
+
+A block names rows of four or eight numbers, each one of three or eight magnitudes, and has signs. Packed
+formats have the magnitude's place and the sign of each weight (`moebius.weight_formats.CODEBOOKS`), and
+scales as products: the block's float16 times 2 s + 1, with the s that the block has for each group. Grids are
+those of the package `gguf`, and so are the layouts of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf import GGMLQuantizationType, quants
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Integers = NDArray[np.integer[Any]]
+# Blocks that are taken apart at a time: what lies between stays in a core's cache.
+_BLOCKS = 512
+
+
+class GridParts(NamedTuple):
+    """Both take blocks `[n, bytes]`."""
+
+    codes: Callable[[Bytes], Bytes]  # To `[n, 256]`.
+    # To float16 `[n, 1]` and integers of `[n, groups]`.
+    scales: Callable[[Bytes], tuple[NDArray[np.float16], Integers]]
+
+
+@cache
+def _grid(kind: str) -> Bytes:
+    """`[rows, 4 or 8]`: places of the grid's numbers among the magnitudes."""
+    found = quants._type_traits[GGMLQuantizationType[kind]]
+    found.init_grid()  # type: ignore[no-untyped-call]
+    assert found.grid is not None
+    rows = found.grid.reshape(found.grid_shape)
+    return np.searchsorted(np.array(found.grid_map, np.float32), rows).astype(np.uint8)
+
+
+@cache
+def _signs() -> Bytes:
+    """`[128, 8]`: signs of eight weights, of which seven bits are stored and the number of ones is even."""
+    return _bits(np.frombuffer(quants.IQ2_XXS.ksigns, np.uint8))
+
+
+def _bits(found: Bytes) -> Bytes:
+    """`[..., 8]` of bytes, the lowest bit first."""
+    return np.unpackbits(found[..., None], axis=-1, bitorder="little")
+
+
+def _fields(found: Integers, places: tuple[int, ...], bits: int) -> Integers:
+    """`[n, count * places]` of `[n, count]`: `bits` from each place on, one after the other."""
+    kind = found.dtype.type
+    fields = found[..., None] >> np.array(places, kind) & kind((1 << bits) - 1)
+    return fields.reshape(len(found), -1)
+
+
+def _factor(blocks: Bytes) -> NDArray[np.float16]:
+    return np.ascontiguousarray(blocks[:, :2]).view(np.float16)
+
+
+def _words(blocks: Bytes, kind: type[np.unsignedinteger]) -> Integers:
+    return np.ascontiguousarray(blocks).view(kind)
+
+
+def _signed(kind: str, rows: Integers, signs: Bytes, place: int) -> Bytes:
+    """Codes `[n, 256]` from rows of the grid, and signs of all weights, which are bit `place` of a code."""
+    codes: Bytes = _grid(kind)[rows].reshape(len(rows), 256)
+    codes |= signs.reshape(codes.shape) << np.uint8(place)
+    return codes
+
+
+def _iq3_xxs_codes(blocks: Bytes) -> Bytes:
+    words = _words(blocks[:, 66:98], np.uint32)
+    return _signed("IQ3_XXS", blocks[:, 2:66], _signs()[_fields(words, (0, 7, 14, 21), 7)], 3)
+
+
+def _iq3_s_codes(blocks: Bytes) -> Bytes:
+    high = _bits(blocks[:, 66:74]).reshape(len(blocks), 64).astype(np.uint16) << 8
+    return _signed("IQ3_S", blocks[:, 2:66] | high, _bits(blocks[:, 74:106]), 3)
+
+
+def _iq2_xxs_codes(blocks: Bytes) -> Bytes:
+    pairs = blocks[:, 2:66].reshape(len(blocks), 8, 8)
+    words = _words(pairs[:, :, 4:], np.uint32).reshape(len(blocks), 8)
+    rows = pairs[:, :, :4].reshape(len(blocks), 32)
+    return _signed("IQ2_XXS", rows, _signs()[_fields(words, (0, 7, 14, 21), 7)], 2)
+
+
+def _iq2_xs_codes(blocks: Bytes) -> Bytes:
+    words = _words(blocks[:, 2:66], np.uint16)
+    return _signed("IQ2_XS", words & np.uint16(511), _signs()[words >> np.uint16(9)], 2)
+
+
+def _iq2_s_codes(blocks: Bytes) -> Bytes:
+    high = _fields(blocks[:, 66:74], (0, 2, 4, 6), 2).astype(np.uint16) << 8
+    return _signed("IQ2_S", blocks[:, 2:34] | high, _bits(blocks[:, 34:66]), 2)
+
+
+def _iq1_codes(rows: Integers, shift_is_up: NDArray[np.bool_]) -> Bytes:
+    """Each eight weights are a row, an eighth more or less."""
+    codes: Bytes = _grid("IQ1_S")[rows].reshape(len(rows), 32, 8)
+    codes |= (shift_is_up.astype(np.uint8) << 2)[..., None]
+    return codes.reshape(len(rows), 256)
+
+
+def _iq1_s_codes(blocks: Bytes) -> Bytes:
+    words = _words(blocks[:, 34:50], np.uint16)
+    rows = blocks[:, 2:34] | _fields(words, (0, 3, 6, 9), 3) << np.uint16(8)
+    return _iq1_codes(rows, np.repeat(words < 0x8000, 4, axis=1))
+
+
+def _iq1_m_codes(blocks: Bytes) -> Bytes:
+    nibbles = _fields(blocks[:, 32:48], (0, 4), 4).astype(np.uint16)
+    return _iq1_codes(blocks[:, :32] | (nibbles & 7) << 8, nibbles < 8)
+
+
+def _iq1_m_scales(blocks: Bytes) -> tuple[NDArray[np.float16], Integers]:
+    """The factor's bits are the highest nibbles of four words."""
+    words = _words(blocks[:, 48:56], np.uint16)
+    bits = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16), axis=1)
+    return bits.astype(np.uint16)[:, None].view(np.float16), _fields(words, (0, 3, 6, 9), 3)
+
+
+def _nibble_scales(begin: int) -> Callable[[Bytes], tuple[NDArray[np.float16], Integers]]:
+    return lambda blocks: (_factor(blocks), _fields(blocks[:, begin:], (0, 4), 4))
+
+
+GRID_PARTS: Mapping[str, GridParts] = {
+    "IQ3_XXS": GridParts(
+        _iq3_xxs_codes, lambda blocks: (_factor(blocks), _words(blocks[:, 66:98], np.uint32) >> 28)
+    ),
+    "IQ3_S": GridParts(_iq3_s_codes, _nibble_scales(106)),
+    "IQ2_XXS": GridParts(
+        _iq2_xxs_codes, lambda blocks: (_factor(blocks), _words(blocks[:, 2:66], np.uint32)[:, 1::2] >> 28)
+    ),
+    "IQ2_XS": GridParts(_iq2_xs_codes, _nibble_scales(66)),
+    "IQ2_S": GridParts(_iq2_s_codes, _nibble_scales(74)),
+    "IQ1_S": GridParts(
+        _iq1_s_codes, lambda blocks: (_factor(blocks), _words(blocks[:, 34:50], np.uint16) >> 12 & 7)
+    ),
+    "IQ1_M": GridParts(_iq1_m_codes, _iq1_m_scales),
+}
+
+
+def take_grid_part(kind: str, role: str, blocks: Bytes, output: NDArray[np.generic]) -> None:
+    """As `block_parts.take_part`, of a type in `GRID_PARTS`. Raises ValueError for arrays of other sizes."""
+    nbytes = quants._type_traits[GGMLQuantizationType[kind]].type_size
+    if blocks.shape[1] % nbytes:
+        raise ValueError(f"rows of {blocks.shape[1]} bytes; they have to be whole blocks of {nbytes} bytes")
+    flat = np.ascontiguousarray(blocks).reshape(-1, nbytes)
+    width = output.nbytes // max(len(flat), 1)
+    target = output.reshape(-1).view(np.uint8)
+    for begin in range(0, len(flat), _BLOCKS):
+        part = flat[begin : begin + _BLOCKS]
+        if role == "codes":
+            found: Integers = GRID_PARTS[kind].codes(part)
+        else:
+            factor, steps = GRID_PARTS[kind].scales(part)
+            found = factor.view(np.uint16).astype(np.int32) | (steps.astype(np.int32) * 2 + 1) << 16
+        if found[0].nbytes != width or output.nbytes != len(flat) * width:
+            wanted = len(flat) * found[0].nbytes
+            raise ValueError(f"output has {output.nbytes} bytes; it must be C-contiguous and have {wanted}")
+        target[begin * width : (begin + len(part)) * width] = found.view(np.uint8).reshape(-1)
