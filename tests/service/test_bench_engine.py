@@ -125,7 +125,9 @@ def test_speculation_bench_end_to_end(tmp_path: Path) -> None:
 def test_speculation_bench_of_a_models_own_guesses(tmp_path: Path) -> None:
     """MTP layers are right as often as they were written to be; outputs are the same."""
     model, target = tmp_path / "model", tmp_path / "out.json"
-    write_random_model(model, RandomModelOptions("glm-4.5-air-tiny", "int4_g32", head="chain", mtp_right=80))
+    write_random_model(
+        model, RandomModelOptions("glm-4.5-air-tiny", "int4_g32", head="chain", mtp_acceptance=80)
+    )
     command = [sys.executable, "-m", "moebius", "bench", "speculation", str(model), "--streams", "2"]
     command += ["--speculative-method", "mtp", "--num-draft-tokens", "1", "--no-adaptive-drafts"]
     command += ["--text-len", "256", "--probe-mib", "16", "--expert-servers", "1", "--no-calibrate-kernels"]

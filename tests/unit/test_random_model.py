@@ -124,7 +124,7 @@ def test_glm_has_the_tensors_that_were_published(
 def test_a_layer_of_prediction_is_right_as_often_as_asked(tmp_path: Path, percent: int) -> None:
     """With a chained head: after so many percent of all tokens its guess is what the model says next."""
     directory = tmp_path / "model"
-    options = RandomModelOptions("glm-4.5-air-tiny", head="chain", mtp_right=percent)
+    options = RandomModelOptions("glm-4.5-air-tiny", head="chain", mtp_acceptance=percent)
     write_random_model(directory, options)
     client = LocalExpertClient(str(directory), read_geometry(directory, mtp_heads=1), torch.bfloat16)
     runner = load_runner(directory, experts=client, overrides=ModelOverrides(mtp_heads=1))
@@ -272,7 +272,7 @@ def test_only_its_own_directory_is_overwritten(tmp_path: Path) -> None:
             RandomModelOptions("glm-5.3-flash", "q4_0"),
             "--format: 'q4_0' is not allowed with --shape glm-5.3-flash; allowed: bfloat16, int4_g32",
         ),
-        (RandomModelOptions(mtp_right=101), "--mtp-right: 101 is not allowed; allowed: 0 to 100"),
+        (RandomModelOptions(mtp_acceptance=101), "--mtp-acceptance: 101 is not allowed; allowed: 0 to 100"),
         (RandomModelOptions(head="next"), "--head: 'next' is not allowed; allowed: random, chain"),
         (RandomModelOptions(overlap=45), "--overlap is allowed with --head chain"),
         (

@@ -222,7 +222,7 @@ def random(
     head: Annotated[
         str, typer.Option(help="What follows a token: random, or chain (one token, so that systems agree)")
     ] = "random",
-    mtp_right: Annotated[
+    mtp_acceptance: Annotated[
         int,
         typer.Option(
             min=0, max=100, help="Percent of tokens after which an MTP layer guesses right, with --head chain"
@@ -250,7 +250,7 @@ def random(
         max_gb,
         skew,
         head,
-        mtp_right,
+        mtp_acceptance,
         seed,
         threads,
         overlap,

@@ -190,7 +190,7 @@ class ModelDraw:
     # Whether the head answers each token with `successor` of it.
     chained: bool = False
     # After how many percent of all tokens layers of multi-token prediction guess the same as a chained head.
-    mtp_right: int = 100
+    mtp_acceptance: int = 100
     topics: Topics = NO_TOPICS
     # None: routers choose at random, as `skew` and `topics` say.
     replay: Replay | None = None
@@ -252,7 +252,7 @@ def _embedding_rows(draw: ModelDraw, std: float) -> NDArray[np.uint16]:
     values[:, 0] = constant
     if shape.num_mtp_layers and draw.chained:
         order = generator(draw.seed, _FLAGS).permutation(shape.vocab_size)
-        flagged = order >= draw.mtp_right / 100 * shape.vocab_size
+        flagged = order >= draw.mtp_acceptance / 100 * shape.vocab_size
         values[:, FLAG] = np.where(flagged, constant, np.uint16(0))
     if draw.topics.is_on:
         found = trajectory(shape.vocab_size, draw.topics, draw.seed)[chain_places(shape.vocab_size)]
