@@ -4,8 +4,8 @@ A line of the file is a key itself, or what `moebius keys add` writes: the hash 
 
     sha256:SALT:DIGEST name=alice requests_per_minute=60
 
-The hash is one salted SHA-256. Keys that are made here are 256 random bits, which nobody finds by guessing
-however cheap a guess is; a slow hash (scrypt, argon2) would only let whoever sends wrong keys keep the
+The hash is one salted SHA-256. Keys that are made here are 256 random bits, which cannot be found by
+trying, however cheap a trial is; a slow hash (scrypt, argon2) would only let a sender of wrong keys keep the
 gateway busy. The salt hides that two files hold the same key.
 """
 
@@ -68,7 +68,7 @@ class ApiKey:
 
 class ApiKeys:
     """The accepted keys. A changed file is read again at the next request; one that cannot be read, or has
-    no key left, keeps the keys before it: a slip while editing locks nobody out and lets nobody in."""
+    no key left, keeps the keys before it: a slip while editing locks no client out and lets none in."""
 
     def __init__(self, api_key: str, path: str) -> None:
         """`api_key` and the lines of the file at `path` are all accepted; empty: none of that kind.

@@ -315,7 +315,7 @@ def _speaks_tls(address: str) -> bool:
 
 
 def handshake_problem(address: str, tls: GrpcTls) -> str:
-    """Why a TLS handshake with `address` fails, tried once; empty: it does not, or nobody is there."""
+    """Why a TLS handshake with `address` fails, tried once; empty: it does not, or nothing listens there."""
     files = tls.renewed.files
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
@@ -364,7 +364,7 @@ def _host(address: str) -> str:
 
 
 def _connected(address: str) -> socket.socket | None:
-    """A connection to a gRPC address (host:port or unix:path); None: nobody answers."""
+    """A connection to a gRPC address (host:port or unix:path); None: nothing listens there."""
     try:
         if address.startswith("unix:"):
             connection = socket.socket(socket.AF_UNIX)

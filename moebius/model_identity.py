@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 
 CONFIG = "config.json"
-# Read by whoever turns text into tokens and back.
+# Read by processes that turn text into tokens and back.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja", CONFIG)
 # Handed to routers that read the tokenizer themselves.
 ROUTER_FILES = (
@@ -234,7 +234,7 @@ def _listed(words: list[str]) -> str:
 
 
 _MOST_SHOWN = 5
-REMEDY = "put the files back that were there, or start everything anew to serve what is there now"
+REMEDY = "put the files back that were there, or restart all processes to serve what is there now"
 
 
 def check_unchanged(before: Parts, read_again: Callable[[], Parts]) -> None:
@@ -274,7 +274,7 @@ class IdentityRecord:
             raise WrongIdentity(f"{_listed(list(found.values()))} since the engine was started: {REMEDY}")
 
     def replace(self, parts: Parts) -> None:
-        """Notes parts whatever was noted: an operator has asked for the files to be read anew."""
+        """Notes parts whatever was noted: an operator has asked for the files to be read again."""
         if self._path is not None:
             with self._changing(self._path) as (known, _):
                 known.update(parts)

@@ -303,7 +303,7 @@ class GrpcTls:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """As `server_context`, for whoever connects: checks the server's certificate and its name."""
+        """The context of a client: as `server_context`, and checks the server's certificate and its name."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._load(context)
         return context

@@ -58,7 +58,7 @@ def origin_pattern(origins: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Sender:
-    """What a request's headers say of where it comes from; filled by whoever has the request."""
+    """What a request's headers say of where it comes from; filled by the caller that has the request."""
 
     method: str
     host: str  # empty: HTTP/1.0 needs none, and browsers always send it

@@ -145,7 +145,7 @@ class MoeConfig:
     kinds: ExpertKindsConfig | None = None
 
     def with_top_k(self, top_k: int) -> MoeConfig:
-        """The same where a token chooses so many experts."""
+        """The same configuration where a token chooses `top_k` experts."""
         if self.kinds is None:
             return replace(self, router=replace(self.router, top_k=top_k))
         kinds = replace(self.kinds, top_k=top_k)

@@ -84,7 +84,7 @@ def test_servers_of_other_settings_are_packed_anew_and_named(model: Path, memory
     gc.collect()
     with capture_logs() as logs:
         host_of(SliceRequest(str(model), mtp_heads=1), memory)
-    reasons = [line["reason"] for line in logs if line["event"] == "experts are packed anew"]
+    reasons = [line["reason"] for line in logs if line["event"] == "experts are packed again"]
     assert reasons == ["it holds other weights: mtp_heads=0, expected mtp_heads=1"]
 
 

@@ -178,12 +178,12 @@ def test_it_fits_80_columns() -> None:
     assert any(line.lstrip().startswith("3 ████▌") for line in lines)
 
 
-def test_guesses_are_shown_where_there_are_some() -> None:
-    """The share that was right since the start; no line where nothing was guessed."""
+def test_draft_tokens_are_shown_where_there_are_some() -> None:
+    """The acceptance rate since the start; no line where no draft token was verified."""
     load = {"draft_tokens": 1200, "accepted_tokens": 900}
     lines = shown(answer(12, load=load), answer(10, load=load))
-    assert any("75% of 1,200 verified tokens were right" in line for line in lines)
-    assert not any("verified tokens" in line for line in shown(answer(12), answer(10)))
+    assert any("75% of 1,200 verified ones were accepted" in line for line in lines)
+    assert not any("draft tokens" in line for line in shown(answer(12), answer(10)))
 
 
 def test_a_narrow_terminal_cuts_no_number() -> None:

@@ -23,7 +23,7 @@ PROMPT = "> "
 def converse(client: ApiClient, conversation: Conversation) -> None:
     """Asks the user until the end of input; the whole conversation is sent each time.
 
-    Errors of commands and of the server are shown and the dialogue goes on: the next message connects anew.
+    Errors of commands and of the server are shown and the dialogue goes on: the next message connects again.
     """
     read = _reader(conversation)
     while True:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Status = Literal["ok", "warning", "failure"]
 GIB, MIB = 2**30, 2**20
 FS_GROUP = "chart value podSecurityContext.fsGroup, which lets the image's user write to volumes"
-# torch, the driver and our processes open about so many.
+# torch, the driver and our processes open about this many.
 OPEN_FILES = 4096
 
 

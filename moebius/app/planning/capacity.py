@@ -66,7 +66,7 @@ def kv_refusal(context: int, concurrency: int, tokens: int, token_bytes: float) 
 
 MEASURED_HERE, ASSUMED = "measured on this host", "assumed"
 DEFAULT_CONTEXT = 8192
-# Kept for KV where nobody says how many streams are wanted.
+# Kept for KV where no number of streams is given.
 DEFAULT_CONCURRENCY = 4
 
 

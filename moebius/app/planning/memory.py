@@ -304,7 +304,7 @@ class Residency:
     # MoE layer -> ids of resident experts.
     resident: Mapping[int, tuple[int, ...]]
     num_experts: int
-    # Whether nobody chose it: the settings that ask `moebius serve` for it are then in `flags`.
+    # Whether it was chosen by the planner: the settings that ask `moebius serve` for it are then in `flags`.
     is_filled: bool
     flags: str
 

@@ -299,7 +299,7 @@ class Planner:
         return ExpertMemory(count, each, is_everything=residency.is_everything)
 
     def _pool(self, ledgers: tuple[MemoryPlan, ...]) -> KvPool:
-        """The rank with least room decides; nobody takes more than can be used."""
+        """The KV pool of every rank: the one with least room decides, and none takes more than is usable."""
         pages = min(ledger.kv_bytes // ledger.page_bytes for ledger in ledgers)
         settings = self.config.gpu
         if settings.num_pages is None and settings.kv_cache_gib is None:

@@ -100,7 +100,7 @@ class RandomModelOptions:
     skew: str = "none"
     # "random", or "chain": each token has one successor, whatever came before it.
     head: str = "random"
-    # After how many percent of the tokens layers of multi-token prediction guess right, with a chained head.
+    # Acceptance rate, in percent, of draft tokens that MTP layers propose for a chained head.
     mtp_acceptance: int = 80
     seed: int = 0
     threads: int = 0  # 0: one per allowed CPU.

@@ -171,7 +171,7 @@ NUM_SPECIAL = 3
 FIRST_WORD = NUM_SPECIAL + 256
 # Element 0 of the residual stream, over sqrt(hidden): 1/36 of the energy, many deviations of the others.
 CONSTANT = 1 / 6
-# Element of an embedding that says whether layers of multi-token prediction guess wrong after that token; in
+# Element of an embedding that says whether draft tokens of MTP layers are rejected after that token; in
 # a replay, that the token is one of text, after which the trace begins.
 FLAG = 1
 # Of random numbers: attention matrices, which tokens are flagged, what a replay leaves free.
@@ -189,7 +189,7 @@ class ModelDraw:
     seed: int
     # Whether the head answers each token with `successor` of it.
     chained: bool = False
-    # After how many percent of all tokens layers of multi-token prediction guess the same as a chained head.
+    # Acceptance rate, in percent, of draft tokens that MTP layers propose for a chained head.
     mtp_acceptance: int = 100
     topics: Topics = NO_TOPICS
     # None: routers choose at random, as `skew` and `topics` say.

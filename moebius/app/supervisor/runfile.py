@@ -4,7 +4,7 @@ A run directory holds `lock` (flock held while the supervisor lives), `run.json`
 memory) and the processes' sockets and settings. The kernel drops the lock with its holder, so "the lock
 is free but run.json exists" means leftovers, and nothing else does.
 
-What a run file lists is killed and deleted, so it is believed only where nobody else can have written it:
+What a run file lists is killed and deleted, so it is believed only where no other user can have written it:
 in a directory (mode 0700) and a file of our own, reached through no link of somebody else's.
 """
 
@@ -59,7 +59,7 @@ def own_state_directory(path: Path) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file that nobody else can read, all of it or nothing. Raises StartupError without room."""
+    """Writes a file that no other user can read, all of it or nothing. Raises StartupError without room."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         temporary.unlink(missing_ok=True)

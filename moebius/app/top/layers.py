@@ -57,7 +57,7 @@ def layer_rates(
 
 
 def _difference(then: Mapping[str, Any] | None, now: Mapping[str, Any], part: str, name: str) -> float | None:
-    """None where one of them does not say, or counts anew."""
+    """What was added to a counter between two readings; None where one lacks it or the count was reset."""
     if then is None:
         return None
     old, new = ((found.get(part) or {} if part else found).get(name) for found in (then, now))

@@ -88,7 +88,7 @@ class MetadataKeys:
 
     @property
     def unread(self) -> list[str]:
-        """Keys of the architecture that nobody asked for."""
+        """Keys of the architecture that no reader asked for."""
         return sorted(
             key for key in self.model.metadata if key.startswith(self._prefix) and key not in self._asked
         )

@@ -72,7 +72,7 @@ class GgufRule:
 
     pattern: str  # Matched against the whole name.
     # `re` replacement template, in which `<key>` is the number, or the only one of a list, that the metadata
-    # has under this key; None: the tensor is nobody's (left out on purpose).
+    # has under this key; None: the tensor is left out on purpose.
     replacement: str | None
     # A published name that the rule applies to, and what becomes of it.
     example: tuple[str, str | None]

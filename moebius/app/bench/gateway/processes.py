@@ -29,7 +29,7 @@ sys.exit(run(MoebiusConfig.model_validate_json(Path(sys.argv[1]).read_bytes())))
 
 
 def free_port() -> int:
-    """A port that nobody has at this moment."""
+    """A TCP port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
