@@ -42,7 +42,7 @@ def prose(path: Path) -> Iterator[str]:
         yield from COMMENTS.findall(text)
     elif path.suffix == ".md":
         yield QUOTED.sub("", text)
-    elif path.suffix != ".svg":
+    elif path.suffix not in (".svg", ".safetensors", ".txt"):
         yield text
 
 
