@@ -250,7 +250,7 @@ def test_an_output_ends_with_its_grammar(loop: dict[str, bool]) -> None:
 
 @LOOPS
 def test_min_tokens_puts_the_end_off(loop: dict[str, bool]) -> None:
-    """The end token is allowed where the grammar may stop, and not before so many tokens."""
+    """The end token is allowed where the grammar may stop, and not before the minimum of tokens."""
     likes_end = {"logit_bias": ((0, 100.0),), "min_tokens": 7}
     with running_engine(**loop) as harness:
         request = constrained("r", prompt_of(1, 9), Constraint(regex="[ab]+"), **likes_end)
@@ -464,7 +464,7 @@ def test_a_grammar_whose_first_mask_is_too_complex_is_refused() -> None:
 
 
 def test_a_grammar_that_was_not_announced_keeps_nobody_waiting() -> None:
-    """Where the engine ends while ranks are told of a grammar, whoever asks for it gets the error."""
+    """Where the engine ends while a grammar is sent to ranks, the request that has it gets the error."""
     made = compiler.__wrapped__()  # one of its own
 
     def refuse(_constraint: str) -> None:

@@ -194,7 +194,7 @@ def test_drafts_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     expected, _, _ = test_mtp_drafts.run(directory, 0, 0, test_mtp_drafts.GREEDY)
     tokens, drafters, _ = test_mtp_drafts.run(directory, 1, 2, test_mtp_drafts.GREEDY)
     assert tokens == expected != plain
-    assert len(drafters[0].guesses) > 8
+    assert len(drafters[0].noted) > 8
     assert rules[0] == rules[1]
 
 

@@ -203,7 +203,7 @@ def test_an_exception_in_a_step_fails_its_requests_only(loop: dict[str, bool]) -
 def test_an_exception_in_the_host_code_ends_requests_not_the_engine(
     loop: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scheduling or committing may have a bug: clients get an error, nobody hangs, the next is served."""
+    """Scheduling or committing may have a bug: clients get an error, none hangs, the next is served."""
     with running_engine(**loop) as harness:
         scheduler = harness.engine.scheduler
         for index, name in enumerate(("schedule", "commit")):
@@ -232,7 +232,7 @@ def test_nan_fails_one_request_and_poisons_no_page(loop: dict[str, bool]) -> Non
         assert bad.finish_reason is FinishReason.ERROR
         assert "NaN or Inf" in bad.error_message
         assert [tokens[0], tokens[2]] == expected
-        # Whoever reads a NaN fails; these go through every page of the pool.
+        # A reader of a NaN fails; these go through every page of the pool.
         fill = [make_request(f"fill{i}", prompt_of(i, 40)) for i in range(4)]
         harness.run(fill)
         assert {request.finish_reason for request in fill} == {FinishReason.LENGTH}

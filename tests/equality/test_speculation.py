@@ -98,7 +98,7 @@ def test_drafts_do_not_show(
         assert verified > 0
         ended_early = [r for r in requests if r.finish_reason is FinishReason.STOP]
         if wrong_every == 0:
-            # What was guessed of the token that ended an output has no row to be right in.
+            # A draft of the token that ended an output has no row that could accept it.
             assert verified >= right >= verified - len(ended_early)
         else:
             assert right == 0 if wrong_every == 1 else 0 < right < verified

@@ -1,4 +1,4 @@
-"""Guards an expert server whose memory changes: it finds it, packs it anew, and answers nothing wrong."""
+"""Guards an expert server whose memory changes: it finds it, packs it again, and answers nothing wrong."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ async def test_unavailable_before_ready_and_while_draining() -> None:
 
 
 async def test_reflection_is_off_unless_asked_for() -> None:
-    """Services are not listed to whoever reaches the port; with the setting they are."""
+    """Services are not listed to all who reach the port; with the setting they are."""
     for reflect in (False, True):
         server, _, port = make_server(EngineServicer(), "127.0.0.1:0", reflect=reflect)
         await server.start()

@@ -152,7 +152,7 @@ def packed_by(memory: Path, request: SliceRequest, stop_after: int = 0) -> int:
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads the checkpoint, or measures kernels, fails."""
+    """Reading the checkpoint, or measuring kernels, fails."""
 
     def fail(*_: object) -> None:
         raise AssertionError("called")

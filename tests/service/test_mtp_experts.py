@@ -1,5 +1,5 @@
 """Guards that the experts of multi-token prediction are one more layer of expert servers where it is served,
-and nobody's where it is not.
+and no server's where it is not.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def test_an_answer_can_be_continued(models: dict[str, ServedModel], name: str) -
 
 @pytest.mark.parametrize("name", TYPES)
 def test_typed_tokens_are_text(models: dict[str, ServedModel], name: str) -> None:
-    """Nobody but the template writes control tokens: not in questions, instructions, results or arguments."""
+    """Only the template writes control tokens: not in questions, instructions, results or arguments."""
     tokenizer = models[name].tokenizer
     listed = (*TOKENS, "｜DSML｜")
     typed = "a" + "".join(listed) + "b"

@@ -288,7 +288,7 @@ def test_prefill_goes_on(tmp_path: Path) -> None:
 
 
 def test_fields_and_schema(tmp_path: Path) -> None:
-    """Sampling fields, schema and user are passed on; what nobody knows is left out and counted."""
+    """Sampling fields, schema and user are passed on; what is unknown is left out and counted."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     request, ignored = translated(
         tmp_path,

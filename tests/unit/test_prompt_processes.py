@@ -213,7 +213,7 @@ async def test_one_bad_request_of_a_group_is_refused_alone(
 async def test_a_process_that_is_killed_while_it_starts_costs_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    """One more start is waited for; one that fails again is what those who wait are told."""
+    """One more start is waited for; one that fails again is the error of those who wait."""
     files, setup = setup_for(tmp_path)
     deaths = [Died(-signal.SIGKILL)] * failures
 

@@ -422,7 +422,7 @@ async def test_an_engine_that_comes_back_with_other_files_gets_nothing(tmp_path:
 
 
 async def test_a_single_engines_memory_may_change(tmp_path: Path) -> None:
-    """It was started anew with the same files and less memory: that is no other model."""
+    """It was restarted with the same files and less memory: that is no other model."""
     async with replicas(tmp_path, 1, IDENTITY) as made:
         made.engines[0].info.max_context_length = 7
         assert await made.set.why_not_serving() == ""
@@ -462,7 +462,7 @@ async def test_a_names_addresses_come_and_go(tmp_path: Path) -> None:
 
 
 async def test_a_set_without_replicas_says_so(tmp_path: Path) -> None:
-    """A name that nobody has yet is waited for, not an error of the settings."""
+    """A name without an address is waited for, not an error of the settings."""
 
     async def resolve(_name: str) -> list[str] | None:
         return None

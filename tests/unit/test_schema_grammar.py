@@ -111,7 +111,7 @@ def check_numbers(found: Texts | None, bounds: Mapping[str, float], other: float
     kind=st.sampled_from(["integer", "number"]),
 )
 def test_multiples_are_multiples(step: float, bounds: dict[str, float], kind: str) -> None:
-    """What is allowed is a multiple within the bounds; what cannot be told is refused by its name."""
+    """What is allowed is a multiple within the bounds; what cannot be expressed is refused by its name."""
     schema = {"type": kind, "multipleOf": step, **bounds}
     try:
         compiled(constraint(schema))

@@ -114,7 +114,7 @@ def test_figures_are_differences() -> None:
 
 
 def test_what_is_not_known_is_none() -> None:
-    """Before a second answer, of a server that began anew, without a host-driven mailbox, of old gateways."""
+    """Before a second answer, of a restarted server, without a host-driven mailbox, of old gateways."""
     assert figures_between(None, answer(10)).bytes_per_second is None
     restarted = figures_between(answer(10), answer(12, server={"instance_id": 8}))
     assert restarted.servers == [None]
