@@ -11,13 +11,11 @@ gateway busy. The salt hides that two files hold the same key.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
 import secrets
 import stat
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from pathlib import Path
 import structlog
 
 from moebius.errors import ConfigError
+from moebius.replace_file import replace_file
 
 _log = structlog.get_logger(__name__)
 _MOST_BYTES = 2**20
@@ -253,20 +252,7 @@ def _replace(file: Path, lines: Sequence[str]) -> None:
     file = file.resolve()
     try:
         before = file.stat() if file.exists() else None
-        descriptor, made = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-            opened.write("".join(f"{line}\n" for line in lines))
-            opened.flush()
-            os.fsync(opened.fileno())
-        try:
-            if before is not None:
-                os.chown(made, before.st_uid, before.st_gid)
-                os.chmod(made, stat.S_IMODE(before.st_mode))
-            os.replace(made, file)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(made)
-            raise
+        replace_file(file, "".join(f"{line}\n" for line in lines), like=before)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
 

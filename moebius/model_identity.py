@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import companion_directory, gguf_files, is_gguf
 from moebius.errors import StartupError, WrongIdentity
+from moebius.replace_file import replace_file
 
 if TYPE_CHECKING:
     from moebius.checkpoint.index import CheckpointIndex, TensorInfo
@@ -300,9 +301,7 @@ class IdentityRecord:
                 yield known, refused
                 if (known, refused) != before:
                     # A process that is killed leaves the old record or the new one.
-                    made = path.with_name(f"{path.name}.new")
-                    made.write_text(json.dumps({"digests": known, "refused": refused}, indent=1))
-                    made.replace(path)
+                    replace_file(path, json.dumps({"digests": known, "refused": refused}, indent=1), 0o644)
         except OSError as error:
             raise StartupError(f"identity_file: {path} cannot be used: {error}") from error
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 ANY = "*"
+# How this machine is named where no name is to be resolved.
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _PORTS = {"http": 80, "https": 443}
 _SHOWN = 80
 # A scheme and what follows it, without a path; * stands for any part.

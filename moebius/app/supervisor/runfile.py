@@ -29,6 +29,7 @@ import structlog
 
 from moebius.errors import StartupError
 from moebius.mailbox import MAGIC
+from moebius.replace_file import replace_file
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -60,13 +61,8 @@ def own_state_directory(path: Path) -> Path:
 
 def write_private(path: Path, text: str) -> None:
     """Writes a file that no other user can read, all of it or nothing. Raises StartupError without room."""
-    temporary = path.with_name(f"{path.name}.new")
     try:
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.replace(path)
+        replace_file(path, text)
     except OSError as error:
         raise unusable(path.parent, error) from None
 
