@@ -83,7 +83,7 @@ def test_answers_do_not_depend_on_exchanges(
     """Copied from segments and packed from the checkpoint, between steps of both kinds, 1 server or 2."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    experts = {"split_count": split_count, "expert_weights_dir": str(memory)}
+    experts: dict[str, Any] = {"split_count": split_count, "expert_weights_dir": str(memory)}
     servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=KEPT, **experts)
     with servers as cluster:
         with running_engine(settings(cluster, 0, prefill_experts="cpu")) as engine:

@@ -192,7 +192,7 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 @LOOPS
 def test_stop_does_not_wait_for_lost_experts(
-    loop: dict[str, bool], capsys: pytest.CaptureFixture[str]
+    loop: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An engine that stops in the middle of a recovery is gone at once, its requests have ended, and the log
     says why without a traceback."""

@@ -91,7 +91,7 @@ def test_streamed_prompts(
     """
     memory = tmp_path / "memory"
     memory.mkdir()
-    experts = {"split_count": 2, "expert_split": split, "expert_weights_dir": str(memory)}
+    experts: dict[str, Any] = {"split_count": 2, "expert_split": split, "expert_weights_dir": str(memory)}
     resident = PlacementConfig(gpu_experts=1, drop_resident=drop)
     servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=resident, **experts)
     with servers as cluster:
