@@ -41,7 +41,7 @@ class KeyLimits:
     tokens_per_minute: int | None = None  # of prompts and outputs
 
     def or_else(self, other: KeyLimits) -> KeyLimits:
-        """With those of `other` where none is set."""
+        """These limits, with those of `other` where none is set."""
         mine = {name: value for name, value in vars(self).items() if value is not None}
         return KeyLimits(**{**vars(other), **mine})
 
@@ -92,7 +92,7 @@ class ApiKeys:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all keys."""
+        """The names of all keys."""
         return frozenset(one.name for one in (*self._fixed, *self._from_file))
 
     def find(self, key: bytes) -> ApiKey | None:

@@ -36,7 +36,7 @@ class FairShares:
         self._served[client] = self.served(client) + cost
 
     def settle(self, waiting: Collection[str]) -> None:
-        """To be called with all clients that wait, before one is chosen: no others can save up.
+        """Has to be called with all clients that wait, before one is chosen: no others can save up.
 
         Where none waits there is enough for all, and no client owes anything.
         """

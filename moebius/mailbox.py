@@ -118,7 +118,8 @@ class Regions:
 
 
 def field_offsets() -> dict[str, int]:
-    """Of layout.h: "Struct.field" to its offset in bytes, "Struct" to its size; reserved fields left out."""
+    """The offsets of fields of layout.h: "Struct.field" to its offset in bytes, "Struct" to its size;
+    reserved fields left out."""
     found: dict[str, int] = {}
     for structure, (nbytes, fields) in _kernels.mailbox_layout().items():
         found[structure] = nbytes
@@ -147,7 +148,7 @@ class MailboxGeometry:
     num_clients: int = 1  # tensor-parallel ranks that each bring a part of a request's rows, 1..8
 
     def regions(self) -> Regions:
-        """Of a segment of this geometry; `total` is its size."""
+        """The regions of a segment of this geometry; `total` is its size."""
         return Regions(
             **_kernels.mailbox_regions(
                 hidden_size=self.hidden_size,

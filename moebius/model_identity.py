@@ -79,7 +79,8 @@ def file_digest(path: Path, most: int | None = None) -> str:
 
 
 def text_parts(model: str | Path, template_file: str = "") -> dict[str, str]:
-    """Of what turns text into tokens and back; `template_file` takes the place of the checkpoint's template.
+    """The digests of what turns text into tokens and back; `template_file` takes the place of the
+    checkpoint's template.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -91,7 +92,8 @@ def text_parts(model: str | Path, template_file: str = "") -> dict[str, str]:
 
 
 def model_parts(model: str | Path) -> dict[str, str]:
-    """Of all files that describe the model; weights are `weight_parts`. Raises CheckpointError."""
+    """The digests of all files that describe the model; weights are `weight_parts`. Raises
+    CheckpointError."""
     return _small_files(model, MODEL_FILES)
 
 
@@ -104,7 +106,8 @@ def _small_files(model: str | Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def weight_parts(index: CheckpointIndex) -> dict[str, str]:
-    """By name of file. Reads a few MiB: header, blocks spread evenly, one of each tensor of dense layers.
+    """The digests of weights by name of file. Reads a few MiB: header, blocks spread evenly, one of each
+    tensor of dense layers.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -169,7 +172,7 @@ def checkpoint_parts(index: CheckpointIndex, prefix: str = "") -> dict[str, str]
 
 
 def expert_parts(index: CheckpointIndex, model: str | Path, expert_checkpoint: str = "") -> dict[str, str]:
-    """Of what an expert server reads; `index` is that of `expert_checkpoint`, or of the model.
+    """The digests of what an expert server reads; `index` is that of `expert_checkpoint`, or of the model.
 
     Raises CheckpointError naming a file that cannot be read.
     """

@@ -104,7 +104,7 @@ class SegmentLayer:
 
     @property
     def nbytes(self) -> int:
-        """Of all its experts."""
+        """The packed size of the layer's experts in bytes."""
         return self.expert_bytes * len(self.experts)
 
 

@@ -208,7 +208,7 @@ class Download:
                     self._progress(name, done, total)
 
     def _digest(self, path: Path, name: str) -> str:
-        """Of what lies on the disk, as far as the kernel can be asked to read it again."""
+        """The SHA-256 of what lies on the disk, as far as the kernel can be asked to read it again."""
         digest, total = hashlib.sha256(), path.stat().st_size
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

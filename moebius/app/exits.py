@@ -51,7 +51,7 @@ class EndingSignals:
 
     @property
     def status(self) -> int:
-        """As shells give it for a command that a signal has ended."""
+        """The exit status, as shells give it for a command that a signal has ended."""
         return 128 + self.number
 
     def explains(self, error: BaseException) -> bool:

@@ -191,7 +191,7 @@ class ExpertKindsConfig:
 
     @property
     def total_parts(self) -> int:
-        """Of all experts of both kinds."""
+        """The number of parts of all experts of both kinds."""
         return self.num_experts * sum(self.num_parts)
 
     @property
@@ -200,7 +200,8 @@ class ExpertKindsConfig:
         return self.top_k * max(self.num_parts)
 
     def stored_place(self, part: int) -> tuple[int, int, int]:
-        """Of a part: its expert's number in the checkpoint, its first channel, and the expert's width."""
+        """The place of a part: its expert's number in the checkpoint, its first channel, and the expert's
+        width."""
         first, second = self.num_parts
         place, of_first = part, self.num_experts * first
         if part < of_first:

@@ -67,7 +67,7 @@ def _answer(client: ApiClient, conversation: Conversation) -> None:
 
 
 def _note(text: str) -> None:
-    """Of the program, not of the model: on stderr, dimmed on a terminal."""
+    """Writes a line of the program, not of the model: on stderr, dimmed on a terminal."""
     dimmed = f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text
     print(dimmed, file=sys.stderr, flush=True)
 

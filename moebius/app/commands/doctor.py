@@ -78,7 +78,7 @@ def doctor(
 
 
 def line_of(finding: Finding) -> str:
-    """As it is printed."""
+    """The line of a finding as it is printed."""
     text = f"{MARKS[finding.status]} {finding.check}: {finding.found}"
     return f"{text}; {finding.fix}" if finding.fix else text
 

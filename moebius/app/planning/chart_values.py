@@ -145,7 +145,7 @@ def _mib(nbytes: float) -> int:
 
 
 def write_values(path: Path, values: Mapping[str, Any], headline: str) -> None:
-    """As YAML, with a comment that says what it was made of. Raises UserError."""
+    """Writes the values as YAML, with a comment that says what it was made of. Raises UserError."""
     text = "".join(f"# {line}\n" for line in headline.splitlines())
     text += "# To be added: where the checkpoint is, for example --set model.source.pvc.claimName=models\n"
     try:

@@ -200,7 +200,7 @@ def _with_given(model: GpuModel | None, options: HardwareOptions) -> GpuModel:
 
 
 def gpu_names(root: Path = Path("/")) -> list[str]:
-    """Of every GPU that may be opened; "" where the driver's files do not say."""
+    """The product name of every GPU that may be opened; "" where the driver's files do not say."""
     from moebius.app.supervisor.placement import find_gpus
 
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))

@@ -416,7 +416,8 @@ class Planner:
 
 
 def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -> Planner:
-    """With `fill` all GPUs that the model allows are tensor-parallel ranks, where no setting says how many.
+    """A planner of these settings. With `fill` all GPUs that the model allows are tensor-parallel ranks,
+    where no setting says how many.
 
     Raises UserError for more ranks than GPUs.
     """
@@ -440,7 +441,8 @@ def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -
 
 
 def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> CapacityPlan:
-    """As `Planner.plan`; a refusal names how many GPUs of the kind would do, where up to 8 do."""
+    """The capacity, as `Planner.plan`; a refusal names how many GPUs of the kind would do, where up to 8
+    do."""
     planner = make_planner(config, hardware, fill)
     if not planner.on_gpu:
         hardware = replace(hardware, gpus=0, gpu=None)

@@ -57,7 +57,7 @@ class ExpertTimes:
     intermediate_size: int
 
     def seconds(self, rows: float) -> float:
-        """Of one expert with `rows` rows, all threads of one server at work."""
+        """The seconds of one expert with `rows` rows, all threads of one server at work."""
         return self.gate_up_panels * self.gate_up.seconds(
             rows, self.hidden_size
         ) + self.down_panels * self.down.seconds(rows, self.intermediate_size)
@@ -110,7 +110,7 @@ class StepSeconds:
 
     @property
     def parts(self) -> dict[str, float]:
-        """By name, in the order of a step."""
+        """The seconds of each part by name, in the order of a step."""
         return {
             "dense weights and KV": self.dense,
             "experts in RAM": self.cpu_experts,
@@ -147,7 +147,8 @@ def predict_decode(work: Work, hardware: Hardware, streams: Sequence[int], conte
 
 
 def predict_prefill(work: Work, hardware: Hardware, chunk: int, context: int) -> Speed:
-    """Of a prompt of `context` tokens, in chunks; each attends to half of the prompt on average."""
+    """The predicted seconds of a prompt of `context` tokens, in chunks; each attends to half of the prompt on
+    average."""
     chunk = min(chunk, context)
     seconds = step_seconds(work, hardware, chunk, context // 2, context // 2)
     distinct = expected_distinct(work.num_experts, work.top_k, min(chunk, work.request_rows))
@@ -273,7 +274,8 @@ def measured_times(
     dtype: str,
     hardware: Hardware,
 ) -> ExpertTimes | None:
-    """From `hardware.kernel_times`; None: no server of as many threads has measured both matrices' formats.
+    """The measured times from `hardware.kernel_times`; None: no server of as many threads has measured both
+    matrices' formats.
 
     `dtype`: of the model's activations.
     """

@@ -216,11 +216,11 @@ class ModelDraw:
         return CONSTANT * math.sqrt(self.shape.hidden_size)
 
     def normed_constant(self, layer: int) -> float:
-        """The same after a layer's RMSNorm: all layers together add about an embedding's energy."""
+        """The constant after a layer's RMSNorm: all layers together add about an embedding's energy."""
         return self.constant / self.norm(layer)
 
     def normed_topic(self, layer: int) -> float:
-        """Of a topic's elements."""
+        """The size of a topic's elements after a layer's RMSNorm."""
         return self.topic / self.norm(layer)
 
     def norm(self, layer: int) -> float:

@@ -304,7 +304,8 @@ def _starts_servers(config: MoebiusConfig, model: MoeGeometry) -> bool:
 
 
 def place_servers(config: MoebiusConfig, cores: HostCores) -> tuple[ServerBinding, ...]:
-    """As many servers as are set, else one per NUMA node. Raises ConfigError for shares that do not fit."""
+    """The places of expert servers: as many servers as are set, else one per NUMA node. Raises ConfigError
+    for shares that do not fit."""
     experts = config.experts
     count = experts.expert_servers or len(cores.nodes)
     if experts.split_shares and len(experts.split_shares) != count:

@@ -99,7 +99,7 @@ def figures_between(before: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
 def server_rates(
     before: Mapping[str, Any], now: Mapping[str, Any], elapsed: float
 ) -> list[ServerRates | None]:
-    """In the order of the answer."""
+    """The rates of each server, in the order of the answer."""
     old = {server["index"]: server for server in _servers(before)}
     found: list[ServerRates | None] = []
     for server in _servers(now):

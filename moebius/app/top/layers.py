@@ -26,7 +26,7 @@ class LayerRates:
 def layer_rates(
     before: Mapping[str, Any], now: Mapping[str, Any], elapsed: float, steps: float | None
 ) -> list[LayerRates]:
-    """By layer, ascending. `steps`: forward passes in the `elapsed` seconds; None: not known."""
+    """The rates by layer, ascending. `steps`: forward passes in the `elapsed` seconds; None: not known."""
     experts = now.get("experts") or {}
     old = {layer["layer"]: layer for layer in (before.get("experts") or {}).get("layers") or []}
     total = max(1, experts.get("num_experts") or 1)

@@ -57,7 +57,7 @@ class ExpertServers:
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Of all servers, by share; empty when the engine computes experts itself."""
+        """The gRPC addresses of all servers, by share; empty when the engine computes experts itself."""
         return self.config.experts.expert_addresses
 
     def counters(self) -> list[ServerCounters]:

@@ -84,7 +84,7 @@ def bare_server(port: int, directory: Path, step_ms: float) -> Iterator[int]:
 
 
 def wait_for(port: int, path: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until `path` is answered with 200. Raises UserError with the process's last words."""
+    """Waits until `path` is answered with 200. Raises UserError with the process's last words."""
     end = time.monotonic() + _START_S
     while time.monotonic() < end and process.poll() is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)

@@ -56,7 +56,7 @@ class TokenScale:
 
     @property
     def per_character(self) -> float:
-        """Of English text."""
+        """Tokens per character of English text."""
         return self.per_word / _CHARACTERS_PER_WORD
 
     def words_for(self, tokens: float) -> int:
