@@ -9,10 +9,10 @@ import structlog
 import uvloop
 
 from gateway.apis.stored_responses import shared_store
-from gateway.connections import connection_limits
-from gateway.garbage import collect_rarely
-from gateway.operations import gateway_operations
-from gateway.server import GatewayServer, server_for
+from gateway.app.server import GatewayServer, server_for
+from gateway.processes.garbage import collect_rarely
+from gateway.telemetry.operations import gateway_operations
+from gateway.transport.connections import connection_limits
 from gateway.workers.group import Group
 from moebius.api_keys import ApiKeys
 from moebius.config import MoebiusConfig

@@ -12,11 +12,13 @@ import structlog
 import torch
 
 from gpu_service.assembly.built import Built, model_info
+from gpu_service.assembly.elastic import EngineCache, make_engine_cache, make_page_supply, make_pool
 from gpu_service.assembly.experts import (
     RankMoe,
     check_experts,
     connect_experts,
     expert_memory,
+    load_fetcher,
     load_resident,
     load_streamer,
     make_recorder,
@@ -61,6 +63,7 @@ from gpu_service.engine.step_check import StepCheck
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.expert_recorder import recorder_operations
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
+from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.make import StreamingPlan, open_streamer, profiled_stream
 from gpu_service.experts.streaming.step import StreamedExperts
@@ -137,7 +140,7 @@ def _assemble(
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.rank_config, device)
     loaded = _load(config, model, model_config, fingerprint, moe, streaming, group, memory, undo)
-    vision, resident, streamer, adaptive = loaded
+    vision, resident, streamer, adaptive, fetcher = loaded
     # Before the pool is sized: a CPU allocates counts at first use, a GPU all of them now.
     sampler = group.sampler(model_config.vocab_size, device, gpu.num_seqs if _is_gpu(device) else 0)
     states = allocate_states(gpu, model.rank_config, device)
@@ -145,9 +148,10 @@ def _assemble(
     profiled = profiled_stream(streaming, streamer)
     lane_stream = None if profiled is None else make_lane_stream(config, device, group.parallel)
     num_pages = _num_pages(memory, model, moe, resident, states, profiled, lane_stream, group)
-    limits, kv_cache = scheduler_limits(gpu, model_config, num_pages), shape.make_pool(num_pages)
+    kv = make_engine_cache(config, shape, model_config, num_pages, adaptive)
+    limits, kv_cache = scheduler_limits(gpu, model_config, kv.num_pages), kv.cache
     memory.reached(KV)
-    experts = connect_experts(config, moe, group, undo, fingerprint, adaptive)
+    experts = connect_experts(config, moe, group, undo, fingerprint, adaptive, fetcher)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
     runner = group.model_runner(
         model,
@@ -165,15 +169,20 @@ def _assemble(
         watch=make_watch(config, resident, group, undo),
         is_float16=dtype == torch.float16,
         placement=adaptive,
+        fetcher=fetcher,
     )
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
-    open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint)
+    withdraw = (lambda: None) if fetcher is None else fetcher.withdraw
+    open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint, withdraw)
+    if fetcher is not None:
+        undo.callback(fetcher.close)
     check = make_check(observer, config, moe, runner, stream, dtype)
-    engine = _engine(config, group, runner, steps, lane, limits, num_pages, check, on_output, compiler)
+    engine = _engine(config, group, runner, steps, lane, limits, kv, stream, check, on_output, compiler)
     return Built(
-        *(engine, group, experts, runner.recorder, memory, model_config, num_pages, limits.context_limit),
+        *(engine, group, experts, runner.recorder, memory, model_config, kv.num_pages, limits.context_limit),
         warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
         *(self_test, vision, streamer, adaptive, resident, check, runner.watch, compiler),
+        fetcher=fetcher,
     )
 
 
@@ -245,8 +254,14 @@ def _load(
     group: RankGroup,
     memory: KvMemory,
     undo: ExitStack,
-) -> tuple[Vision | None, ResidentExperts | None, ExpertStreamer | None, AdaptivePlacement | None]:
-    """Everything that is read from the checkpoint, to the model's device, and room for what is streamed.
+) -> tuple[
+    Vision | None,
+    ResidentExperts | None,
+    ExpertStreamer | None,
+    AdaptivePlacement | None,
+    ExpertFetcher | None,
+]:
+    """Everything that is read from the checkpoint, to the model's device, and room for what is copied later.
 
     `undo` closes what moves experts in and out of it.
     """
@@ -257,14 +272,19 @@ def _load(
     memory.reached(DENSE)
     record = routing_record(config, moe, group, device, fingerprint)
     known = {} if moe is None else known_routing(config, moe, record)
-    resident = load_resident(config, moe, device, dtype, group, known)
+    shape = cache_shape(config.gpu, model.rank_config, device)
+    memory.pool = make_pool(config, shape, group, record is not None)
+    resident = load_resident(config, moe, device, dtype, group, known, memory.pool)
+    if memory.pool is not None and not memory.pool.size:  # no layer's memory moves
+        memory.pool = None
     memory.reached(RESIDENT)
     streamer = load_streamer(config, moe, streaming, device, dtype, resident, group)
+    fetcher = load_fetcher(config, moe, streaming, streamer)
     memory.reached(RING)
     adaptive = make_adaptive(moe, resident, streamer, record, known)
     if adaptive is not None:
         undo.callback(adaptive.close)
-    return vision, resident, streamer, adaptive
+    return vision, resident, streamer, adaptive, fetcher
 
 
 def _num_pages(
@@ -290,7 +310,8 @@ def _engine(
     steps: StepRunner,
     lane: PrefillLane | None,
     limits: SchedulerLimits,
-    num_pages: int,
+    kv: EngineCache,
+    stream: DeviceStream,
     check: StepCheck,
     on_output: Callable[[list[OutputDelta]], None],
     compiler: ConstraintCompiler | None,
@@ -306,8 +327,9 @@ def _engine(
         check.measure_again()
 
     operations[MEASURE_AGAIN] = measure_again
-    cache = make_request_cache(gpu, runner.states, num_pages)
+    cache = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent)
     scheduler = Scheduler(limits, cache, make_speculation(gpu, limits, runner))
+    scheduler.supply = make_page_supply(kv, cache, runner.placement, stream, check)
     builder = InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope)
     engine = Engine(
         scheduler,

@@ -19,6 +19,7 @@ from gpu_service.engine.step_check import StepCheck
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -47,10 +48,12 @@ class LiveExperts:
         client: ExpertClient | None = None,
         placement: AdaptivePlacement | None = None,
         check: StepCheck | None = None,
+        fetcher: ExpertFetcher | None = None,
     ) -> None:
         """`resident`: of a layer, experts that are on the device now; `addresses`: of the expert servers.
 
         `client`: of this process; None: no experts are asked for. `placement`: None: what is resident stays.
+        `fetcher`: None: decode steps copy no experts.
         """
         self._geometry = geometry
         self._resident = resident
@@ -58,7 +61,7 @@ class LiveExperts:
         self._recorder = recorder
         self._streamer = streamer
         self._client = client
-        self._placement, self._check = placement, check
+        self._placement, self._check, self._fetcher = placement, check, fetcher
         self._channels: list[grpc.aio.Channel] = []
 
     async def describe(self, live: pb.GetLiveResponse) -> None:
@@ -97,6 +100,7 @@ class LiveExperts:
         """What is copied to the device and what that brings, by layer of this rank."""
         streamed = {} if self._streamer is None else self._streamer.streamed_of
         placed = {} if self._placement is None else self._placement.figures().layers
+        fetched = {} if self._fetcher is None else self._fetcher.by_layer
         for layer in live.layers:
             if layer.layer in streamed:
                 layer.streamed_experts, layer.streamed_bytes = streamed[layer.layer]
@@ -104,6 +108,10 @@ class LiveExperts:
             if figures is not None:
                 layer.decode_choices, layer.decode_hits = figures.chosen, figures.hits
                 layer.exchanges, layer.exchange_bytes = figures.exchanges, figures.copied_bytes
+            if layer.layer in fetched:
+                own = fetched[layer.layer]
+                layer.fetched_experts, layer.fetched_bytes = own.experts, own.nbytes
+                layer.fetch_hits = own.in_slots
 
     def _describe_hand_off(self, live: pb.GetLiveResponse) -> None:
         if self._client is None:
@@ -240,6 +248,6 @@ def make_live_experts(config: MoebiusConfig, built: Built) -> LiveExperts | None
         held = resident is not None and layer in resident.slots
         return resident.experts(layer) if resident is not None and held else placed[layer]
 
-    moves = built.placement, built.check
+    moves = built.placement, built.check, built.fetcher
     addresses = config.experts.expert_addresses
     return LiveExperts(geometry, experts, addresses, built.recorder, built.streamer, built.experts, *moves)

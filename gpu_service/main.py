@@ -24,7 +24,9 @@ from gpu_service.engine import step_check
 from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.adaptive import metrics as placement_metrics
 from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.fetching import metrics as fetch_metrics
 from gpu_service.experts.resident import metrics as watch_metrics
+from gpu_service.figures import export_figures
 from gpu_service.live import make_live_experts
 from gpu_service.memory.ledger import export
 from gpu_service.profiler import EngineProfiler
@@ -335,6 +337,10 @@ def _warm_up(
         export(built.memory.ledger, name)
     if built.placement is not None:
         placement_metrics.export(built.placement, name)
+    if built.elastic is not None:
+        export_figures(built.elastic.figures, name, REGISTRY)
+    if built.fetcher is not None:
+        fetch_metrics.export(built.fetcher, name)
     if built.check is not None:
         # First steps compile and load.
         built.check.forget()

@@ -89,7 +89,11 @@ class GpuConfig(SpeculationSettings):
     kv_cache_gib: float | None = Field(
         default=None,
         gt=0,
-        description="KV cache size, GiB, if num_pages is unset; unset: 1 on a CPU, the free memory on a GPU",
+        description="KV cache, at least, GiB, if num_pages is unset; unset: 1 on a CPU, the rest of a GPU",
+    )
+    elastic_memory: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="KV pages and experts lend each other memory (auto: on one GPU; on: on a CPU, too)",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
         default="auto", description="Type of cached keys and values; auto: the activations' type"
@@ -120,6 +124,10 @@ class GpuConfig(SpeculationSettings):
     prefill_experts: Literal["auto", "cpu", "stream"] = Field(
         default="auto",
         description="Experts of prompts: on expert servers, streamed to the GPU, or both as measured (auto)",
+    )
+    fetch_experts: Literal["auto", "off"] = Field(
+        default="auto",
+        description="Experts that decode steps lack: some copied to the GPU where that is faster, or none",
     )
     stream_min_rows: int | None = Field(
         default=None,

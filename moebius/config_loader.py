@@ -79,6 +79,13 @@ class Leaf:
             )
         return "A,B,…" if self.is_list else {int: "INTEGER", float: "NUMBER"}.get(self.annotation, "TEXT")
 
+    def arguments(self, value: Any) -> list[str]:
+        """The command line's words for the value; `parse` reads them."""
+        if self.annotation is bool:
+            return [self.flag if value else f"--no-{self.flag[2:]}"]
+        text = ",".join(map(str, value)) if self.is_list else str(value)
+        return [self.flag, "none" if value is None else text]
+
     def parse(self, text: str) -> Any:
         """The value a flag's text stands for. Raises ConfigError; ranges are checked later, by pydantic."""
         text = OTHER_VALUES.get(self.name, {}).get(text.lower(), text)

@@ -523,7 +523,7 @@ class LiveTimes(_message.Message):
     def __init__(self, count: _Optional[int] = ..., p50: _Optional[float] = ..., p95: _Optional[float] = ...) -> None: ...
 
 class LiveLayer(_message.Message):
-    __slots__ = ("layer", "gpu_experts", "cpu_rows", "cpu_seconds", "cpu_calls", "chosen", "cpu_bytes", "streamed_experts", "streamed_bytes", "decode_choices", "decode_hits", "exchanges", "exchange_bytes")
+    __slots__ = ("layer", "gpu_experts", "cpu_rows", "cpu_seconds", "cpu_calls", "chosen", "cpu_bytes", "streamed_experts", "streamed_bytes", "decode_choices", "decode_hits", "exchanges", "exchange_bytes", "fetched_experts", "fetched_bytes", "fetch_hits")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     GPU_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     CPU_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -537,6 +537,9 @@ class LiveLayer(_message.Message):
     DECODE_HITS_FIELD_NUMBER: _ClassVar[int]
     EXCHANGES_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_HITS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     gpu_experts: _containers.RepeatedScalarFieldContainer[int]
     cpu_rows: _containers.RepeatedScalarFieldContainer[int]
@@ -550,7 +553,10 @@ class LiveLayer(_message.Message):
     decode_hits: int
     exchanges: int
     exchange_bytes: int
-    def __init__(self, layer: _Optional[int] = ..., gpu_experts: _Optional[_Iterable[int]] = ..., cpu_rows: _Optional[_Iterable[int]] = ..., cpu_seconds: _Optional[float] = ..., cpu_calls: _Optional[int] = ..., chosen: _Optional[_Iterable[int]] = ..., cpu_bytes: _Optional[int] = ..., streamed_experts: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., decode_choices: _Optional[int] = ..., decode_hits: _Optional[int] = ..., exchanges: _Optional[int] = ..., exchange_bytes: _Optional[int] = ...) -> None: ...
+    fetched_experts: int
+    fetched_bytes: int
+    fetch_hits: int
+    def __init__(self, layer: _Optional[int] = ..., gpu_experts: _Optional[_Iterable[int]] = ..., cpu_rows: _Optional[_Iterable[int]] = ..., cpu_seconds: _Optional[float] = ..., cpu_calls: _Optional[int] = ..., chosen: _Optional[_Iterable[int]] = ..., cpu_bytes: _Optional[int] = ..., streamed_experts: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., decode_choices: _Optional[int] = ..., decode_hits: _Optional[int] = ..., exchanges: _Optional[int] = ..., exchange_bytes: _Optional[int] = ..., fetched_experts: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_hits: _Optional[int] = ...) -> None: ...
 
 class LiveExpertServer(_message.Message):
     __slots__ = ("index", "is_up", "instance_id", "busy_seconds", "weight_bytes", "calibrated_bytes_per_second", "packed_bytes", "weight_format", "isa", "num_threads", "numa_node")

@@ -26,7 +26,10 @@ FAST = (
     "tests/unit/test_cli.py",
     "tests/unit/test_config_loader.py",
     "tests/unit/test_docs.py",
-    "tests/unit/test_gateway_*.py",
+    # Not parsers, prompt processes and most grammars, which take minutes.
+    "tests/unit/gateway/[!cp]*/*.py",
+    "tests/unit/gateway/constraints/test_response_format.py",
+    "tests/unit/gateway/prompts/test_jobs.py",
     "tests/unit/test_hf_*.py",
     "tests/unit/test_model_config.py",
     "tests/unit/test_page_pool.py",

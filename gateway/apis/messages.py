@@ -9,7 +9,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.apis.messages_schema import (
+from gateway.apis.formats import Output, ResponseFormat, Usage
+from gateway.apis.parts import Part, PartList, PartStep, parts_of
+from gateway.apis.translation import (
+    Context,
+    MessageList,
+    Translation,
+    base64_image,
+    function_tool,
+    image_part,
+    named_choice,
+    text_part,
+    without_none,
+)
+from gateway.generation.model import ServedModel
+from gateway.parsers.events import Finish, ParsedDelta
+from gateway.schemas.common import MAX_LABEL_CHARACTERS
+from gateway.schemas.errors import THREAD_UNSUPPORTED, ApiError, anthropic_error, bad_request
+from gateway.schemas.messages import (
     AnthropicMessage,
     AnthropicTool,
     ContentBlock,
@@ -24,24 +41,7 @@ from gateway.apis.messages_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from gateway.apis.parts import Part, PartList, PartStep, parts_of
-from gateway.apis.translation import (
-    Context,
-    MessageList,
-    Translation,
-    base64_image,
-    function_tool,
-    image_part,
-    named_choice,
-    text_part,
-    without_none,
-)
-from gateway.errors import THREAD_UNSUPPORTED, ApiError, anthropic_error, bad_request
-from gateway.formats import Output, ResponseFormat, Usage
-from gateway.model import ServedModel
-from gateway.parsers.events import Finish, ParsedDelta
-from gateway.schemas.common import MAX_LABEL_CHARACTERS
-from gateway.streaming import event
+from gateway.transport.streaming import event
 
 # The chat's parameters, with the API's parameter for each.
 NAMES = {

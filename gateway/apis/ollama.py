@@ -11,14 +11,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from gateway.apis.ollama_schema import (
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaMessage,
-    OllamaModelRequest,
-    OllamaRequest,
-    Options,
-)
+from gateway.apis.formats import Output, ResponseFormat, Usage
 from gateway.apis.parts import Part, PartList, PartStep
 from gateway.apis.translation import (
     Context,
@@ -28,11 +21,18 @@ from gateway.apis.translation import (
     text_part,
     without_none,
 )
-from gateway.errors import ApiError, bad_request, ollama_error
-from gateway.formats import Output, ResponseFormat, Usage
-from gateway.model import ServedModel
-from gateway.output import chat_logprobs
+from gateway.generation.model import ServedModel
+from gateway.generation.output import chat_logprobs
 from gateway.parsers.events import Finish, ParsedDelta, TokenLogprob
+from gateway.schemas.errors import ApiError, bad_request, ollama_error
+from gateway.schemas.ollama import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaModelRequest,
+    OllamaRequest,
+    Options,
+)
 from gateway.text.tokenizer import Tokenizer
 
 # The version whose API this is: clients query it, and refuse old ones.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from gateway.formats import Output
+from gateway.apis.formats import Output
 from gateway.parsers.events import (
     ContentDelta,
     OutputEvent,

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from gateway.apis import messages, ollama, responses
-from gateway.apis.messages_schema import CountTokensRequest, MessagesRequest
-from gateway.apis.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
-from gateway.apis.responses_schema import ResponsesRequest
 from gateway.apis.translation import Context, Translation
-from gateway.prompts.contract import Kind
+from gateway.schemas.messages import CountTokensRequest, MessagesRequest
+from gateway.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
+from gateway.schemas.responses import ResponsesRequest
 
+Kind = Literal[
+    "chat",
+    "completions",
+    "invocations",
+    "tokenize",
+    "detokenize",
+    "messages",
+    "count_tokens",
+    "responses",
+    "ollama_chat",
+    "ollama_generate",
+    "ollama_show",
+    "ollama_pull",
+]
 Translate = Callable[[Any, Context], Translation]
 
 TRANSLATIONS: Mapping[Kind, tuple[type[BaseModel], Translate]] = {

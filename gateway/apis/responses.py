@@ -11,7 +11,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gateway.apis.responses_schema import (
+from gateway.apis.stored_responses import not_found
+from gateway.apis.translation import (
+    Context,
+    MessageList,
+    Translation,
+    function_tool,
+    image_part,
+    text_part,
+    without_none,
+)
+from gateway.schemas.errors import bad_request
+from gateway.schemas.responses import (
     ITEMS,
     AgentItem,
     CallItem,
@@ -29,17 +40,6 @@ from gateway.apis.responses_schema import (
     TextPart,
     ToolsItem,
 )
-from gateway.apis.stored_responses import not_found
-from gateway.apis.translation import (
-    Context,
-    MessageList,
-    Translation,
-    function_tool,
-    image_part,
-    text_part,
-    without_none,
-)
-from gateway.errors import bad_request
 
 # The chat's parameters, with the API's parameter for each.
 NAMES = {

@@ -19,7 +19,7 @@ from typing import Any
 
 import structlog
 
-from gateway.errors import ApiError
+from gateway.schemas.errors import ApiError
 from moebius.config import GatewayConfig, MoebiusConfig
 from moebius.errors import ConfigError
 

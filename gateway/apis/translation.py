@@ -7,16 +7,14 @@ that the API's format needs later, in the gateway.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import Discriminator
-
 from gateway.apis.stored_responses import ResponseStore
-from gateway.errors import ApiError, bad_request
-from gateway.model import ServedModel
+from gateway.generation.model import ServedModel
 from gateway.schemas.common import JsonError, parse_json
+from gateway.schemas.errors import ApiError, bad_request
 from gateway.schemas.parameters import Tolerance
 
 
@@ -57,25 +55,6 @@ class Translation:
         # The place within a message is a different one in the body that was sent.
         message = error.message.replace(repr(error.param), repr(name)).replace(repr(root), repr(name))
         return ApiError(error.status, message, param=name, code=error.code, retry_after_s=error.retry_after_s)
-
-
-def tagged(tags: Mapping[str, str], untyped: str | Callable[[dict[str, Any]], str]) -> Discriminator:
-    """Picks a union's member by the value's `type`; "an-other" tags the member for unknown types.
-
-    Args:
-        tags: the member's tag for each type; tags have hyphens, by which errors leave them out.
-        untyped: the tag of values without a type, or a function that returns it.
-    """
-
-    def tag(value: Any) -> str:
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        if isinstance(kind, str):
-            return tags.get(kind, "an-other")
-        if isinstance(untyped, str):
-            return untyped
-        return untyped(value if isinstance(value, dict) else {})
-
-    return Discriminator(tag)
 
 
 @dataclass(frozen=True)

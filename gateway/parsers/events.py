@@ -1,7 +1,7 @@
 """The parts of an output once its reasoning and its tool calls are separated from its content.
 
-`OutputState` (gateway/output.py) returns a `ParsedDelta` per message of the engine; the response formats
-of all APIs consume it.
+`OutputState` (gateway/generation/output.py) returns a `ParsedDelta` per message of the engine; the response
+formats of all APIs consume it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OutputEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token of prompt or output; filled by `gateway/output.py` from the engine's message."""
+    """One token of prompt or output; filled by `gateway/generation/output.py` from the engine's message."""
 
     token_id: int
     logprob: float | None  # natural log; None for the first prompt token

@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.parsers.framing import ToolFraming
 from gateway.parsers.json_reader import MAX_LABEL, pass_value, read_label
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps, run_of
 from gateway.parsers.typed_values import as_json, kinds_of_property, spelled
-from gateway.tool_grammar import ToolFraming
 
 _QUOTE = '<|"|>'
 _NAME = run_of(re.compile(r"[\w.\-/:]*"))

@@ -12,11 +12,11 @@ import re
 import structlog
 
 from gateway.parsers.events import OutputPlan
+from gateway.parsers.framing import ToolFraming
 from gateway.parsers.json_reader import MAX_LABEL
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Markers, Steps
 from gateway.parsers.sink import OutputParser, Sink, new_call_id
-from gateway.tool_grammar import ToolFraming
 
 logger = structlog.get_logger(__name__)
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 
+from gateway.parsers.framing import ToolFraming
 from gateway.parsers.json_reader import MAX_LABEL, pass_value, read_label
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Markers, Steps, run_of
 from gateway.parsers.sink import new_call_id
-from gateway.tool_grammar import ToolFraming
 
 _NAME = ("name",)
 _ARGUMENTS = ("arguments", "parameters")

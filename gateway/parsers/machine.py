@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import structlog
 
 from gateway.parsers.events import OutputPlan, ToolSpec
+from gateway.parsers.framing import ToolFraming
 from gateway.parsers.json_reader import loaded, pass_value, read_value
 from gateway.parsers.scanner import END, Markers, Scanner, Steps
 from gateway.parsers.sink import OutputParser, Sink, new_call_id
-from gateway.tool_grammar import ToolFraming
 
 logger = structlog.get_logger(__name__)
 

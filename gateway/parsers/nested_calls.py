@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.parsers.framing import ToolFraming
 from gateway.parsers.json_reader import MAX_LABEL
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps
 from gateway.parsers.typed_values import ValueWriter, as_json, kinds_of, referred
 from gateway.parsers.xml_calls import attributes
-from gateway.tool_grammar import ToolFraming
 
 _NS = "]<]minimax[>["
 _ITEM = "item"

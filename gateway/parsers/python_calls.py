@@ -6,11 +6,11 @@ import json
 import re
 from dataclasses import replace
 
+from gateway.parsers.framing import ToolFraming
 from gateway.parsers.json_reader import MAX_LABEL
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Steps, run_of
 from gateway.parsers.typed_values import json_value, literal
-from gateway.tool_grammar import ToolFraming
 
 _WORD = run_of(re.compile(r"[\w.\-/:]*"))
 _SYNTAX = re.compile(r"""["'()\[\]{},=\\]""")

@@ -10,11 +10,11 @@ from typing import Any
 
 import structlog
 
+from gateway.parsers.framing import ToolFraming
 from gateway.parsers.json_reader import MAX_LABEL, JsonStrings
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps
 from gateway.parsers.typed_values import ValueWriter, kinds_of_property
-from gateway.tool_grammar import ToolFraming
 
 logger = structlog.get_logger(__name__)
 _ATTRIBUTE = re.compile(r'([\w-]+)\s*=\s*"([^"]*)"')

@@ -5,31 +5,14 @@ from __future__ import annotations
 import pickle
 import struct
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from gateway.apis.stored_responses import ResponseStore
-from gateway.generation import PromptJob
-from gateway.prompts.data_images import DecodedImage
-from gateway.schemas.common import GenerationFields
-from gateway.schemas.requests import ImageUrl
+from gateway.generation.job import Prepared
 from moebius.config import ImageConfig
 from moebius.model_identity import Parts
 from moebius.parser_names import AUTO
 
-Kind = Literal[
-    "chat",
-    "completions",
-    "invocations",
-    "tokenize",
-    "detokenize",
-    "messages",
-    "count_tokens",
-    "responses",
-    "ollama_chat",
-    "ollama_generate",
-    "ollama_show",
-    "ollama_pull",
-]
 HEADER = struct.Struct("!Q")  # length of what follows, bytes
 ANSWER_HEADER = struct.Struct("!QI")  # the same, and the number of buffers that follow, each with a HEADER
 READY = b"ready"
@@ -67,19 +50,6 @@ class WorkerSetup:
     aliases: tuple[str, ...] = ()  # patterns of further names of the model
     parsers: tuple[str, str] = (AUTO, AUTO)  # the settings `tool_call_parser` and `reasoning_parser`
     strict_parameters: bool = False  # unknown fields are refused
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A generation request, ready for the engine; filled by `prepare.py`."""
-
-    fields: GenerationFields  # without prompts and messages
-    jobs: list[PromptJob]  # without images and the response's id
-    logprobs: int | None  # alternatives per output token; None: no log-probabilities
-    images: list[tuple[str, ImageUrl | DecodedImage]]  # parameter name and each image, in prompt order
-    reply: Any = None  # data for another API's format (gateway/apis/)
-    speaks_functions: bool = False  # calls are answered as `function_call`, the predecessor of tools
-    ignored: tuple[str, ...] = ()  # names of some of the fields that have no effect
 
 
 @dataclass(frozen=True)

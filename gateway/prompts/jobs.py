@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request
-from gateway.generation import PromptJob
-from gateway.model import ServedModel
-from gateway.output import OutputRules
+from gateway.generation.job import PromptJob
+from gateway.generation.model import ServedModel
+from gateway.generation.output import OutputRules
 from gateway.parsers.events import OutputPlan
 from gateway.schemas.common import GenerationFields
+from gateway.schemas.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request
 from moebius.request_limits import MAX_BAD_WORD_IDS
 from protos import engine_pb2
 

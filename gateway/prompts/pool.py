@@ -10,14 +10,12 @@ from collections.abc import Iterable, Sequence
 
 import structlog
 
-from gateway.admission import RETRY_AFTER_S
-from gateway.errors import ApiError
+from gateway.apis.registry import Kind
+from gateway.generation.job import Prepared
 from gateway.prompts.contract import (
     Broken,
-    Kind,
     ModelFiles,
     Postponed,
-    Prepared,
     Refused,
     WorkerSetup,
     too_expensive,
@@ -25,6 +23,8 @@ from gateway.prompts.contract import (
 )
 from gateway.prompts.process import SMALL_BYTES, Died, Job, Process
 from gateway.prompts.worker import OUT_OF_MEMORY
+from gateway.schemas.errors import ApiError
+from gateway.transport.admission import RETRY_AFTER_S
 from moebius.errors import WrongIdentity
 from moebius.fair_shares import FairShares, in_turns, is_below_share
 

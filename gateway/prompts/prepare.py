@@ -11,17 +11,18 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gateway.apis.registry import TRANSLATIONS
+from gateway.apis.registry import TRANSLATIONS, Kind
 from gateway.apis.stored_responses import ResponseStore
 from gateway.apis.translation import Context, Translation
-from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request, describe_validation_error
-from gateway.grammar import GrammarTakesLong, response_format_constraint
-from gateway.model import ServedModel
-from gateway.prompts.contract import Answer, Broken, Kind, Prepared, Refused
-from gateway.prompts.data_images import with_data
+from gateway.constraints.response_format import GrammarTakesLong, response_format_constraint
+from gateway.generation.data_images import with_data
+from gateway.generation.job import Prepared
+from gateway.generation.model import ServedModel
+from gateway.prompts.contract import Answer, Broken, Refused
 from gateway.prompts.jobs import JobPlan, build_jobs
 from gateway.prompts.tool_use import constraint_of, conversation_of, output_plan
 from gateway.schemas.common import GenerationFields, JsonError, parse_json
+from gateway.schemas.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request, describe_validation_error
 from gateway.schemas.parameters import Tolerance
 from gateway.schemas.requests import (
     ROLES,
@@ -35,6 +36,7 @@ from gateway.schemas.requests import (
 from gateway.schemas.structured import NO_STRUCTURE
 from gateway.text.chat_template import ChatTemplateError
 from gateway.text.conversation import Conversation, MarkedText, choose_mark, mark_text, render_prompt
+from gateway.transport.bodies import too_large
 from moebius.config import ImageConfig
 
 T = TypeVar("T", bound=BaseModel)
@@ -79,7 +81,7 @@ class Preparer:
 
     def answer(self, kind: Kind, data: bytes | bytearray) -> Answer:
         """Returns the request of this kind with body `data`, prepared or refused. Raises MemoryError only, or
-        GrammarTakesLong where a constraint is not checked at once (gateway/grammar.py)."""
+        GrammarTakesLong where a constraint is not checked at once (`gateway/constraints`)."""
         self._tolerance = Tolerance(self._strict)
         try:
             answer = self._kinds[kind](data)
@@ -370,12 +372,6 @@ def _asked_logprobs(body: GenerationFields, logprobs: int | None) -> int | None:
 
 def _shown_logprobs(body: GenerationFields, logprobs: int | None) -> int | None:
     return logprobs if logprobs is None else len(body.logprob_token_ids or ()) or logprobs
-
-
-def too_large(most: int, what: str = "the body") -> ApiError:
-    """Returns a 413 with the limit, bytes."""
-    message = f"{what} is larger than {most / 2**20:g} MiB (max_body_mib)"
-    return ApiError(413, message, code="request_too_large")
 
 
 def image_places(

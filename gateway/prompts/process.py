@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from gateway.apis.registry import Kind
 from gateway.prompts.contract import (
     ANSWER_HEADER,
     HEADER,
     READY,
     Answer,
-    Kind,
     ModelFiles,
     OtherFiles,
     WorkerSetup,

@@ -6,16 +6,16 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from gateway.errors import bad_request
-from gateway.grammar import response_format_constraint
-from gateway.model import ServedModel
+from gateway.constraints.response_format import response_format_constraint
+from gateway.constraints.tool_calls import tool_call_constraint
+from gateway.generation.model import ServedModel
 from gateway.parsers.events import OutputPlan, ToolSpec
 from gateway.parsers.json_calls import mistral_id
 from gateway.parsers.registry import HARMONY, JSON_LIST, think_format, thought_bounds, tool_format
+from gateway.schemas.errors import bad_request
 from gateway.schemas.requests import ChatCompletionRequest
 from gateway.schemas.tools import ToolFunction
 from gateway.text.conversation import Conversation
-from gateway.tool_grammar import tool_call_constraint
 from protos.engine_pb2 import Constraint
 
 _MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")

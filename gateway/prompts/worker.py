@@ -18,9 +18,9 @@ import socket
 import sys
 from pathlib import Path
 
-from gateway.garbage import collect_rarely
-from gateway.grammar import GrammarTakesLong, check_with
-from gateway.model import load_served_model
+from gateway.constraints.response_format import GrammarTakesLong, check_with
+from gateway.generation.model import load_served_model
+from gateway.processes.garbage import collect_rarely
 from gateway.prompts.contract import (
     HEADER,
     READY,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gateway.engine_client import EngineClient
+from gateway.replicas.engine_client import EngineClient
 from gateway.replicas.prefixes import SentPrefixes
 from moebius.model_identity import changes, identity_parts
 from protos import engine_pb2

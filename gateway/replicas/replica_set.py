@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import structlog
 
-from gateway.engine_client import EngineClient, call_error
 from gateway.replicas.addresses import is_name, resolved
+from gateway.replicas.engine_client import EngineClient, call_error
 from gateway.replicas.prefixes import block_digests
 from gateway.replicas.replica import Replica, difference, other_files
 from gateway.replicas.routing import choose, last_resort
-from gateway.telemetry import ReplicaMetrics
+from gateway.telemetry.metrics import ReplicaMetrics
 from moebius.model_identity import identity_digest
 from protos import engine_pb2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
@@ -12,13 +13,14 @@ from pydantic import (
     AliasChoices,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from gateway.errors import param_error, shown
+from gateway.schemas.errors import param_error, shown
 from gateway.schemas.parameters import refuse_unsupported, tolerance_of
 from moebius.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -178,6 +180,25 @@ def _integral(value: Any) -> Any:
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+
+
+def tagged(tags: Mapping[str, str], untyped: str | Callable[[dict[str, Any]], str]) -> Discriminator:
+    """Picks a union's member by the value's `type`; "an-other" tags the member for unknown types.
+
+    Args:
+        tags: the member's tag for each type; tags have hyphens, by which errors leave them out.
+        untyped: the tag of values without a type, or a function that returns it.
+    """
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if isinstance(kind, str):
+            return tags.get(kind, "an-other")
+        if isinstance(untyped, str):
+            return untyped
+        return untyped(value if isinstance(value, dict) else {})
+
+    return Discriminator(tag)
 
 
 class StreamOptions(StrictModel):

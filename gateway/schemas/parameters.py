@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationInfo
 
-from gateway.errors import param_error
+from gateway.schemas.errors import param_error
 
 
 @dataclass

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from gateway.errors import param_error, shown
 from gateway.schemas.common import (
     MAX_LABEL_CHARACTERS,
     GenerationFields,
@@ -16,6 +15,7 @@ from gateway.schemas.common import (
     TokenId,
     parse_json,
 )
+from gateway.schemas.errors import param_error, shown
 from gateway.schemas.parameters import tolerance_of
 from gateway.schemas.structured import StructuredFields
 from gateway.schemas.tools import ToolFields

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gateway.errors import param_error, shown
 from gateway.schemas.common import StrictModel
-from gateway.text.chat_template import RESERVED_NAMES
+from gateway.schemas.errors import param_error, shown
 
 MAX_TOOLS = 1024
+# Variables of chat templates that other fields set.
+_RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # Names that formats and grammars support; OpenAI's own are letters, digits, - and _.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,127}")
 Mode = Literal["auto", "required", "none"]
@@ -124,7 +125,7 @@ def _choice(value: str | dict[str, Any]) -> ToolChoice:
 
 def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Raises PydanticCustomError for names that other fields set."""
-    taken = sorted(RESERVED_NAMES & set(kwargs))
+    taken = sorted(_RESERVED_NAMES & set(kwargs))
     if taken:
         raise param_error("chat_template_kwargs", f"'chat_template_kwargs' must not set {taken}")
     return kwargs

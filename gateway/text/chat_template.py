@@ -25,7 +25,6 @@ from gateway.text.template_constants import constant_texts
 # The text of ERNIE 4.5 VL's released template for an image, and the token that its image processor, which is
 # code next to the checkpoint, replaces it by.
 _IMAGE_TEXT, _IMAGE_TOKEN = "<|image@placeholder|>", "<|IMAGE_PLACEHOLDER|>"
-RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # Per model_type: a file of `templates`, and a token that later releases of the same type have, whose
 # conversations have another format.
 _OWN_TEMPLATES = {

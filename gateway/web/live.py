@@ -6,13 +6,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Request
-
-from gateway.errors import bad_request
-from gateway.openapi import refuses
-from gateway.state import gateway_of
 from protos import engine_pb2
 
 # Seconds between two requests to the engine, for any number of viewers.
@@ -126,6 +121,13 @@ def _layer(layer: engine_pb2.LiveLayer) -> dict[str, Any]:
         "streamed": {"experts": layer.streamed_experts, "bytes": layer.streamed_bytes} if streams else None,
         "decode": {"choices": layer.decode_choices, "hits": layer.decode_hits} if follows else None,
         "exchanges": {"count": layer.exchanges, "bytes": layer.exchange_bytes} if follows else None,
+        "fetched": {
+            "experts": layer.fetched_experts,
+            "bytes": layer.fetched_bytes,
+            "hits": layer.fetch_hits,
+        }
+        if layer.HasField("fetched_experts")
+        else None,
     }
 
 
@@ -145,27 +147,3 @@ def _server(server: engine_pb2.LiveExpertServer) -> dict[str, Any]:
         "num_threads": server.num_threads,
         "numa_node": None if server.numa_node < 0 else server.numa_node,
     }
-
-
-router = APIRouter()
-
-
-@router.get("/v1/live", **refuses(400, 401, 503))
-async def live(
-    request: Request, layers: bool = True, replica: Annotated[int, Query(ge=0)] = 0
-) -> dict[str, Any]:
-    """Returns figures of an engine, its expert servers and, unless `layers` is false, each layer's experts.
-
-    `replica`: which of several engines, from 0.
-    """
-    gateway = gateway_of(request)
-    model = gateway.model()  # 503 until one is known
-    count = len(gateway.engine.replicas)
-    if replica >= max(count, 1):
-        raise bad_request(f"'replica' is {replica}; there are {count}, counted from 0", "replica")
-    figures: LiveFigures = request.app.state.live_figures
-    found = {**await figures.get(replica), "model": model.name, "replica": replica, "replicas": count}
-    found["requests"] = {**found["requests"], "gateway_in_flight": gateway.admission.in_flight}
-    if found["experts"] is not None and not layers:
-        found["experts"] = {**found["experts"], "layers": None}
-    return found

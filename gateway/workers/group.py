@@ -22,10 +22,9 @@ from typing import Any
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from gateway.workers.channel import Channel, ChannelClosed
-from gateway.workers.contract import Heartbeat, MemberSetup, bound_socket
-from gateway.workers.metrics import Samples, added, rendered, samples_of
-from gateway.workers.shared import KeyTable, Places, shared_memory
+from gateway.processes.shared import KeyTable, Places, shared_memory
+from gateway.telemetry.combined import Samples, added, rendered, samples_of
+from gateway.workers.channel import Channel, ChannelClosed, Heartbeat, MemberSetup, bound_socket
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -36,7 +35,7 @@ _LOOK_S = 0.25
 _START_S = 120.0  # to the first heartbeat
 _READY_S = 600.0  # for a replacement at SIGHUP
 _ANSWER_S = 2.0
-_ANY_ANSWER_S = 4.5  # shorter than the limit of probes and scrapes: see `gateway/operations.py`
+_ANY_ANSWER_S = 4.5  # shorter than the limit of probes and scrapes: see `gateway/telemetry/operations.py`
 _STABLE_S = 10.0  # one that ran for longer is restarted at once
 _LONGEST_PAUSE_S = 5.0
 _STOP_MARGIN_S = 5.0

@@ -17,12 +17,11 @@ from typing import Any
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from gateway.garbage import collect_rarely
-from gateway.server import GatewayServer, server_for
-from gateway.workers.channel import Channel, ChannelClosed
-from gateway.workers.contract import HEARTBEAT_S, Heartbeat, MemberSetup, bound_socket
-from gateway.workers.metrics import Samples, samples_of
-from gateway.workers.shared import KeyTable, Places, Shared
+from gateway.app.server import GatewayServer, server_for
+from gateway.processes.garbage import collect_rarely
+from gateway.processes.shared import KeyTable, Places, Shared
+from gateway.telemetry.combined import Samples, samples_of
+from gateway.workers.channel import HEARTBEAT_S, Channel, ChannelClosed, Heartbeat, MemberSetup, bound_socket
 from moebius.errors import UserError, WrongIdentity
 from moebius.telemetry import configure_logging, configure_tracing, export_metrics
 from moebius.tls import configure_tls

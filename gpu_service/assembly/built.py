@@ -16,9 +16,11 @@ from gpu_service.engine.step_check import StepCheck
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.memory.elastic import ElasticMemory
 from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import SelfTestReport
 from moebius.checkpoint.gguf.files import companion_directory, served_name
@@ -52,8 +54,15 @@ class Built:
     check: StepCheck | None = None  # Filled by `build_engine`.
     watch: ResidentWatch | None = None  # Over `resident`.
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
+    fetcher: ExpertFetcher | None = None  # None: decode steps copy no experts.
     # Of all files that were read; filled by `build_engine` once they have proved to be unchanged.
     identity: Parts = field(default_factory=dict)
+
+    @property
+    def elastic(self) -> ElasticMemory | None:
+        """None: KV pages and experts keep the memory that they have."""
+        supply = self.engine.scheduler.supply
+        return supply if isinstance(supply, ElasticMemory) else None
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Ends every request, then the engine, its experts and its rank's part in the group, in order.
@@ -66,6 +75,8 @@ class Built:
             self.watch.close()
         if self.placement is not None:
             self.placement.close()
+        if self.fetcher is not None:
+            self.fetcher.close()
         if self.streamer is not None:
             self.streamer.close()
         if self.experts is not None:

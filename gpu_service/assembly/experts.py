@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 from gpu_service.assembly.process import local_rank, resolve_device
 from gpu_service.device.stream import DeviceStream, stream_of
+from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.factory import make_expert_client
+from gpu_service.experts.fetching.fetcher import ExpertFetcher
+from gpu_service.experts.fetching.make import FetchPlan, make_fetcher, plan_fetching
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
 from gpu_service.experts.resident.watch import ResidentWatch
@@ -67,14 +70,37 @@ def expert_memory(
     group: RankGroup,
     streaming: StreamingPlan | None = None,
 ) -> ExpertMemory:
-    """What resident experts and the ring of streamed ones will take, before any is read."""
+    """What resident experts, the ring of streamed ones and fetch slots will take, before any is read."""
     if moe is None:
         return ExpertMemory(is_everything=True)
-    ring = 0 if streaming is None else streaming.layout.nbytes
+    ring = 0 if streaming is None else streaming.layout.nbytes + _fetch_bytes(config, moe, streaming)
     total = resident_bytes(config, moe.geometry, dtype, group.parallel, moe.layers)
     placement = make_placement(config.placement, moe.geometry)
     count = sum(len(placement.resident.get(layer, ())) for layer in moe.layers)
     return ExpertMemory(count, total // count if count else 0, ring, placement.covers_everything)
+
+
+def _fetch_plan(config: MoebiusConfig, moe: RankMoe, streaming: StreamingPlan) -> FetchPlan | None:
+    device_type = "cpu" if streaming.device_bytes is None else "cuda"
+    return plan_fetching(config, moe.geometry, streaming.parts, device_type, streaming.device_bytes)
+
+
+def _fetch_bytes(config: MoebiusConfig, moe: RankMoe, streaming: StreamingPlan) -> int:
+    plan = _fetch_plan(config, moe, streaming)
+    return 0 if plan is None else plan.nbytes
+
+
+def load_fetcher(
+    config: MoebiusConfig,
+    moe: RankMoe | None,
+    streaming: StreamingPlan | None,
+    streamer: ExpertStreamer | None,
+) -> ExpertFetcher | None:
+    """With its slots, before graphs are captured, which hold its kernels; None: decode steps copy nothing."""
+    if moe is None or streaming is None or streamer is None:
+        return None
+    plan = _fetch_plan(config, moe, streaming)
+    return None if plan is None else make_fetcher(plan, moe.geometry, streamer, moe.costs)
 
 
 def load_streamer(
@@ -101,11 +127,15 @@ def load_resident(
     dtype: torch.dtype,
     group: RankGroup,
     known: Mapping[int, NDArray[np.int64]],
+    pool: PhysicalPool | None = None,
 ) -> ResidentExperts | None:
-    """Experts on this rank's device, by layer those that were chosen most where it is known; None: none."""
+    """Experts on this rank's device, by layer those that were chosen most where it is known; None: none.
+
+    `pool`: as in `make_resident_experts`.
+    """
     if moe is None:
         return None
-    return make_resident_experts(config, moe.geometry, device, dtype, group.parallel, moe.layers, known)
+    return make_resident_experts(config, moe.geometry, device, dtype, group.parallel, moe.layers, known, pool)
 
 
 def make_watch(
@@ -136,10 +166,12 @@ def connect_experts(
     undo: ExitStack,
     fingerprint: str,
     placement: AdaptivePlacement | None,
+    fetcher: ExpertFetcher | None,
 ) -> CheckedExperts | None:
     """A client whose servers are ready; None where no layer of any rank needs one. `undo` closes it.
 
-    `fingerprint`: `EngineIdentity.experts`. `placement` is to know when servers find an expert damaged.
+    `fingerprint`: `EngineIdentity.experts`. `placement` and `fetcher` are to know when servers find an expert
+    damaged.
 
     Ranks decide alike: they agree on failures through their clients, so all have one or none.
     """
@@ -158,6 +190,8 @@ def connect_experts(
         experts.wait_ready(config.supervisor.ready_timeout_s)
     if placement is not None:
         placement.damages = experts.damages
+    if fetcher is not None:
+        fetcher.damages = experts.damages
     return experts
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +13,13 @@ import structlog
 import torch
 
 from gpu_service.attention.registry import make_attention
+from gpu_service.cache.elastic_pages import ElasticPages
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.cache.kv_cache import PagedCache, make_cache, page_bytes
+from gpu_service.cache.kv_cache import Allocate, PagedCache, make_cache, page_bytes, zeros
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream
+from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.memory.device_memory import make_device_memory
@@ -58,9 +63,21 @@ class CacheShape:
 
         return attention_modules(self.config, self.dtype, self.storage_dtype)
 
-    def make(self, num_pages: int) -> PagedCache:
+    def make(self, num_pages: int, allocate: Allocate = zeros) -> PagedCache:
         """Allocates a cache of so many pages."""
-        return make_cache(self.config, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype)
+        sizes = self.config, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype
+        return make_cache(*sizes, allocate)
+
+    def row_bytes(self) -> list[int]:
+        """Bytes of a page in each of the cache's tensors."""
+        rows: list[int] = []
+
+        def note(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            rows.append(math.prod(shape[1:]) * dtype.itemsize)
+            return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+        self.make(2, note)
+        return [row for row in rows if row]
 
     def make_pool(self, num_pages: int) -> PagedCache:
         """The same for the service: a phase of the start."""
@@ -84,6 +101,7 @@ class KvMemory(ABC):
     """Accompanies loading; `num_pages` is asked once everything else that lives for ever is loaded."""
 
     ledger: MemoryLedger | None = None  # None where memory is not ours to divide.
+    pool: PhysicalPool | None = None  # What pages and experts will share; None: each has its own.
 
     def reached(self, part: str) -> None:
         """Called when a phase of loading has ended."""
@@ -160,9 +178,11 @@ class DeviceKvMemory(KvMemory):
         stream: Any = torch.cuda.current_stream(shape.device)
 
         def make_cache(num_pages: int) -> PagedCache:
-            # Its memory is the main stream's again afterwards.
+            # Its memory is the main stream's again afterwards, or the pool's.
             with torch.cuda.stream(stream):
-                return shape.make(num_pages)
+                return (
+                    shape.make(num_pages) if self.pool is None else mapped_cache(shape, self.pool, num_pages)
+                )
 
         def measure(step: StepSize, streamed: StreamedExperts | None) -> int:
             return profile_activations(
@@ -186,7 +206,20 @@ class DeviceKvMemory(KvMemory):
                 # What the allocator keeps after it is this stream's own.
                 with lane_stream.active():
                     self.ledger.activations(measure(StepSize.streaming(gpu), streamed), LANE)
+            if self.pool is not None:
+                gc.collect()
+                self.pool.close()
         return size_kv_pool(self.ledger.plan, config, model.config, memory.use())
+
+
+def mapped_cache(shape: CacheShape, pool: PhysicalPool, num_pages: int) -> PagedCache:
+    """A cache whose memory is the pool's, and goes back there with its last tensor."""
+    pages = ElasticPages(pool, num_pages, max(shape.row_bytes()))
+    pool.add(max(0, 1 - pool.free))
+    cache, groups = shape.make(num_pages, pages.allocate), range(pages.num_groups)
+    pool.add(max(0, pages.chunks_for(groups) - pool.free))
+    pages.add(groups)
+    return cache
 
 
 def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> SchedulerLimits:

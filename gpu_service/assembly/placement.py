@@ -14,6 +14,7 @@ from gpu_service.experts.adaptive.counts import RoutingCounts
 from gpu_service.experts.adaptive.exchange import SlotExchanges
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.adaptive.record import RoutingRecord
+from gpu_service.experts.adaptive.supply import make_supply
 from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.experts.streaming.ring import transfer_device
 from gpu_service.experts.streaming.streamer import ExpertStreamer
@@ -69,7 +70,9 @@ def make_adaptive(
     if not changing:
         return None
     layers, geometry = tuple(resident.slots), moe.geometry
-    device = transfer_device(resident.slots[layers[0]].weights.device)
+    # What is copied from segments goes through the streamer's copy stream: events have to be of that one.
+    own = resident.slots[layers[0]].weights.device
+    device = transfer_device(own) if streamer is None else streamer.device
     resident.counts = counts = RoutingCounts(layers, geometry.num_experts, device)
     nothing = np.zeros(geometry.num_experts, np.int64)
     before = np.stack([known.get(layer, nothing) for layer in layers]) if known else None
@@ -79,11 +82,13 @@ def make_adaptive(
         slots=resident.num_experts,
         begins_with="earlier routing" if known else "an even spread",
     )
+    exchanges = SlotExchanges(resident, device, streamer, moe.costs.copied)
     return AdaptivePlacement(
         resident,
         counts,
-        SlotExchanges(resident, device, streamer, moe.costs.copied),
+        exchanges,
         moe.costs,
         before,
         lambda found: record.write(layers, found),
+        make_supply(resident, exchanges, device),
     )

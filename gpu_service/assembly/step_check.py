@@ -48,12 +48,16 @@ def make_check(
     def busy_seconds() -> float:
         return 0.0 if experts is None else max(experts.stats().compute_seconds, default=0.0)
 
-    def hit_share() -> float:
+    def resident_share() -> float:
         if resident is None or not slots:
             return 0.0
         if runner.placement is not None:
             return runner.placement.hit_share * len(slots) / len(layers)
         return sum(len(resident.experts(n)) for n in slots) / (len(layers) * geometry.num_experts)
+
+    def hit_share() -> float:
+        found = resident_share()
+        return found if runner.fetcher is None else found + (1.0 - found) * runner.fetcher.share
 
     def has_lane_step() -> bool:
         return streamer is not None and streamer.has_lane_step

@@ -15,6 +15,7 @@ from gpu_service.ops.block_attention import (
     block_scores,
     mean_block_scores,
 )
+from gpu_service.ops.rope import Unrotated
 from moebius.models.config import ModelConfig
 
 # Scores of blocks, float32, that are alive at a time.
@@ -111,6 +112,19 @@ class AttentionBackend(PlannedAttention):
         request's positions 0..p, with a window w to the last w of them. Returns `[T, num_heads * head_dim]`.
         """
         self.kv_cache.append(layer_id, key, value, self._planned.slot_mapping)
+        return self._attend(query, key, value, layer_id, layer)
+
+    def forward_unrotated(
+        self,
+        unrotated: Unrotated,
+        value: torch.Tensor,
+        layer_id: int,
+        layer: AttentionLayer = PLAIN,
+    ) -> torch.Tensor:
+        """`forward` of queries and keys before norm and rotation, which are one kernel with storing."""
+        query, key = self.kv_cache.append_rotated(layer_id, unrotated, value, self._planned.slot_mapping)
+        if unrotated.table.query_scale is not None:
+            query = query * unrotated.table.query_scale
         return self._attend(query, key, value, layer_id, layer)
 
     def choose_blocks(self, query: torch.Tensor, index_layer: int) -> torch.Tensor | None:

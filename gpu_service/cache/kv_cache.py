@@ -7,15 +7,24 @@ Latents: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from gpu_service.cache.fp8 import E4M3, quantise_e4m3
 from gpu_service.device import TORCH_DTYPES
-from gpu_service.ops.kv import append_kv
+from gpu_service.ops.kv import append_kv, rotate_and_append
+from gpu_service.ops.rope import Unrotated
 from moebius.models.attention_config import CompressedAttentionConfig
 from moebius.models.config import ModelConfig
+
+# Memory of pages, by shape (the page first), type and device; pages that may be used are zeros.
+Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Pages that all have memory, for good."""
+    return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
 
 class LayerPages:
@@ -37,6 +46,7 @@ class LayerPages:
         dtype: torch.dtype,
         device: torch.device | str,
         storage_dtype: torch.dtype | None,
+        allocate: Allocate = zeros,
     ) -> None:
         """`name` is for messages; `rows` has each layer's. Raises ValueError naming what is not allowed."""
         if num_pages < 2 or page_size < 1:
@@ -52,8 +62,7 @@ class LayerPages:
         self.storage_dtype = storage_dtype or dtype
         self.device = torch.device(device)
         self._layers = [
-            torch.zeros((num_pages, page_size, *row), dtype=self.storage_dtype, device=self.device)
-            for row in rows
+            allocate((num_pages, page_size, *row), self.storage_dtype, self.device) for row in rows
         ]
 
     @property
@@ -131,9 +140,10 @@ class KVCache(ChosenFromPages):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         storage_dtype: torch.dtype | None = None,
+        allocate: Allocate = zeros,
     ) -> None:
         rows = [(2 * shape.num_kv_heads, shape.head_dim) for shape in config.attention_shapes]
-        super().__init__("KV", rows, num_pages, page_size, dtype, device, storage_dtype)
+        super().__init__("KV", rows, num_pages, page_size, dtype, device, storage_dtype, allocate)
         self.num_kv_heads = config.num_kv_heads
         self.key_scales = [1.0] * len(rows)
         self.value_scales = [1.0] * len(rows)
@@ -141,7 +151,7 @@ class KVCache(ChosenFromPages):
         indexer = config.block_indexer
         if indexer is not None:
             sizes = len(indexer.layers), indexer.row_dim
-            self.index_keys = IndexKeys(*sizes, num_pages, page_size, dtype, device)
+            self.index_keys = IndexKeys(*sizes, num_pages, page_size, dtype, device, allocate)
 
     def kv_heads(self, layer_id: int) -> int:
         """Key and value heads of a layer."""
@@ -166,6 +176,13 @@ class KVCache(ChosenFromPages):
         scales = self.key_scales[layer_id], self.value_scales[layer_id]
         append_kv(self._slots[layer_id], key, value, slot_mapping, *scales)
 
+    def append_rotated(
+        self, layer_id: int, unrotated: Unrotated, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of keys that are normed and rotated first, with their queries; returns both."""
+        scales = self.key_scales[layer_id], self.value_scales[layer_id]
+        return rotate_and_append(*unrotated, value, self._slots[layer_id], slot_mapping, *scales)
+
 
 class IndexKeys(LayerPages):
     """Keys of all layers that choose for themselves, counted among those.
@@ -184,9 +201,10 @@ class IndexKeys(LayerPages):
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        allocate: Allocate = zeros,
     ) -> None:
         rows = [(row_dim,)] * num_layers
-        super().__init__("index key", rows, num_pages, page_size, dtype, device, None)
+        super().__init__("index key", rows, num_pages, page_size, dtype, device, None, allocate)
         self.row_dim = row_dim
 
     def append(self, index_layer: int, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -224,15 +242,17 @@ class MlaCache(ChosenFromPages):
         storage_dtype: torch.dtype | None = None,
         index_layers: int = 0,
         index_dim: int = 0,
+        allocate: Allocate = zeros,
     ) -> None:
         """`index_layers` choose what they attend to, by rows of `index_dim` elements."""
         rows = [(latent_dim + rope_dim,)] * num_layers
-        super().__init__("MLA", rows, num_pages, page_size, dtype, device, storage_dtype)
+        super().__init__("MLA", rows, num_pages, page_size, dtype, device, storage_dtype, allocate)
         self.latent_dim = latent_dim
         self.rope_dim = rope_dim
         self.scales = [1.0] * num_layers
         if index_layers:
-            self.index_keys = IndexKeys(index_layers, index_dim, num_pages, page_size, dtype, device)
+            sizes = index_layers, index_dim
+            self.index_keys = IndexKeys(*sizes, num_pages, page_size, dtype, device, allocate)
 
     def latents(self, layer_id: int) -> torch.Tensor:
         """View of the compressed part, `[num_pages, page_size, latent_dim]`."""
@@ -301,6 +321,7 @@ class CompressedCache(LayerPages):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         storage_dtype: torch.dtype | None = None,
+        allocate: Allocate = zeros,
     ) -> None:
         """`config` is the rank's own. Raises ValueError as `LayerPages`, and for 8-bit storage."""
         super().__init__("compressed", (), num_pages, page_size, dtype, device, storage_dtype)
@@ -308,7 +329,7 @@ class CompressedCache(LayerPages):
             raise ValueError(f"compressed pages of {storage_dtype} are not supported; allowed: {dtype}")
         sizes = config.compressed
         assert sizes is not None, "the family's reader fills `compressed`"
-        self.rates = sizes.rates
+        self.rates, self._allocate = sizes.rates, allocate
         self._layers = [self._pages(rate, config.head_dim) for rate in sizes.rates]
         self._index_keys = {
             layer: self._pages(sizes.rates[layer], sizes.index_head_dim)
@@ -317,7 +338,7 @@ class CompressedCache(LayerPages):
 
     def _pages(self, rate: int, row: int) -> torch.Tensor:
         shape = (self.num_pages, entries_per_page(rate, self.page_size), row)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return self._allocate(shape, self.dtype, self.device)
 
     def _tensors(self) -> Iterable[torch.Tensor]:
         return (*self._layers, *self._index_keys.values())
@@ -361,12 +382,13 @@ def make_cache(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     storage_dtype: torch.dtype | None = None,
+    allocate: Allocate = zeros,
 ) -> PagedCache:
     """The cache of a rank whose own configuration is `config`; the rest is as in the classes."""
     if config.compressed is not None:
-        return CompressedCache(config, num_pages, page_size, dtype, device, storage_dtype)
+        return CompressedCache(config, num_pages, page_size, dtype, device, storage_dtype, allocate)
     if config.mla is None:
-        return KVCache(config, num_pages, page_size, dtype, device, storage_dtype=storage_dtype)
+        return KVCache(config, num_pages, page_size, dtype, device, storage_dtype, allocate)
     indexer = config.mla.indexer
     return MlaCache(
         len(config.latent_layers),
@@ -379,4 +401,5 @@ def make_cache(
         storage_dtype,
         index_layers=len(indexer.layers) if indexer else 0,
         index_dim=indexer.row_dim if indexer else 0,
+        allocate=allocate,
     )

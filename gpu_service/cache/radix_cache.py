@@ -132,15 +132,25 @@ class RadixCache:
         """Pages of the prefix that nobody locks: what locking it would take from `evictable_pages`."""
         return sum(len(node.pages) for node in _ancestry(handle.node) if node.locks == 0)
 
-    def evict(self, num_pages: int) -> list[int]:
+    @property
+    def time(self) -> int:
+        """The number of operations so far, which `last_access` of nodes is in."""
+        return self._clock
+
+    def evictable_since(self, time: int) -> int:
+        """Pages of unlocked nodes that were used after a `time`."""
+        return sum(len(node.pages) for node in self.nodes() if node.locks == 0 and node.last_access > time)
+
+    def evict(self, num_pages: int, until: int | None = None) -> list[int]:
         """Drops least recently used unlocked leaves until `num_pages` are freed or none is left.
 
-        Whole nodes go, so a little more than asked may come back. The caller frees the pages.
+        `until`: a `time`; what was used later stays. Whole nodes go, so a little more than asked may come
+        back. The caller frees the pages.
         """
         heap = [(n.last_access, n.serial, n) for n in self.nodes() if not n.children and n.locks == 0]
         heapq.heapify(heap)
         freed: list[int] = []
-        while heap and len(freed) < num_pages:
+        while heap and len(freed) < num_pages and (until is None or heap[0][0] <= until):
             _, _, node = heapq.heappop(heap)
             freed.extend(node.pages)
             parent = self._remove(node)

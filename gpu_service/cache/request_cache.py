@@ -8,6 +8,7 @@ tokens, requests or tensors. Page 0 is the dummy page that padding reads and wri
 from __future__ import annotations
 
 import enum
+import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -24,6 +25,7 @@ class PageState(enum.IntEnum):
     FREE = 0
     OWNED = 1
     CACHED = 2
+    ABSENT = 3  # Without memory, for now.
 
 
 class OutOfPages(RuntimeError):
@@ -31,19 +33,21 @@ class OutOfPages(RuntimeError):
 
 
 class PagePool:
-    """The free list and each page's state. The last page freed is the first handed out again."""
+    """The free pages and each page's state. The lowest free page is handed out first, so that memory of high
+    ones can be given up.
+    """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, absent: Iterable[int] = ()) -> None:
+        """`absent`: pages without memory at first. Raises ValueError unless one page can be handed out."""
         if num_pages < 2:
             raise ValueError(f"num_pages must be at least 2 (page 0 is the dummy page), got {num_pages}")
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, 0, -1))
         self._state = bytearray(num_pages)
-
-    @property
-    def usable(self) -> int:
-        """Pages that can ever be handed out."""
-        return self.num_pages - 1
+        for page in absent:
+            self._state[page] = PageState.ABSENT
+        # A heap.
+        self._free = [page for page in range(1, num_pages) if self._state[page] == PageState.FREE]
+        self.usable = len(self._free)  # Pages that have memory, but for the dummy page.
 
     @property
     def available(self) -> int:
@@ -54,25 +58,48 @@ class PagePool:
         """Returns the pages on the free list, in no order."""
         return list(self._free)
 
+    def absent_pages(self) -> list[int]:
+        """Returns the pages without memory, ascending."""
+        return [page for page in range(self.num_pages) if self._state[page] == PageState.ABSENT]
+
     def alloc(self, count: int) -> list[int]:
         """Takes `count` free pages; the caller owns them. Raises OutOfPages and takes none if too few."""
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free of {self.usable}")
-        if count <= 0:
-            return []
-        pages = self._free[-count:][::-1]
-        del self._free[-count:]
+        pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
             self._state[page] = PageState.OWNED
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
         """Returns owned or cached pages. Raises ValueError for the dummy page and for a double free."""
+        in_use = (PageState.OWNED, PageState.CACHED)
         for page in pages:
-            if not 0 < page < self.num_pages or self._state[page] == PageState.FREE:
-                raise ValueError(f"page {page} is not in use (pages 1..{self.usable} can be freed once)")
+            if not 0 < page < self.num_pages or self._state[page] not in in_use:
+                last = self.num_pages - 1
+                raise ValueError(f"page {page} is not in use (pages 1..{last} can be freed once)")
             self._state[page] = PageState.FREE
-        self._free.extend(reversed(pages))
+            heapq.heappush(self._free, page)
+
+    def add(self, pages: Iterable[int]) -> None:
+        """These pages have memory from now on. Raises ValueError for one that had some."""
+        for page in pages:
+            if self._state[page] != PageState.ABSENT:
+                raise ValueError(f"page {page} is {PageState(self._state[page]).name}, expected ABSENT")
+            self._state[page] = PageState.FREE
+            heapq.heappush(self._free, page)
+            self.usable += 1
+
+    def withdraw(self, pages: Iterable[int]) -> None:
+        """These free pages are to lose their memory. Raises ValueError for one that is not free."""
+        withdrawn = set(pages)
+        for page in withdrawn:
+            if page == 0 or self._state[page] != PageState.FREE:
+                raise ValueError(f"page {page} is {PageState(self._state[page]).name}, expected FREE")
+            self._state[page] = PageState.ABSENT
+        self._free = [page for page in self._free if page not in withdrawn]
+        heapq.heapify(self._free)
+        self.usable -= len(withdrawn)
 
     def hand_to_cache(self, pages: Sequence[int]) -> None:
         """Moves owned pages to the prefix tree. Raises ValueError when a page is not owned."""
@@ -82,9 +109,14 @@ class PagePool:
             self._state[page] = PageState.CACHED
 
     def check_integrity(self, owned: Iterable[int], cached: Iterable[int]) -> None:
-        """Raises AssertionError unless free + owned + cached is every page once, as the callers see it."""
+        """Raises AssertionError unless free + owned + cached is every page that has memory, once, as the
+        callers see it.
+        """
         expected = bytearray(self.num_pages)
-        seen = [0, *self._free]
+        absent = self.absent_pages()
+        seen = [0, *self._free, *absent]
+        for page in absent:
+            expected[page] = PageState.ABSENT
         for state, pages in ((PageState.OWNED, owned), (PageState.CACHED, cached)):
             for page in pages:
                 expected[page] = state
@@ -276,9 +308,11 @@ class RequestCache:
         self.pool.check_integrity(owned, (page for node in self.tree.nodes() for page in node.pages))
 
 
-def make_request_cache(gpu: GpuConfig, states: StateSlots | None, num_pages: int) -> RequestCache:
-    """The books on pages, prefixes and, where there are some, states."""
-    pool = PagePool(num_pages)
+def make_request_cache(
+    gpu: GpuConfig, states: StateSlots | None, num_pages: int, absent: Iterable[int] = ()
+) -> RequestCache:
+    """Accounts for pages, prefixes and, where there are some, states; `absent` as in `PagePool`."""
+    pool = PagePool(num_pages, absent)
     if states is None:
         return RequestCache(pool, RadixCache(gpu.page_size), gpu.prefix_caching)
     held = RequestStates(StatePool(states.num_slots), num_snapshots(gpu))

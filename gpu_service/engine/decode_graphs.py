@@ -19,6 +19,7 @@ from gpu_service.device.stream import Uploader, packed_offsets
 from gpu_service.engine.model_runner import ComputedStep, ModelRunner
 from gpu_service.engine.results import Sampled
 from gpu_service.engine.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
+from gpu_service.experts.fetching.fetcher import MOST_ROWS
 from moebius.progress import counted
 
 _log = structlog.get_logger(__name__)
@@ -130,11 +131,15 @@ class DecodeGraphs:
         self._upload(graph_rows(self._fields, graph.size, self._dummies, plan), graph.size)
         self._runner.attention.plan_replay(replace(graph.inputs, seq_lens=plan.seq_lens + [1] * padding))
         assert graph.captured is not None
+        fetched = self._runner.fetch(graph.size)
         graph.captured.replay()
+        if fetched is not None:
+            fetched.launched()
         out = self._outputs
         overflow = None if out.first_overflow is None else out.first_overflow[:count]
         hidden = None if out.hidden_states is None else out.hidden_states[:count]
-        computed = ComputedStep(out.logits[:count], first_overflow=overflow, hidden_states=hidden)
+        logits = out.logits[:count]
+        computed = ComputedStep(logits, streamed=fetched, first_overflow=overflow, hidden_states=hidden)
         return computed, Sampled(out.token_ids[:count], out.finite[:count], None)
 
     def close(self) -> None:
@@ -178,7 +183,8 @@ class DecodeGraphs:
         """The recorded work; reads and writes memory that stays."""
         runner, out, size = self._runner, self._outputs, plan.num_requests
         plan.input_ids.copy_(runner.token_pool.gather(plan.token_slots, plan.positions))
-        context = runner.context(plan)
+        fetcher = runner.fetcher if size <= MOST_ROWS else None
+        context = runner.context(plan, None if fetcher is None else fetcher.layers_side)
         hidden_states = runner.model.forward(context)
         logits = runner.model.compute_logits(hidden_states)
         first_overflow = runner.first_overflow(context)

@@ -91,7 +91,7 @@ class Engine:
         `draft_pace`: None where speculation is off, or does not follow what steps cost.
         """
         self.scheduler = scheduler
-        self.load = EngineLoad(usable_pages=scheduler.cache.pool.usable)
+        self.load = EngineLoad(usable_pages=scheduler.cache.pool.num_pages - 1)
         self._builder = builder
         self._runner = runner
         self._on_output = on_output

@@ -166,7 +166,7 @@ class EngineLoad:
     num_waiting: int = 0
     used_pages: int = 0  # owned by running requests or locked by them
     cached_pages: int = 0  # held by the prefix tree only
-    usable_pages: int = 1
+    usable_pages: int = 1  # what there may be, also where experts have their memory now
     num_preemptions: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
@@ -185,7 +185,7 @@ def load_of(scheduler: Scheduler) -> EngineLoad:
         num_waiting=len(scheduler.waiting),
         used_pages=cache.pool.usable - cache.pool.available - evictable,
         cached_pages=evictable,
-        usable_pages=cache.pool.usable,
+        usable_pages=cache.pool.num_pages - 1,
         num_preemptions=scheduler.num_preemptions,
         query_tokens=cache.query_tokens,
         hit_tokens=cache.hit_tokens,

@@ -30,6 +30,8 @@ from gpu_service.engine.step import (
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient, ExpertUnavailable
+from gpu_service.experts.fetching.fetcher import MOST_ROWS, ExpertFetcher
+from gpu_service.experts.fetching.step import FetchedStep
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.step import StreamedExperts
@@ -118,6 +120,7 @@ class ModelRunner:
         is_float16: bool = False,
         drafter: DeviceDrafter | None = None,
         placement: AdaptivePlacement | None = None,
+        fetcher: ExpertFetcher | None = None,
     ) -> None:
         """`encoder`: of a model with vision; `has_mrope`: its plans bring positions by axis.
 
@@ -144,6 +147,8 @@ class ModelRunner:
         self.drafter = drafter
         # None: experts on the device stay, or another runner of the same ones moves them.
         self.placement = placement
+        # None: decode steps copy no experts.
+        self.fetcher = fetcher
         # As `ForwardContext` says; set by who launches the steps.
         self.between_layers: Callable[[], None] | None = None
 
@@ -170,6 +175,8 @@ class ModelRunner:
         """
         if self.watch is not None:
             self.watch.suspect(layers, self.is_float16)
+        if self.fetcher is not None:
+            self.fetcher.distrust()
 
     def interrupt(self) -> None:
         """Ends waits for experts, the one under way and later ones. Any thread."""
@@ -246,13 +253,17 @@ class ModelRunner:
         return context.first_overflow
 
     def _stream(self, plan: StepPlan) -> StreamedExperts | None:
-        """Copies of the step's first layers begin here."""
-        if self.streamer is None:
-            return None
-        return self.streamer.begin(plan.query_start_loc[-1], plan.is_uniform_decode)
+        """Copies of the step's first layers begin here, of one that is planned."""
+        rows, is_decode = plan.query_start_loc[-1], plan.is_uniform_decode
+        planned = None if self.streamer is None else self.streamer.begin(rows, is_decode)
+        return self.fetch(rows) if planned is None and is_decode else planned
+
+    def fetch(self, rows: int) -> FetchedStep | None:
+        """For a step of `rows` decoding rows that is about to be launched; None: it copies nothing."""
+        return self.fetcher.begin() if self.fetcher is not None and rows <= MOST_ROWS else None
 
     def context(self, inputs: ForwardInputs, streamed: StreamedExperts | None = None) -> ForwardContext:
-        """What the model's layers may touch in this step; a captured one streams nothing."""
+        """What the model's layers may touch in this step; a captured one streams nothing that is planned."""
         return ForwardContext(
             inputs,
             self.kv_cache,

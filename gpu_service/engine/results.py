@@ -67,7 +67,8 @@ class StepResult:
     rows: list[RowResult] = field(default_factory=list)
     # Layers after which a row first was not finite; empty where that is not noted.
     nonfinite_layers: frozenset[int] = frozenset()
-    # Whether experts were copied for it, and what it should take by their costs; None: that is not known.
+    # Whether a share of its experts was streamed, and what it should take by their costs; None: that is not
+    # known.
     is_streamed: bool = False
     predicted_seconds: float | None = None
     num_replays: int = 0
@@ -104,7 +105,7 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
         rows = fold(rows, plan.drafts.counts)
     streamed = outputs.streamed
     predicted = None if streamed is None else streamed.predicted_seconds
-    return StepResult(rows, nonfinite, streamed is not None, predicted)
+    return StepResult(rows, nonfinite, streamed is not None and streamed.is_planned, predicted)
 
 
 def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]) -> None:

@@ -39,6 +39,8 @@ TOO_SLOW, _PATIENCE_S, _MOST_PATIENCE_S = 0.6, 60.0, 3600.0
 # Rows from which a step that streams nothing says what a layer takes on servers: with fewer, what it does
 # besides takes as long.
 _PROMPT_ROWS = 256
+# What is left of the sums of steps with prompts when another one comes.
+_KEPT = 0.9
 # Half-life of the sums that are compared, in seconds of steps.
 _HALF_LIFE_S = 5.0
 # A pause between two steps counts as so much of the time in which steps are too slow.
@@ -115,6 +117,8 @@ class StepCheck(EngineObserver):
         self._patience_s = _PATIENCE_S
         self._busy: float | None = None
         self._said: float | None = None
+        # Decayed sums of seconds and tokens of steps that are mostly prompts.
+        self._prompts = 0.0, 0.0
         self.forget()
 
     def forget(self) -> None:
@@ -140,11 +144,20 @@ class StepCheck(EngineObserver):
         busy = 0.0 if before is None else max(0.0, self._busy - before)
         if result is None or result.seconds <= 0 or result.num_replays or self._facts.has_lane_step():
             return
+        if batch.num_tokens >= 2 * len(batch.requests):
+            seconds, tokens = self._prompts
+            self._prompts = _KEPT * seconds + result.seconds, _KEPT * tokens + batch.num_tokens
         predicted = result.predicted_seconds
         if not result.is_streamed:
             predicted = self._predict_plain(batch, result.seconds, busy)
         if predicted is not None:
             self._compare(predicted, result.seconds)
+
+    @property
+    def prompt_token_seconds(self) -> float | None:
+        """Of the latest steps with prompts, seconds by token; None: there was none."""
+        seconds, tokens = self._prompts
+        return seconds / tokens if tokens else None
 
     def _predict_plain(self, batch: Batch, seconds: float, busy: float) -> float | None:
         """Before the step is learnt from; None: there were too few of the kind."""

@@ -17,6 +17,7 @@ from gpu_service.layers.linear import (
     FusedLinear,
     Linear,
     RowParallelLinear,
+    Seam,
     empty_parameter,
     gated_query_order,
 )
@@ -24,7 +25,7 @@ from gpu_service.layers.norm import FullWidthNorm, Norm, RMSNorm, make_norm, mak
 from gpu_service.ops.activation import GATE_ACTIVATIONS
 from gpu_service.ops.kv import mean_index_keys
 from gpu_service.ops.norm import rms_norm
-from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope, query_scales
+from gpu_service.ops.rope import RopeTable, Unrotated, apply_rope, qk_norm_rope, query_scales
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, kv_heads, query_heads
 from moebius.models.attention_config import AttentionShape
@@ -181,6 +182,10 @@ class GQAttention(nn.Module):
         self._gate_weights = GATE_ACTIVATIONS[config.gate_activation]
         self._group, self._dtype = parallel.tensor_group, dtype
 
+    def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
+        """With queries, keys and values, see `ReadsSeam`."""
+        return self.qkv_proj.after_seam(seam)
+
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """Of the parameters that are this module's own, a rank has those of its heads."""
         if self.sinks is not None:
@@ -194,13 +199,19 @@ class GQAttention(nn.Module):
             self._head_ones = torch.ones(self.head_dim, **kind)
 
     def forward(
-        self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
+        self,
+        hidden_states: torch.Tensor,
+        rope: RopeTable | None,
+        context: ForwardContext,
+        projected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards.
 
-        `rope` None: the layer knows no positions.
+        `rope` None: the layer knows no positions. `projected`: queries, keys and values, if they were
+        computed already; may be overwritten.
         """
-        projected = self.qkv_proj(hidden_states)
+        if projected is None:
+            projected = self.qkv_proj(hidden_states)
         # Queries and keys are neighbours: one call serves both.
         keys_end = (self.num_heads + self.num_kv_heads) * self.head_dim
         if self._keys_are_values:
@@ -212,11 +223,6 @@ class GQAttention(nn.Module):
             values = projected[:, keys_end:values_end]
         num_rotated = self.num_heads + self.num_kv_heads
         rotated = projected[:, :keys_end].view(-1, num_rotated, self.head_dim)
-        query, key = self._norm_and_rotate(rotated, rope)
-        if rope is None and self._growth[0]:
-            query = query * query_scales(context.inputs.positions + 1, *self._growth, query.dtype)
-        elif rope is not None and rope.query_scale is not None:
-            query = query * rope.query_scale
         value, gate = self._cached_value(values), projected[:, values_end:]
         backend = context.attention
         assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
@@ -224,7 +230,17 @@ class GQAttention(nn.Module):
         if self.indexer is not None and rope is not None:
             kept = self.indexer(hidden_states, rope, backend, context.inputs)
             layer = layer._replace(kept_blocks=kept, block_size=self.indexer.block_size)
-        attended = backend.forward(query, key, value, self.layer_id, layer)
+        fused = self._fused_norms()
+        if rope is not None and fused is not None:
+            unrotated = Unrotated(rotated, *fused, self.num_heads, rope)
+            attended = backend.forward_unrotated(unrotated, value, self.layer_id, layer)
+        else:
+            query, key = self._norm_and_rotate(rotated, rope)
+            if rope is None and self._growth[0]:
+                query = query * query_scales(context.inputs.positions + 1, *self._growth, query.dtype)
+            elif rope is not None and rope.query_scale is not None:
+                query = query * rope.query_scale
+            attended = backend.forward(query, key, value, self.layer_id, layer)
         if self._value_dim < self.head_dim:
             by_head = attended.view(-1, self.num_heads, self.head_dim)
             attended = by_head[..., : self._value_dim].flatten(1)
@@ -252,17 +268,23 @@ class GQAttention(nn.Module):
         limit = self._limit
         return heads if limit == math.inf else heads.clamp_(-limit, limit)
 
+    def _fused_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None, float] | None:
+        """Weights and epsilon of the norms before rotation, perhaps none; None: there is more to do."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self._limit != math.inf or self._norm_after_rope or self._unit_norm:
+            return None
+        if q_norm is None and k_norm is None:
+            return None, None, self._eps
+        if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+            return q_norm.weight, k_norm.weight, q_norm.eps
+        return None
+
     def _norm_and_rotate(
         self, heads: torch.Tensor, rope: RopeTable | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys of `[T, num_heads + num_kv_heads, head_dim]`, which may be overwritten."""
-        q_norm, k_norm, num_heads = self.q_norm, self.k_norm, self.num_heads
-        fusible = isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) and self._limit == math.inf
-        if fusible and rope is not None and not (self._norm_after_rope or self._unit_norm):
-            assert isinstance(q_norm, RMSNorm)
-            assert isinstance(k_norm, RMSNorm)
-            return qk_norm_rope(heads, q_norm.weight, k_norm.weight, q_norm.eps, num_heads, rope)
-        if q_norm is None or self._norm_after_rope:
+        num_heads = self.num_heads
+        if self.q_norm is None or self._norm_after_rope:
             rotated = self._rotated(heads, rope)
             query, key = rotated[:, :num_heads], rotated[:, num_heads:]
             return self._normed(query, key)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.engine.step import ForwardContext
-from gpu_service.layers.linear import CheckpointPart, Linear, empty_parameter
+from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.layers.linear import CheckpointPart, Linear, ReadsSeam, Seam, empty_parameter
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
-from gpu_service.layers.norm import Norm, make_norm
+from gpu_service.layers.norm import Norm, RMSNorm, make_norm
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -165,6 +165,21 @@ class ResidualStream:
         update, self._pending = self._pending, None
         return norm.after_adding(update, self._total)
 
+    def read_for(
+        self, reader: nn.Module, norm: Norm | None, inputs: ForwardInputs
+    ) -> tuple[torch.Tensor, ...]:
+        """`read`, and where `reader` starts with a product of it, what comes of that: what it is called with.
+
+        Of few rows the addition, the norm and the product are one kernel on a GPU.
+        """
+        if isinstance(reader, ReadsSeam) and isinstance(norm, RMSNorm):
+            seam = Seam(self._total, self._pending, norm.weight, norm.eps)
+            found = reader.read_seam(seam, inputs)
+            if found is not None:
+                self._total, self._pending = found[0], None
+                return found[1:]
+        return (self.read(norm),)
+
     def read(self, norm: Norm | None) -> torch.Tensor:
         """`normed`, or a copy of the sum where nothing is normed; a tensor that the caller may keep."""
         return self.sum().clone() if norm is None else self.normed(norm)
@@ -225,13 +240,16 @@ class DecoderLayer(nn.Module):
     ) -> ResidualStream:
         """Adds the layer's two halves to the stream and returns it."""
         attention = self.get_submodule(self._attention_name)
-        attended = attention(stream.read(self.input_layernorm), rope, context)
+        hidden_states, *projected = stream.read_for(attention, self.input_layernorm, context.inputs)
+        attended = attention(hidden_states, rope, context, *projected)
         stream.add(self._normed(self.post_self_attn_layernorm, attended))
-        hidden_states = stream.read(self.post_attention_layernorm)
         if isinstance(self.mlp, MoEWithOwnNorms):
+            hidden_states = stream.read(self.post_attention_layernorm)
             output = self.mlp.forward_with_residual(hidden_states, stream.sum(), context)
         else:
-            output = self.mlp(hidden_states, context)
+            norm = self.post_attention_layernorm
+            hidden_states, *begun = stream.read_for(self.mlp, norm, context.inputs)
+            output = self.mlp(hidden_states, context, *begun)
         stream.add(self._normed(self.post_mlp_layernorm, output))
         if self.layer_scalar is not None:
             stream.scale(self.layer_scalar)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from gpu_service.engine.step import ForwardInputs
 from gpu_service.ops.linear import GROUP, can_pack, fp8_linear, linear, pack_weight
+from gpu_service.ops.norm_linear import add_norm_linear
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange
 from moebius.models.config import LinearAttentionConfig
@@ -64,6 +66,23 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
+class Seam(NamedTuple):
+    """What the input of a module is the RMS norm of; the first arguments of `add_norm_linear`."""
+
+    residual: torch.Tensor  # [T, N]
+    update: torch.Tensor | None  # [T, N], to be added to it
+    norm_weight: torch.Tensor  # [N]
+    eps: float
+
+
+@runtime_checkable
+class ReadsSeam(Protocol):
+    """A module that starts with a product of its input, which may be one kernel with the norm before it."""
+
+    def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
+        """The sum, its norm, and what else `forward` is to be called with; None: it reads a norm alone."""
+
+
 class Linear(nn.Module):
     """`y = x W^T + b`; weight `[out_features, in_features]`."""
 
@@ -83,6 +102,10 @@ class Linear(nn.Module):
         if self.weight_scales is None:
             return linear(hidden_states, self.weight, bias)
         return fp8_linear(hidden_states, self.weight, self.weight_scales, self._first_column, bias)
+
+    def after_seam(self, seam: Seam) -> tuple[torch.Tensor, ...] | None:
+        """What `add_norm_linear` returns, the product being `forward`'s; None: of weights in 8 bits."""
+        return None if self.weight_scales is not None else add_norm_linear(*seam, self.weight, self.bias)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """The parameters under their own names; scales of a weight kept in 8 bits have none."""

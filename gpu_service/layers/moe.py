@@ -6,9 +6,8 @@ The block routes, and adds up what expert servers and the device itself compute.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,14 +15,13 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.engine.step import ForwardContext, ForwardInputs
-from gpu_service.experts.client import ExpertCall, ExpertClient
-from gpu_service.experts.resident.experts import ResidentExperts, Share
-from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.layers.asked_experts import AskedExperts, ask_experts
 from gpu_service.layers.deferral import Collect, add_late
-from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
+from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, Seam, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from gpu_service.ops.linear import linear
+from gpu_service.ops.norm_linear import add_norm_linear, add_norm_route
 from gpu_service.ops.router import choose_by_kind, route, weigh_chosen, zero_experts
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, even_shard
@@ -77,9 +75,20 @@ class MLP(nn.Module):
         elif limit != math.inf:
             self._activation = partial(CLAMPED_ACTIVATIONS[activation], limit=limit)
 
-    def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the context is part of the signature that MLP and MoE share."""
-        output: torch.Tensor = self.down_proj(self._activation(self.gate_up_proj(hidden_states)))
+    def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
+        """With gate and up, see `ReadsSeam`."""
+        return self.gate_up_proj.after_seam(seam)
+
+    def forward(
+        self, hidden_states: torch.Tensor, context: ForwardContext, projected: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]`; the context is part of the signature that MLP and MoE share.
+
+        `projected`: gate and up, if they were computed already; may be overwritten.
+        """
+        if projected is None:
+            projected = self.gate_up_proj(hidden_states)
+        output: torch.Tensor = self.down_proj(self._activation(projected))
         return output
 
 
@@ -132,9 +141,20 @@ class Router(nn.Module):
 
         Ids from `num_experts` on are choices without weights.
         """
-        valid_rows = inputs.valid_rows
-        logits = linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
-        bias = self.e_score_correction_bias
+        return self._choose(linear(hidden_states.to(self.weight.dtype), self.weight, self.bias), inputs)
+
+    def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...]:
+        """The sum, its norm, and what `forward` says of that."""
+        if self.tid2eid is not None or self.expert_scales is not None:
+            total, normed, logits = add_norm_linear(*seam, self.weight, self.bias)
+            return total, normed, *self._choose(logits, inputs)
+        correction = self.e_score_correction_bias
+        bias = None if correction is None else correction.flatten()
+        return add_norm_route(*seam, self.weight, self.bias, bias, self._config, inputs.valid_rows)
+
+    def _choose(self, logits: torch.Tensor, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` of rows whose logits `[T, num_choices]` were computed already."""
+        valid_rows, bias = inputs.valid_rows, self.e_score_correction_bias
         if self.tid2eid is not None:
             chosen = self.tid2eid.index_select(0, inputs.input_ids)
             return weigh_chosen(logits, chosen, self._config, valid_rows)
@@ -251,16 +271,27 @@ class MoE(nn.Module):
         # Called with rows, ids and weights that the experts are about to be given; `moebius verify` sets it.
         self.on_routed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
-    def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`, float32 where there is no latent space: who adds it rounds once."""
-        return self.start(hidden_states, context)()
+    def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
+        """With weights and ids of the chosen, of a model with one router; see `ReadsSeam`."""
+        return self.gate.read_seam(seam, inputs) if isinstance(self.gate, Router) else None
 
-    def start(self, hidden_states: torch.Tensor, context: ForwardContext) -> Callable[[], torch.Tensor]:
+    def forward(
+        self, hidden_states: torch.Tensor, context: ForwardContext, *chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]`, float32 where there is no latent space: who adds it rounds once.
+
+        `chosen`: weights and ids, if the router has chosen already.
+        """
+        return self.start(hidden_states, context, *chosen)()
+
+    def start(
+        self, hidden_states: torch.Tensor, context: ForwardContext, *chosen: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
         """Asks the servers for their share; what is returned computes the rest and collects, as `forward`.
 
         Meanwhile `hidden_states` must stay as they are.
         """
-        topk_weights, topk_ids = self.gate(hidden_states, context.inputs)
+        topk_weights, topk_ids = chosen or self.gate(hidden_states, context.inputs)
         if context.recorder is not None:
             context.recorder.record(self.layer_id, topk_ids)
         partial: torch.Tensor | None = None
@@ -381,114 +412,3 @@ class MoEWithOwnNorms(MoE):
         answer = self._group.all_reduce(asked.collect(None).to(hidden_states.device))
         experts: torch.Tensor = self.output_norm(answer.to(hidden_states.dtype))
         return normed + experts
-
-
-@dataclass(frozen=True)
-class AskedExperts:
-    """A layer whose expert servers have their share; filled by `ask_experts`.
-
-    Its choices are in parts with sums of their own, each computed first and then fetched, in order.
-    """
-
-    layer_id: int
-    hidden_states: torch.Tensor
-    topk_weights: torch.Tensor
-    parts: tuple[torch.Tensor, ...]  # int32 [T, K] each, -1 where another part has the choice
-    fetch: tuple[Collect, ...]  # by part: adds what servers answer
-    resident: ResidentExperts | None  # None: nothing of the layer is resident, or streamed
-    streamed: StreamedExperts | None
-
-    def compute(self, partial: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """The device's share by part, float32 `[T, H]`, or what it was given; `partial` is the first's."""
-        sums = [partial, *[None] * (len(self.parts) - 1)]
-        rows, weights = self.hidden_states, self.topk_weights
-        if self.resident is not None:
-            pairs = zip(self.parts, sums, strict=True)
-            sums = [self.resident.forward(self.layer_id, rows, ids, weights, own) for ids, own in pairs]
-        if self.streamed is not None:
-            sums = [*self.streamed.forward(self.layer_id, rows, self.parts, weights, sums)]
-        return sums
-
-    def collect(self, partial: torch.Tensor | None) -> torch.Tensor:
-        """`partial` `[T, H]` (None: zeros) with all choices, of a layer whose choices are one part."""
-        (computed,) = self.compute(partial)
-        return self.fetch[0](computed)
-
-
-def ask_experts(
-    layer_id: int,
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    experts: ExpertClient | None,
-    resident: ResidentExperts | None,
-    streamed: StreamedExperts | None = None,
-    parts: Sequence[torch.Tensor] | None = None,
-) -> AskedExperts:
-    """Hands the expert servers their share of `[T, H]` rows, int32 `[T, K]` ids and float32 weights.
-
-    What is returned computes the resident and the streamed share and collects: it adds all to a partial sum
-    `[T, H]` (None: zeros), each chosen expert of each row once. Of several ranks each has only its part of
-    the sum. `parts`: the ids in several tensors, each with a sum of its own and servers asked in this order.
-    Raises what the expert client and `streamed` raise, and RuntimeError when servers are needed and
-    there is no client.
-    """
-    share = Share.NONE if resident is None else resident.share(layer_id)
-    streams = Share.NONE if streamed is None else streamed.share(layer_id)
-    divided = (topk_ids,) if parts is None else tuple(parts)
-    if Share.ALL in (share, streams):
-        fetch: tuple[Collect, ...] = (_only_partial,) * len(divided)
-        if resident is not None and share is Share.SOME:
-            resident.note(layer_id, topk_ids)
-    elif experts is None:
-        raise RuntimeError(f"layer {layer_id} routes to experts, but the context has no client")
-    else:
-        served = topk_ids
-        if resident is not None and share is not Share.NONE:
-            served = resident.cpu_ids(layer_id, served)
-        if streamed is not None and streams is not Share.NONE:
-            served = streamed.cpu_ids(layer_id, served)
-        asked = [served] if parts is None else [served.masked_fill(ids < 0, -1) for ids in divided]
-        fetch = tuple(_submit(layer_id, hidden_states, ids, topk_weights, experts) for ids in asked)
-    here = resident if share is not Share.NONE else None
-    streaming = streamed if streams is not Share.NONE else None
-    return AskedExperts(layer_id, hidden_states, topk_weights, divided, fetch, here, streaming)
-
-
-def _submit(
-    layer_id: int,
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    experts: ExpertClient,
-) -> Collect:
-    if experts.call_log is not None and not experts.is_device_driven:
-        return _submit_logged(layer_id, hidden_states, topk_ids, topk_weights, experts, experts.call_log)
-    ticket = experts.submit(layer_id, hidden_states, topk_ids, topk_weights)
-    return lambda partial: experts.collect(ticket, None if partial is None else partial.float())
-
-
-def _submit_logged(
-    layer_id: int,
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    experts: ExpertClient,
-    log: list[ExpertCall],
-) -> Collect:
-    submitted = time.monotonic_ns()
-    ticket = experts.submit(layer_id, hidden_states, topk_ids, topk_weights)
-
-    def collect(partial: torch.Tensor | None) -> torch.Tensor:
-        collecting = time.monotonic_ns()
-        answer = experts.collect(ticket, None if partial is None else partial.float())
-        log.append(ExpertCall(layer_id, hidden_states.shape[0], submitted, collecting, time.monotonic_ns()))
-        return answer
-
-    return collect
-
-
-def _only_partial(partial: torch.Tensor | None) -> torch.Tensor:
-    """Nothing is to be collected: the device has computed the whole layer."""
-    assert partial is not None
-    return partial

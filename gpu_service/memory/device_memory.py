@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gpu_service.device.virtual_memory import pooled_bytes
+
 # torch leaves these untyped.
 _cuda: Any = torch.cuda
 
@@ -24,10 +26,10 @@ class MemoryUse:
     # Of the whole device, and what no process holds.
     total: int
     free: int
-    # Of this process: in living tensors, and the most there was since `reset_peak`.
+    # Of this process: in living tensors and in pools of chunks, and the most there was since `reset_peak`.
     allocated: int
     peak: int
-    reserved: int  # Held by torch's allocator for tensors, living or to come.
+    reserved: int  # Held by torch's allocator for tensors, living or to come, and by pools of chunks.
     device_allocations: int  # Times the allocator asked the driver for memory since the start.
 
     @property
@@ -66,12 +68,13 @@ class CudaMemory(DeviceMemory):
         torch.cuda.synchronize(self._device)
         free, total = _cuda.mem_get_info(self._device)
         statistics = _cuda.memory_stats(self._device)
+        pooled = pooled_bytes(self._device)
         return MemoryUse(
             total=int(total),
             free=int(free),
-            allocated=int(statistics.get("allocated_bytes.all.current", 0)),
-            peak=int(statistics.get("allocated_bytes.all.peak", 0)),
-            reserved=int(statistics.get("reserved_bytes.all.current", 0)),
+            allocated=pooled + int(statistics.get("allocated_bytes.all.current", 0)),
+            peak=pooled + int(statistics.get("allocated_bytes.all.peak", 0)),
+            reserved=pooled + int(statistics.get("reserved_bytes.all.current", 0)),
             device_allocations=self.device_allocations(),
         )
 

@@ -26,8 +26,8 @@ from gpu_service.ops.gated_streams import (
 )
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
-from gpu_service.ops.kv import append_kv, mean_index_keys, pool_index_keys
-from gpu_service.ops.linear import fp8_linear
+from gpu_service.ops.kv import append_kv, mean_index_keys, pool_index_keys, rotate_and_append
+from gpu_service.ops.linear import fp8_linear, linear
 from gpu_service.ops.linear_attention import (
     causal_conv_extend,
     causal_conv_update,
@@ -42,6 +42,7 @@ from gpu_service.ops.norm import (
     rms_norm,
     sigmoid_gated_rms_norm,
 )
+from gpu_service.ops.norm_linear import add_norm_linear, add_norm_route
 from gpu_service.ops.overflow import note_overflow
 from gpu_service.ops.registry import Implementation, Op
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
@@ -68,6 +69,7 @@ OPS: tuple[Op[..., Any], ...] = (
     block_scores,
     mean_block_scores,
     append_kv,
+    rotate_and_append,
     pool_index_keys,
     mean_index_keys,
     causal_conv_update,
@@ -94,7 +96,10 @@ OPS: tuple[Op[..., Any], ...] = (
     route,
     zero_experts,
     choose_by_kind,
+    linear,
     fp8_linear,
+    add_norm_linear,
+    add_norm_route,
     argmax_and_finite,
     mask_logits,
     truncate_probabilities,

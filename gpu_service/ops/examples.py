@@ -181,6 +181,10 @@ class _Maker:
         mapping = 2 * torch.arange(tokens, device=self._device).flip(0) + 1
         return slots.to(self._sizes.storage or self._dtype), rows[:, :keys], rows[:, keys:], mapping
 
+    def rotate_and_append(self) -> tuple[Any, ...]:
+        slots, _, value, mapping = self.append_kv()
+        return *self.qk_norm_rope(), value, slots, mapping
+
     def pool_keys(self) -> tuple[Any, ...]:
         """Pages of 4 tokens and pools of 6: one ends in the first request's rows, and both of the second."""
         pool, size, page_size = 6, self._sizes.index_dim, 4
@@ -347,6 +351,26 @@ class _Maker:
         scales = self._random(outputs, -(-(first + columns) // GROUP), dtype=torch.float32).abs()
         return self._random(self._sizes.tokens, columns), weight, scales, first, self._random(outputs)
 
+    def linear(self) -> tuple[Any, ...]:
+        weight = self._random(72, self._sizes.hidden) * self._sizes.hidden**-0.5
+        return self._random(self._sizes.tokens, self._sizes.hidden), weight, self._random(72)
+
+    def add_norm_linear(self) -> tuple[Any, ...]:
+        """Logits of a router, after experts' sum."""
+        router, (rows, residual, *norm) = self._sizes.router, self.fused_add()
+        dtype = torch.float32 if router.float32_gate else self._dtype
+        return (
+            residual,
+            rows.float(),
+            *norm,
+            self._random(router.num_choices, rows.shape[1], dtype=dtype),
+            None,
+        )
+
+    def add_norm_route(self) -> tuple[Any, ...]:
+        logits, bias, router = self.route()
+        return *self.add_norm_linear(), bias, router, logits[:, 0] < 10
+
     def logits(self) -> tuple[Any, ...]:
         return (self._random(3, self._sizes.vocabulary, dtype=torch.float32),)
 
@@ -453,6 +477,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "block_scores": _Maker.block_scores,
     "mean_block_scores": _Maker.mean_block_scores,
     "append_kv": _Maker.append_kv,
+    "rotate_and_append": _Maker.rotate_and_append,
     "pool_index_keys": _Maker.pool_keys,
     "mean_index_keys": _Maker.mean_keys,
     "causal_conv_update": _Maker.conv_update,
@@ -479,6 +504,9 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "route": _Maker.route,
     "zero_experts": _Maker.zero_experts,
     "choose_by_kind": _Maker.choose_by_kind,
+    "linear": _Maker.linear,
+    "add_norm_linear": _Maker.add_norm_linear,
+    "add_norm_route": _Maker.add_norm_route,
     "fp8_linear": _Maker.fp8_linear,
     "argmax_and_finite": _Maker.logits,
     "mask_logits": _Maker.masks,

@@ -6,6 +6,7 @@ import torch
 
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.registry import Op
+from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
@@ -37,6 +38,33 @@ def append_kv(
     rows = rows.masked_fill_(rows.isinf(), torch.nan).clamp_(-FP8_MAX, FP8_MAX).to(kv_slots.dtype)
     # Torch moves bytes of these types, but has no indexed copy of them.
     kv_slots.view(torch.uint8).index_copy_(0, slot_mapping, rows.view(torch.uint8))
+
+
+@Op
+def rotate_and_append(
+    heads: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    num_heads: int,
+    table: RopeTable,
+    value: torch.Tensor,
+    kv_slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`qk_norm_rope`, or `apply_rope` where there are no weights, then `append_kv` of the keys and `value`.
+
+    Shapes as there. heads may be overwritten. Returns queries and keys.
+    """
+    if q_weight is None or k_weight is None:
+        rotated = apply_rope(heads, table)
+        query, key = rotated[:, :num_heads], rotated[:, num_heads:]
+    else:
+        query, key = qk_norm_rope(heads, q_weight, k_weight, eps, num_heads, table)
+    append_kv(kv_slots, key, value, slot_mapping, key_scale, value_scale)
+    return query, key
 
 
 @Op

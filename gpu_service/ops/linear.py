@@ -79,6 +79,7 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
+@Op
 def linear(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x W^T + b`: hidden_states `[T, in]`, weight `[out, in]` plain or packed, bias `[out]`; `[T, out]`.
 

@@ -119,6 +119,17 @@ def qk_norm_rope(
     return query, key
 
 
+class Unrotated(NamedTuple):
+    """Queries and keys of one layer before norm and rotation; the first arguments of `qk_norm_rope`."""
+
+    heads: torch.Tensor  # [T, num_heads + num_kv_heads, head_dim]
+    q_weight: torch.Tensor | None  # [head_dim]; None: there is no norm.
+    k_weight: torch.Tensor | None
+    eps: float
+    num_heads: int
+    table: RopeTable
+
+
 def half_split(table: RopeTable) -> RopeTable:
     """The same angles with element j paired with j + rotary_dim / 2; a table of such pairs comes back as is.
 

@@ -29,6 +29,7 @@ from gpu_service.scheduler.admission import (
 from gpu_service.scheduler.lane import LaneBooks
 from gpu_service.scheduler.limits import SchedulerLimits, mark_finish, refuse_impossible
 from gpu_service.scheduler.shares import ClientShares
+from gpu_service.scheduler.supply import FixedPages, PageSupply
 from gpu_service.scheduler.turns import PromptTurns
 from gpu_service.speculation.policy import Speculation
 
@@ -65,6 +66,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.lane = LaneBooks()
         self.shares = ClientShares()
+        self.supply: PageSupply = FixedPages()
         # Where there is no lane.
         self.turns = PromptTurns()
         # Whether a request that decodes sits out for now; set by the engine, alike on every rank.
@@ -115,6 +117,7 @@ class Scheduler:
         if self.speculation is not None and self.speculation.waits(self.running):
             return None
         self.lane.lacks_pages = None
+        self.supply.before_step(self)
         self._weigh_lane()
         self.shares.weigh(self.waiting, self.running)
         batch = self._take_turns() if self.turns.streams and self._decodes() else None
@@ -174,8 +177,9 @@ class Scheduler:
 
     def wants_lane(self) -> bool:
         """Whether a step of the prefill lane would have something to compute."""
+        self.supply.before_step(self)
         self._weigh_lane()
-        return self.lane.may_open and bool(self._lane_prompts())
+        return self.lane.may_open and bool(self._prompts_of(self.lane.choose))
 
     def schedule_lane(self) -> Batch | None:
         """The batch of the prefill lane's next step, which is open from now on until it is committed.
@@ -186,7 +190,7 @@ class Scheduler:
         self._weigh_lane()
         self.shares.weigh(self.waiting, self.running)
         division = Division({}, [], self.lane.most_tokens)
-        prompts, cache, rank = self._lane_prompts(), self.cache, self.shares.rank
+        prompts, cache, rank = self._prompts_of(self.lane.choose), self.cache, self.shares.rank
         divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states, rank)
         batch = self._plan(division)
         if batch is not None:
@@ -202,6 +206,7 @@ class Scheduler:
         if not batch.requests:
             return None
         self._step += 1
+        self.supply.planned(batch)
         return batch
 
     def commit(self, batch: Batch, results: Sequence[RowResult], *, replayed: bool = False) -> list[Request]:
@@ -253,6 +258,7 @@ class Scheduler:
 
     def ended(self, batch: Batch) -> None:
         """The step will not be run again, whether it came to anything; `commit` calls it."""
+        self.supply.ended(batch)
         if self.speculation is not None:
             self.speculation.ended(batch)
         if self.cache.states is not None:
@@ -348,9 +354,6 @@ class Scheduler:
     def _weigh_lane(self) -> None:
         self.lane.weigh(self._decodes(), self.limits.prefill_chunk_max)
 
-    def _lane_prompts(self) -> list[Prompt]:
-        return self._prompts_of(self.lane.choose)
-
     def _prompts_of(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
         """Those that `choose` takes of the running requests' prompts and those that may start now."""
         needs = [request.planned_len - request.scheduled_len for request in self.running]
@@ -373,7 +376,7 @@ class Scheduler:
         if not candidates:
             return []
         oldest = self.shares.oldest(candidates)
-        if not self._fits(oldest, self.cache.probe(oldest)):
+        if not fits(oldest, self.cache.probe(oldest), self.cache, self.limits, self.running):
             return []
         prompts = choose([Prompt(request, self._expected(request)) for request in candidates])
         return self.shares.choose(prompts, len(self._free_slots))
@@ -384,9 +387,6 @@ class Scheduler:
             handle = self.cache.probe(request)
             request.expected_len = request.total_len - (handle.num_tokens if handle else 0)
         return request.expected_len
-
-    def _fits(self, request: Request, handle: PrefixHandle | None) -> bool:
-        return fits(request, handle, self.cache, self.limits, self.running)
 
     def _admit(self, batch: Batch, division: Division) -> None:
         """Starts newcomers; what one of them does not need after all is for those after it."""
@@ -399,7 +399,8 @@ class Scheduler:
             if budget == 0 and allowed < min(page_size, request.expected_len):
                 continue
             handle = cache.probe(request)
-            if not (self._free_slots and cache.has_free_state and self._fits(request, handle)):
+            has_room = fits(request, handle, cache, self.limits, self.running)
+            if not (self._free_slots and cache.has_free_state and has_room):
                 return
             start = handle.num_tokens if handle else 0
             need = request.total_len - start

@@ -41,7 +41,7 @@ def limits() -> LLParserLimits:
     square of its Earley items, since each derivation looks for its item among the row's, and only new ones
     are counted: at most about 30 ms with 4000 (110 ms with 10 000), and outputs that come near that end
     within some tokens, because what grows does so with every token. An object of 200 optional properties
-    needs 3200 items, 128 tools need 390 (`tests/unit/test_gateway_grammar.py`).
+    needs 3200 items, 128 tools need 390 (`tests/unit/gateway/constraints/test_grammar_bounds.py`).
     """
     return LLParserLimits(verbose_errors=False, max_items_in_row=1_000, step_max_items=4_000)
 

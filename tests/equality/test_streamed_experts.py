@@ -16,8 +16,8 @@ from gpu_service.experts.streaming.make import measure_while_serving
 from gpu_service.experts.streaming.measure import MeasuredCosts, measure_link, measure_products
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamed_step import StreamedStep
+from gpu_service.layers.asked_experts import ask_experts
 from gpu_service.layers.deferral import late_choices
-from gpu_service.layers.moe import ask_experts
 from gpu_service.parallel.context import ParallelContext
 from moebius.config import GpuConfig, ModelConfigSection, MoebiusConfig
 from tests import tolerances

@@ -27,11 +27,20 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def stack(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Four layers of 32 experts on two servers."""
+    """Four layers of 32 experts on two servers. By default a GPU would hold them all and hand off no rows."""
     directory = tmp_path_factory.mktemp("profiled")
     write_random_model(directory / "model", RandomModelOptions("small", "int4_g32"))
     write_tokenizer(directory / "model", byte_level_tokenizer())
-    flags = ("--served-model-name", "small", "--expert-servers", "2", "--kv-cache-gib", "1")
+    flags = (
+        "--served-model-name",
+        "small",
+        "--expert-servers",
+        "2",
+        "--kv-cache-gib",
+        "1",
+        "--gpu-experts-ratio",
+        "0",
+    )
     with running_stack(directory / "model", directory, *flags, "--device", device, timeout_s=280) as running:
         yield running
 

@@ -15,7 +15,7 @@ from gpu_service.experts.streaming.plan import SHARES
 from gpu_service.experts.streaming.ring import CudaTransfers
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.source import CudaRegistrar, Registrar, SegmentSource
-from gpu_service.layers.moe import ask_experts
+from gpu_service.layers.asked_experts import ask_experts
 from moebius.config import MoebiusConfig
 from tests import tolerances
 from tests.helpers.built_engine import RunningEngine, running_engine

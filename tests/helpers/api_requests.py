@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gateway.model import ServedModel, load_served_model
+from gateway.generation.model import ServedModel, load_served_model
 from gateway.parsers.events import (
     ContentDelta,
     Finish,

@@ -22,6 +22,8 @@ from gpu_service.attention.triton_backend import TritonAttention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import CompressedCache
+from gpu_service.experts.fetching.slots import make_state
+from gpu_service.experts.fetching.triton_kernels import TritonFetchKernels
 from gpu_service.experts.resident.experts import make_slots
 from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
@@ -82,6 +84,7 @@ def cases(extent: str) -> Iterator[Case]:
     if extent != "key":
         yield Case("ops small", _small_ops)
         yield Case("pages", _pages)
+        yield Case("fetching", _fetching)
     for name in MODELS[extent]:
         config = published(name)
         for storage in (None, E4M3):
@@ -96,6 +99,17 @@ def cases(extent: str) -> Iterator[Case]:
         for weights in FORMATS[extent]:
             label = f"experts {shape.hidden} x {shape.intermediate} {weights}"
             yield Case(label, partial(_experts, shape, weights))
+
+
+def _fetching() -> None:
+    """Few experts and many, one row and as many as steps that fetch have."""
+    kind = layer_format("int4_g32", "int4_g32", 2048, 768, False)
+    for experts, top_k in ((128, 8), (512, 10)):
+        layer = make_state({0: [kind]}, 16, experts, {0: 7.0}, CPU).layers[0]
+        kernels = TritonFetchKernels(CPU)
+        for rows in (1, 64):
+            kernels.choose(layer, torch.zeros((rows, top_k), dtype=torch.int32))
+        kernels.copy(layer)
 
 
 def _ops(sizes: Sizes) -> None:

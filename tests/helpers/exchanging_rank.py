@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
 from gpu_service.experts.resident.experts import (
     LayerSlots,
@@ -32,6 +33,10 @@ class SimulatedResidents(ResidentExperts):
         kept = changes.clone()
         write = super()._write_maps
         self.simulated.launch(lambda: write(kept))
+
+    def copy_slot(self, layer: int, source: int, target: int) -> None:
+        copy = super().copy_slot
+        self.simulated.launch(lambda: copy(layer, source, target))
 
 
 class PackedSource:
@@ -66,6 +71,8 @@ class ExchangingRank:
 
     seed: int
     has_streamer: bool = True
+    # Where memory of slots comes from that moves; None: every slot has memory, for good.
+    pool: PhysicalPool | None = None
     wrong: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,7 +84,7 @@ class ExchangingRank:
         slots: dict[int, LayerSlots] = {}
         for layer in range(LAYERS):
             count = rng.choice([1, 3, 6])
-            slots[layer] = make_slots(kind, count, SHAPE.experts, torch.device("cpu"), 0.0)
+            slots[layer] = make_slots(kind, count, SHAPE.experts, torch.device("cpu"), 0.0, self.pool)
             for slot, expert in enumerate(rng.sample(range(SHAPE.experts), count)):
                 packed = torch.zeros(kind.expert_bytes, dtype=torch.uint8)
                 packed[0], packed[1] = layer, expert
@@ -112,7 +119,7 @@ class ExchangingRank:
         found = []
         for layer, slots in self.resident.slots.items():
             absent = sorted({*range(SHAPE.experts)} - {*slots.experts})
-            for _ in range(slots.expert_of_slot.count(-1)):
+            for _ in range(slots.expert_of_slot[: slots.backed].count(-1)):
                 found.append(Wanted(layer, self.rng.choice(absent), -1))
         return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from gateway.server import server_for
+from gateway.app.server import server_for
 from moebius.config import MoebiusConfig
 from tests.helpers import tls_everywhere
 

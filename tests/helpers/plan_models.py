@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moebius.app.planning.hardware import GPU_MODELS, Hardware
+from moebius.app.planning.gpu_models import find_gpu_model
+from moebius.app.planning.hardware import Hardware
 from moebius.app.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
@@ -63,7 +64,7 @@ def hardware(gpu: str | None = None, gpus: int = 1, ram_gib: float = 1024, **cha
     """A host with two sockets of 32 AMX cores, and GPUs of the table where one is named."""
     numbers: dict[str, Any] = {
         "gpus": gpus if gpu else 0,
-        "gpu": GPU_MODELS[gpu] if gpu else None,
+        "gpu": find_gpu_model(gpu) if gpu else None,
         "ram_bytes": int(ram_gib * GIB),
         "sockets": 2,
         "cores": 64,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpu_service.experts.client import ExpertClient, ExpertClientStats, Ticket, add_to
 from gpu_service.experts.costs import LayerCosts
 from gpu_service.experts.resident.experts import ResidentExperts, ResidentKernels, TorchResidentKernels
-from gpu_service.experts.streaming.plan import SHARES, CopyRun, Piece
+from gpu_service.experts.streaming.plan import SHARES, CopyRun, Piece, StoredExperts
 from gpu_service.experts.streaming.ring import BufferRing, HostTransfers, TransferDevice
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.streamer import ExpertStreamer
@@ -207,6 +207,10 @@ class MadeSource:
         data = segments.data[piece.stored.segment]
         self.copied_bytes += run.nbytes
         self._device.copy(target, data[run.source : run.source + run.nbytes])
+
+    def address(self, segments: ExpertSegments, stored: StoredExperts) -> int:
+        """Memory of this process."""
+        return segments.data[stored.segment].data_ptr() + stored.offset
 
     def time_copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> float:
         """What `seconds_of` says, for a copy that is made."""

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from expert_service.host import ExpertHost
 from expert_service.metrics import make_registry
-from gateway.telemetry import GatewayMetrics
+from gateway.telemetry.metrics import GatewayMetrics
 from gpu_service.memory.ledger import MemoryLedger, export
 from gpu_service.telemetry import EngineMetrics
 from moebius.kernels import EngineStats

@@ -92,6 +92,10 @@ def test_answers_do_not_depend_on_exchanges(
         with running_engine(settings(cluster, 3, prefill_experts=prefill_experts)) as engine:
             if prefill_experts == "stream":
                 wait_until_streaming(engine)
+                # Their events say when a copy has ended only if they are of the stream that copies.
+                assert engine.built.placement is not None
+                assert engine.built.streamer is not None
+                assert engine.built.placement._exchanges._device is engine.built.streamer.device
             resident = engine.built.resident
             assert resident is not None
             for _ in range(3):

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.engine_client import EngineClient
+from gateway.replicas.engine_client import EngineClient
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.main import drain
 from gpu_service.readiness import SERVICE_NAME, Readiness

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.connections import ConnectionTable, connection_limits
+from gateway.transport.connections import ConnectionTable, connection_limits
 from moebius.config import GatewayConfig
 from moebius.errors import ConfigError
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
@@ -308,7 +308,7 @@ def test_a_client_that_was_answered_and_sends_no_more_is_closed(
     engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of a body is waited for as long as it comes, not for good."""
-    monkeypatch.setattr("gateway.connections._LINGER_PAUSE_S", 0.2)
+    monkeypatch.setattr("gateway.transport.connections._LINGER_PAUSE_S", 0.2)
     with gateway(engine, max_body_mib=0.5) as (_, port), dial(port) as connection:
         connection.sendall(head_for(b" " * (1 << 20)) + b" " * 1000)
         connection.settimeout(60)

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway.errors import ApiError
 from gateway.prompts.prepare import check_shown
+from gateway.schemas.errors import ApiError
 from gateway.schemas.requests import ChatMessage
 from gateway.text.conversation import MarkedText
 from tests.helpers.fake_engine import FIRST_TOKEN_S, MODEL, FakeEngine, Script, serving

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import uvloop
 
-from gateway.server import server_for
+from gateway.app.server import server_for
 from moebius.app.bench.gateway.engine import write_tokenizer
 from moebius.app.bench.gateway.processes import scripted_engine
 from moebius.app.bench.gateway.stalls import HEAVY

@@ -13,8 +13,8 @@ import httpx
 import pytest
 import structlog
 
-from gateway.server import server_for
-from gateway.tls import FailedHandshakes, TlsAcceptor
+from gateway.app.server import server_for
+from gateway.transport.tls import FailedHandshakes, TlsAcceptor
 from moebius import tls
 from moebius.config import MoebiusConfig
 from moebius.errors import ConfigError

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.telemetry import MAX_IGNORED_NAMES, OTHER_NAMES, GatewayMetrics
+from gateway.telemetry.metrics import MAX_IGNORED_NAMES, OTHER_NAMES, GatewayMetrics
 from tests.helpers.fake_engine import MODEL, FakeEngine, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer

@@ -124,6 +124,9 @@ def test_live_figures(engine: tuple[FakeEngine, str], url: str) -> None:
                 streamed_bytes=600,
                 decode_choices=8,
                 exchanges=2,
+                fetched_experts=4,
+                fetched_bytes=400,
+                fetch_hits=5,
             ),
             pb.LiveLayer(layer=2),
         ],
@@ -161,6 +164,7 @@ def test_live_figures(engine: tuple[FakeEngine, str], url: str) -> None:
                 "streamed": {"experts": 6, "bytes": 600},
                 "decode": {"choices": 8, "hits": 0},
                 "exchanges": {"count": 2, "bytes": 0},
+                "fetched": {"experts": 4, "bytes": 400, "hits": 5},
             },
             {
                 "layer": 2,
@@ -168,7 +172,7 @@ def test_live_figures(engine: tuple[FakeEngine, str], url: str) -> None:
                 "cpu_rows": None,
                 "cpu_seconds": None,
                 "cpu_calls": 0,
-                **dict.fromkeys(("cpu_bytes", "chosen", "streamed", "decode", "exchanges")),
+                **dict.fromkeys(("cpu_bytes", "chosen", "streamed", "decode", "exchanges", "fetched")),
             },
         ]
         assert live["costs"] == {

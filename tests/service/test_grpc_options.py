@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grpc._cython import cygrpc
 
-from gateway.engine_client import KEEPALIVE_MS, EngineClient
+from gateway.replicas.engine_client import KEEPALIVE_MS, EngineClient
 from gpu_service.main import MIN_PING_INTERVAL_MS
 from protos import engine_pb2 as pb
 from tests.service.test_engine_grpc import message, served

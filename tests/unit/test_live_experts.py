@@ -22,6 +22,7 @@ from gpu_service.engine.step_check import StepCheck, StepFacts
 from gpu_service.experts.adaptive.placement import LayerFigures
 from gpu_service.experts.client import ExpertClientStats
 from gpu_service.experts.costs import ExpertCosts
+from gpu_service.experts.fetching.fetcher import FetchFigures
 from gpu_service.live import LiveExperts
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from moebius.kernels import PlanRow
@@ -145,15 +146,19 @@ def test_what_moves_is_the_streamers_and_the_placements(tmp_path: Path) -> None:
     placement = SimpleNamespace(figures=lambda: SimpleNamespace(layers=layers), copy_price=math.inf)
     streamer = SimpleNamespace(streamed_steps=2, streamed_bytes=700, streamed_of={1: (6, 500), 2: (2, 200)})
 
+    fetcher = SimpleNamespace(by_layer={1: FetchFigures(5, 5000, 17, 40)})
+
     async def run(placement: Any) -> pb.GetLiveResponse:
         live = pb.GetLiveResponse()
-        view = LiveExperts(
-            *(GEOMETRY, lambda layer: (), (), None, streamer, None, placement, check)  # type: ignore[arg-type]
-        )
+        others: Any = streamer, None, placement, check, fetcher
+        view = LiveExperts(GEOMETRY, lambda layer: (), (), None, *others)
         await view.describe(live)
         return live
 
     live = asyncio.run(run(placement))
+    own = live.layers[0]
+    assert (own.fetched_experts, own.fetched_bytes, own.fetch_hits) == (5, 5000, 17)
+    assert not live.layers[1].HasField("fetched_experts")
     assert [(layer.streamed_experts, layer.streamed_bytes) for layer in live.layers] == [(6, 500), (2, 200)]
     assert not live.layers[0].HasField("decode_choices")
     found = live.layers[1]

@@ -12,7 +12,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from gateway.engine_client import EngineClient
+from gateway.replicas.engine_client import EngineClient
 from gpu_service.many_calls import CallContext, ManyCalls
 from moebius.outbox import Outbox
 from protos import engine_pb2 as pb

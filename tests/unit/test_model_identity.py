@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.model_files import ReadFiles, read_files
+from gateway.text.model_files import ReadFiles, read_files
 from gpu_service.assembly.identity import read_identity
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig

@@ -149,6 +149,38 @@ def test_qk_norm_rope(
     assert torch.equal(fused[:, num_q + num_k :], value)
 
 
+@pytest.mark.parametrize("storage", [None, torch.float8_e4m3fn], ids=["plain", "fp8"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("tokens", "head_dim", "rotary_dim"), [(1, 16, 16), (3, 20, 12), (65, 8, 8)])
+def test_rotate_and_append(
+    storage: torch.dtype | None,
+    interleaved: bool,
+    normed: bool,
+    tokens: int,
+    head_dim: int,
+    rotary_dim: int,
+) -> None:
+    """Queries, keys and slots are those of the ops one after the other; other slots stay as they were."""
+    torch.manual_seed(tokens)
+    num_q, num_k = 5, 2
+    fused = torch.randn(tokens, num_q + 2 * num_k + 1, head_dim) * 2
+    heads, value = fused[:, : num_q + num_k], fused[:, num_q + num_k : -1]
+    weights = torch.randn(2, head_dim) if normed else (None, None)
+    table, mapping = (
+        _table(tokens, rotary_dim, interleaved, torch.float32),
+        torch.randperm(2 * tokens)[:tokens],
+    )
+    slots = torch.randn(2 * tokens, 2 * num_k, head_dim).to(storage or torch.float32)
+    wanted_slots, scales = slots.clone(), (0.5, 2.0) if storage else (1.0, 1.0)
+    arguments = weights[0], weights[1], 1e-6, num_q, table, value
+    wanted = kv.rotate_and_append.reference(heads.clone(), *arguments, slots.clone(), mapping)
+    found = triton_rope.rotate_and_append(heads, *arguments, slots, mapping, *scales)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=4e-5)
+    triton_kv.append_kv(wanted_slots, found[1], value, mapping, *scales)
+    assert torch.equal(slots.view(torch.uint8), wanted_slots.view(torch.uint8))
+
+
 def test_many_tokens_share_programs_between_heads() -> None:
     """From 64 tokens on a program takes four heads; the last one here gets two, of which one is a key."""
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ from gpu_service.memory.plan import (
 )
 from gpu_service.models.compose import build_model
 from gpu_service.parallel.group import SoloGroup
-from moebius.app.planning.hardware import GPU_MODELS
+from moebius.app.planning.gpu_models import GPU_MODELS
 from moebius.app.planning.memory import arena_bytes, expert_servers, server_bytes, stored_experts
 from moebius.app.planning.planner import Planner
 from moebius.app.random_model.shapes import parse_shape
@@ -179,7 +179,7 @@ def test_a_gpus_ledger_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model_dir = write_config(tmp_path / "small", parse_shape("small", 0).hf_config(None))
     config = settings(model_dir, max_num_seqs="512")
     plan = Planner(config, on_gpu=True).plan(hardware("4090"), fill=False)
-    fake = FakeMemory(GPU_MODELS["4090"].memory_bytes)
+    fake = FakeMemory(GPU_MODELS["RTX 4090"].memory_bytes)
     monkeypatch.setattr("gpu_service.assembly.rank_plan.make_device_memory", lambda device: fake)
     model = build_model(Forecast(config, on_gpu=True).model_config)
     group = SoloGroup()

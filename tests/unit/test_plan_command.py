@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moebius.app import cli
-from moebius.app.planning.hardware import GPU_MODELS, HardwareOptions, gpu_names, parse_gpus
+from moebius.app.planning.gpu_models import GPU_MODELS, parse_gpus
+from moebius.app.planning.hardware import HardwareOptions, gpu_names
 from moebius.app.planning.hardware import hardware as detect
 from moebius.app.random_model.shapes import parse_shape
 from moebius.errors import UserError
@@ -54,7 +56,8 @@ def test_a_plan_is_printed_and_written(
         assert f"decode {row['rows']}" in out
         assert f"{row['tokens_per_second']:.1f}" in out
     assert f"{document['totals']['RAM'] / GIB:.2f}" in out
-    assert "serve with: --tensor-parallel-size 2 --gpu-experts 32" in out
+    command = f"moebius serve {model} --tensor-parallel-size 2 --gpu-experts 32"
+    assert f"serve with: {command}\n" in out
 
 
 def test_a_plan_says_whether_kernels_were_measured(
@@ -132,17 +135,94 @@ def test_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str], model: Path,
     assert not state.exists()
 
 
-def test_gpus_are_parsed() -> None:
-    """Names as people and drivers write them."""
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [
+        ("4090", 1, "RTX 4090"),
+        ("2xH200", 2, "H200"),
+        ("3080", 1, "RTX 3080"),
+        ("rtx3080ti", 1, "RTX 3080 Ti"),
+        ("5090laptop", 1, "RTX 5090 Laptop"),
+        ("a100-40gb", 1, "A100 40GB"),
+        ("rtx-pro-6000", 1, "RTX PRO 6000"),
+        ("rtx 6000 ada", 1, "RTX 6000 Ada"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 1, "RTX 4090 Laptop"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 1, "RTX 4070 Ti Super"),
+        ("NVIDIA A100-SXM4-80GB", 1, "A100 80GB"),
+        ("NVIDIA H100 80GB HBM3", 1, "H100"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 1, "RTX PRO 6000 Max-Q"),
+        ("Tesla T4", 1, "T4"),
+        ("2x3090 + 4090", 3, "RTX 3090 + RTX 4090"),
+    ],
+)
+def test_gpus_are_found_by_the_names_people_and_drivers_use(text: str, count: int, name: str) -> None:
+    """A laptop's card, one with less memory and one of another make are never taken for a namesake."""
+    number, model = parse_gpus(text)
+    assert model is not None
+    assert (number, model.name) == (count, name)
+
+
+def test_every_gpu_is_found_by_its_own_name() -> None:
+    """No row of the table hides another one."""
+    assert all(parse_gpus(name) == (1, model) for name, model in GPU_MODELS.items())
+
+
+def test_numbers_of_gpus() -> None:
+    """A number is one of GPUs unless it is a GPU's name; there are none by name."""
     assert parse_gpus("none") == (0, None)
     assert parse_gpus("4") == (4, None)
-    assert parse_gpus("4090") == (1, GPU_MODELS["4090"])
-    assert parse_gpus("2xH200") == (2, GPU_MODELS["h200"])
-    assert parse_gpus("NVIDIA GeForce RTX 4090") == (1, GPU_MODELS["4090"])
-    assert parse_gpus("rtx-pro-6000")[1] == GPU_MODELS["rtxpro6000"]
-    for wrong in ("0xh200", "x", "h999", "-1"):
-        with pytest.raises(UserError, match="--gpus"):
-            parse_gpus(wrong)
+
+
+def test_unequal_gpus_count_with_the_least() -> None:
+    """Ranks share layers evenly: two cards of which one is smaller are planned as two of the smaller."""
+    count, mixed = parse_gpus("5090+3090")
+    assert mixed is not None
+    first, second = GPU_MODELS["RTX 5090"], GPU_MODELS["RTX 3090"]
+    assert count == 2
+    assert mixed.memory_bytes == second.memory_bytes
+    assert mixed.bandwidth == min(first.bandwidth, second.bandwidth)
+    assert mixed.flops == min(first.flops, second.flops)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("0xh200", "H200"),
+        ("x", "such as"),
+        ("h999", "H"),
+        ("-1", "such as"),
+        ("4099", "RTX 4090"),
+        ("9999", "such as"),
+    ],
+)
+def test_unknown_gpus_are_refused_with_the_nearest(wrong: str, nearest: str) -> None:
+    """A card that is not in the table is not taken for another one, nor for a number of cards."""
+    with pytest.raises(UserError, match="--gpus") as refused:
+        parse_gpus(wrong)
+    assert nearest in str(refused.value)
+
+
+def test_the_command_repeats_what_was_given(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    """`serve with` is a whole command: MODEL, each setting that was given, and what the plan found."""
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    given = ("--expert-dtype", "int4", "--no-cuda-graphs", "--max-num-seqs", "4", "--split-shares", "1,2")
+    host = ("--gpus", "h200", *HOST)
+    arguments = ("plan", model, *host, "--expert-servers", "2", *given, "--json", first)
+    status, out, err = run_cli(capsys, *arguments)
+    assert (status, err) == (0, "")
+    planned = json.loads(first.read_text())
+    command = planned["serve_command"]
+    assert f"serve with: {command}\n" in out
+    program, verb, *words = shlex.split(command)
+    assert (program, verb, words[0]) == ("moebius", "serve", str(model))
+    assert {"int4", "--no-cuda-graphs", "1,2"} < set(words)
+    assert run_cli(capsys, "plan", *words, *host, "--json", second)[0] == 0
+    again = json.loads(second.read_text())
+    assert again["serve_command"] == command
+    assert again["settings"] == planned["settings"]
+    assert again["residency"]["count"] == planned["residency"]["count"] > 0
 
 
 def test_a_host_is_detected_from_its_files(tmp_path: Path) -> None:
@@ -156,7 +236,7 @@ def test_a_host_is_detected_from_its_files(tmp_path: Path) -> None:
     (tmp_path / "proc/meminfo").write_text("MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n")
     assert gpu_names(tmp_path) == ["NVIDIA H200", "NVIDIA H200"]
     found = detect(HardwareOptions(bandwidth_gbs=50, sockets=2), tmp_path)
-    assert (found.gpus, found.gpu) == (2, GPU_MODELS["h200"])
+    assert (found.gpus, found.gpu) == (2, GPU_MODELS["H200"])
     assert found.ram_bytes == 8 * GIB
     assert found.bandwidth == 100e9
     assert found.origin["gpus"] == found.origin["ram"] == "detected"

@@ -11,7 +11,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from moebius.app.planning.capacity import CapacityPlan, DoesNotFit, Wish
-from moebius.app.planning.hardware import GPU_MODELS, Hardware
+from moebius.app.planning.gpu_models import GPU_MODELS
+from moebius.app.planning.hardware import Hardware
 from moebius.app.planning.memory import RAM
 from moebius.app.planning.planner import Planner
 from moebius.app.random_model.shapes import parse_shape
@@ -37,7 +38,7 @@ def planners(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Planner]
 def gpu_host(memory_gib: float, ram: float = 64.0) -> Hardware:
     """One GPU of so much memory."""
     host = hardware("4090", ram_gib=ram)
-    return replace(host, gpu=replace(GPU_MODELS["4090"], memory_bytes=int(memory_gib * GIB)))
+    return replace(host, gpu=replace(GPU_MODELS["RTX 4090"], memory_bytes=int(memory_gib * GIB)))
 
 
 def plan_or_none(planner: Planner, host: Hardware, wish: Wish | None = None) -> CapacityPlan | None:

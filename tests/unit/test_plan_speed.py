@@ -15,6 +15,7 @@ from moebius.app.planning.speed import (
     LINK_SHARE,
     ExpertTimes,
     Work,
+    assumed_peak_share,
     predict_decode,
     predict_prefill,
     step_seconds,
@@ -79,7 +80,9 @@ def test_a_step_by_hand() -> None:
     parts = row.seconds
     assert row.distinct_experts == pytest.approx(8)
     assert parts.dense == pytest.approx((2.46e9 + 1000 * 98304) / (4.8e12 * GPU_BANDWIDTH_SHARE))
-    assert parts.cpu_experts == pytest.approx(48 * 8 * 2654208 / 210e9 / ASSUMED_EXPERT_BANDWIDTH_SHARE)
+    read = 8 * 2654208 / 210e9 / ASSUMED_EXPERT_BANDWIDTH_SHARE
+    multiplied = 8 * 2 * 3 * 2048 * 768 / (46e12 * assumed_peak_share("amx", 1))
+    assert parts.cpu_experts == pytest.approx(48 * (read + multiplied))
     assert parts.gpu_experts == 0
     link = 2048 * (2 + 4) / (64e9 * LINK_SHARE)
     assert parts.hand_off == pytest.approx(48 * (HAND_OFF_SECONDS + HAND_OFF_SERVER_SECONDS + link))
@@ -114,3 +117,44 @@ def test_operations_bound_large_chunks() -> None:
     """Four times the rows, four times the dense time on a GPU, once reading weights is not what takes it."""
     first, second = (step_seconds(QWEN, HOST, rows, 0, 0).dense for rows in (4096, 16384))
     assert second == pytest.approx(4 * first)
+
+
+# docs/benchmarks.md, host D: one H200 (link 55 GB/s), 163 GB/s and 16 AMX cores, int4 experts.
+HOST_D = hardware("h200", sockets=1, cores=16, bandwidth=163e9, cpu_flops=46e12)
+
+
+@pytest.mark.parametrize(
+    ("streams", "resident", "measured"),
+    [
+        *((1, 0.0, 82.5), (4, 0.0, 119.4), (8, 0.0, 138.4), (16, 0.0, 171.9), (32, 0.0, 212.8)),
+        *((1, 1.0, 304.0), (8, 1.0, 1185.0), (32, 1.0, 1928.0)),
+    ],
+)
+def test_decode_as_it_was_measured(streams: int, resident: float, measured: float) -> None:
+    """Tokens per second of one H200, all experts in RAM and all on the GPU, are predicted within 15 %."""
+    (row,) = predict_decode(replace(QWEN, resident_share=resident), HOST_D, [streams], 200)
+    assert row.tokens_per_second == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "resident", "measured"),
+    [
+        *((512, 0.0, 2498.0), (4096, 0.0, 13456.0), (16384, 0.0, 30011.0)),
+        *((512, 1.0, 12781.0), (4096, 1.0, 37860.0), (16384, 1.0, 29940.0)),
+    ],
+)
+def test_prefill_as_it_was_measured(tokens: int, resident: float, measured: float) -> None:
+    """So are prompts whose experts are streamed, divided between link and servers, or resident."""
+    work = replace(QWEN, resident_share=resident, request_rows=2048)
+    row = predict_prefill(work, HOST_D, 16384 if resident else 512, tokens, 16384)
+    assert row.tokens_per_second == pytest.approx(measured, rel=0.15)
+
+
+def test_streaming_is_planned_only_where_it_is_faster() -> None:
+    """A short prompt's experts, or those of a slow link, stay with the servers."""
+    slow = replace(HOST_D, gpu=replace(HOST_D.gpu, link=1e9)) if HOST_D.gpu else HOST_D
+    work = replace(QWEN, request_rows=2048)
+    with_ring, without = (predict_prefill(work, slow, 512, 512, chunk) for chunk in (16384, 0))
+    assert with_ring.tokens_per_second >= without.tokens_per_second
+    assert with_ring.tokens_per_second == pytest.approx(without.tokens_per_second, rel=0.1)
+    assert predict_prefill(work, HOST_D, 512, 8192, 16384).rows == 8192

@@ -21,7 +21,7 @@ from gpu_service.experts.streaming.ring import _COPY_OPERATIONS, _PIECE_OPERATIO
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamed_step import StreamedStep
 from gpu_service.experts.streaming.streamer import ExpertStreamer
-from gpu_service.layers.moe import ask_experts
+from gpu_service.layers.asked_experts import ask_experts
 from tests.helpers.marked_segments import LAYERS, SHAPE, load_again, marked_segment
 from tests.helpers.simulated_streams import SimulatedDevice, SimulatedEvent, SimulatedKernels
 from tests.helpers.stored_experts import (

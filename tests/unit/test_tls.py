@@ -17,7 +17,7 @@ import pytest
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from gateway.engine_client import EngineClient
+from gateway.replicas.engine_client import EngineClient
 from moebius import grpc_channels, tls
 from moebius.app.bench.engine import servers
 from moebius.app.bench.engine.servers import running_servers

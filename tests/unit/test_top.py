@@ -31,6 +31,7 @@ def on_gpu(at: float, **changed: Any) -> dict[str, Any]:
     for layer in found["experts"]["layers"]:
         layer["gpu_experts"] = [1]
         layer["streamed"] = {"experts": 5 * at, "bytes": 4e9 * at}
+        layer["fetched"] = {"experts": 6 * at, "bytes": 1e9 * at, "hits": 9 * at}
         layer["decode"] = {"choices": 40 * at, "hits": 10 * at}
         layer["exchanges"] = {"count": 3 * at, "bytes": 1e9 * at}
         layer["cpu_bytes"] = 6e9 * at
@@ -315,14 +316,15 @@ def test_what_is_known_of_each_layer() -> None:
     third, fourth = figures.placement
     assert (third.layer, third.resident_share) == (3, 0.5)
     assert third.streamed_share == pytest.approx(5 / 10 / 2)
+    assert third.fetched_per_step == pytest.approx(6 / 10)
     assert third.hit_rate == pytest.approx(0.25)
     assert third.exchanges_per_second == pytest.approx(3)
-    assert third.copied_bytes_per_second == pytest.approx(5e9)
+    assert third.copied_bytes_per_second == pytest.approx(6e9)
     # In 0.3 s of each.
     assert third.cpu_bytes_per_second == pytest.approx(20e9)
     assert (third.call_microseconds, fourth.call_microseconds) == (pytest.approx(30e3), pytest.approx(60e3))
-    assert figures.link_bytes_per_second == pytest.approx(10e9)
-    assert figures.link_share == pytest.approx(0.2)
+    assert figures.link_bytes_per_second == pytest.approx(12e9)
+    assert figures.link_share == pytest.approx(0.24)
     assert figures.predicted_share == pytest.approx(0.8)
 
 
@@ -330,9 +332,10 @@ def test_what_no_layer_has_is_unknown() -> None:
     """Of an engine that exchanges nothing, an answer of an older one, and after a restart."""
     (rate, _) = figures_between(answer(10), answer(12)).placement
     assert (rate.hit_rate, rate.exchanges_per_second, rate.cpu_bytes_per_second) == (None, None, None)
+    assert rate.fetched_per_step is None
     older = answer(12)
     for layer in older["experts"]["layers"]:
-        for name in ("streamed", "decode", "exchanges", "cpu_bytes"):
+        for name in ("streamed", "fetched", "decode", "exchanges", "cpu_bytes"):
             del layer[name]
     del older["costs"]
     figures = figures_between(older, {**older, "time": older["time"] + 1})
@@ -345,7 +348,7 @@ def test_what_no_layer_has_is_unknown() -> None:
 def test_a_full_link_limits_the_step() -> None:
     """Copies take most of a step's time, whatever the CPUs do meanwhile."""
     before, now = on_gpu(10), on_gpu(12)
-    now["costs"]["link_bytes_per_second"] = 12e9
+    now["costs"]["link_bytes_per_second"] = 14.4e9
     limit = figures_between(before, now).limit
     assert limit == "link to the GPU: copies of experts take 93% of a step"
 
@@ -356,11 +359,36 @@ def test_layers_of_a_gpu_are_a_table() -> None:
     assert max(map(len, lines)) <= 80
     place = next(place for place, line in enumerate(lines) if line.startswith("experts, by layer"))
     assert lines[place + 1].split() == [
-        *("layer", "on", "GPU", "streamed", "hits", "swaps/s", "MB/s", "CPU", "GB/s", "of", "it", "µs")
+        *(
+            "layer",
+            "on",
+            "GPU",
+            "streamed",
+            "fetch",
+            "hits",
+            "swaps/s",
+            "MB/s",
+            "CPU",
+            "GB/s",
+            "of",
+            "it",
+            "µs",
+        )
     ]
-    assert lines[place + 2].split() == ["3", "50%", "25%", "25%", "3.0", "5000.0", "20.0", "80%", "30000"]
+    assert lines[place + 2].split() == [
+        "3",
+        "50%",
+        "25%",
+        "0.6",
+        "25%",
+        "3.0",
+        "6000.0",
+        "20.0",
+        "80%",
+        "30000",
+    ]
     assert any("80% of what steps take" in line for line in lines)
-    assert any("10.00 GB/s to the GPU of 50.0 (link)" in line for line in lines)
+    assert any("12.00 GB/s to the GPU of 50.0 (link)" in line for line in lines)
     assert any("the slowest 1 of 2 layers" in line for line in shown(on_gpu(12), on_gpu(10), rows=2))
     assert any("experts' time, by layer" in line for line in shown(on_gpu(12), on_gpu(10), width=60))
 

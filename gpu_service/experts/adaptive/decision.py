@@ -17,8 +17,10 @@ from gpu_service.experts.adaptive.policy import worthwhile
 # Exchanges that one step begins, at most, and the share of a step's time that their copies may take of the
 # link: servers lose no more of their bandwidth than a third of that.
 _MOST_A_STEP, _SHARE_OF_STEP = 8, 0.05
-# Exchanges that may wait: later counts know better.
-_MOST_WANTED = 64
+# Exchanges that may wait, and experts for empty slots: later counts know better.
+_MOST_WANTED, _MOST_REFILLED = 64, 256
+# Experts for empty slots take no other's place: by this factor more of them may be copied.
+_REFILLS = 4
 
 
 class PlacementDecision:
@@ -39,6 +41,10 @@ class PlacementDecision:
         self._slots = np.asarray(slots)
         self._forecast = RoutingForecast(resident, top_k, known)
 
+    def resize(self, slots: NDArray[np.int64]) -> None:
+        """Sets how many slots each layer has now, int64 `[layers]`."""
+        self._slots = slots
+
     def observe(self, observation: Observation, copy_price: float) -> None:
         """What was chosen after everything that was observed before; copies cost `copy_price` reads."""
         self._forecast.observe(observation, copy_price)
@@ -46,14 +52,28 @@ class PlacementDecision:
     def wanted(self, resident: NDArray[np.bool_], copy_price: float) -> list[Wanted]:
         """The most urgent exchanges first. `resident` bool `[layers, experts]`: in a slot, or on its way."""
         expected = self._forecast.expected
-        # An expert that could not be copied has left a slot empty.
-        refilled = [
-            Wanted(self._layers[row], int(np.where(resident[row], -1.0, expected[row]).argmax()), -1)
-            for row in np.flatnonzero(resident.sum(axis=1) < self._slots)
-        ]
+        refilled = self._refilled(resident, expected)
         found = worthwhile(expected, resident, copy_price).best(_MOST_WANTED)
         pairs = zip(found.rows.tolist(), found.newcomers.tolist(), found.leavers.tolist(), strict=True)
         return refilled + [Wanted(self._layers[row], newcomer, leaver) for row, newcomer, leaver in pairs]
+
+    def _refilled(self, resident: NDArray[np.bool_], expected: NDArray[np.float64]) -> list[Wanted]:
+        """The best absent experts for empty slots: those of layers that got memory, or whose expert could not
+        be copied.
+        """
+        empty = self._slots - resident.sum(axis=1)
+        rates, found = self.rates, list[tuple[float, Wanted]]()
+        for row in np.flatnonzero(empty > 0).tolist():
+            absent = np.where(resident[row], -1.0, expected[row])
+            best = np.argsort(-absent, kind="stable")[: empty[row]].tolist()
+            found += [(float(-rates[row, n]), Wanted(self._layers[row], n, -1)) for n in best]
+        found.sort(key=lambda pair: pair[0])
+        return [wanted for _, wanted in found[:_MOST_REFILLED]]
+
+    @property
+    def rates(self) -> NDArray[np.float64]:
+        """As `RoutingForecast.rates`."""
+        return self._forecast.rates
 
     @property
     def half_lives(self) -> dict[int, float]:
@@ -65,6 +85,10 @@ class PlacementDecision:
         return self._forecast.to_record()
 
 
-def exchanges_per_step(step_s: float, link: float, expert_bytes: int) -> int:
-    """How many exchanges a step of `step_s` seconds begins, at most. `link`: bytes per second."""
-    return max(1, min(_MOST_A_STEP, int(step_s * _SHARE_OF_STEP * link / expert_bytes)))
+def exchanges_per_step(step_s: float, link: float, expert_bytes: int, are_refills: bool = False) -> int:
+    """How many exchanges a step of `step_s` seconds begins, at most. `link`: bytes per second.
+
+    `are_refills`: they fill empty slots.
+    """
+    times = _REFILLS if are_refills else 1
+    return max(1, min(times * _MOST_A_STEP, int(times * step_s * _SHARE_OF_STEP * link / expert_bytes)))

@@ -105,6 +105,19 @@ class SlotExchanges:
             (wanted.layer, wanted.newcomer) for wanted, _ in self._packing
         ]
 
+    def slots_under_way(self, layer: int) -> set[int]:
+        """Slots of a layer to which an expert is being copied."""
+        return {each.slot for each in self._copying if each.layer == layer}
+
+    def moved(self, layer: int, slot: int, new: int | None) -> None:
+        """What was in a slot is in another one now; None: nowhere any more."""
+        if new is not None:
+            self._from_segments.discard((layer, new))
+        if (layer, slot) in self._from_segments:
+            self._from_segments.remove((layer, slot))
+            if new is not None:
+                self._from_segments.add((layer, new))
+
     def advance(self, wanted: Sequence[Wanted]) -> None:
         """Between two steps: maps what has been copied, and begins what is wanted."""
         changes = self._ended()
@@ -180,7 +193,8 @@ class SlotExchanges:
         taken = {(each.layer, each.slot) for each in self._copying}
         found = []
         for each, packed in copies:
-            held = self._resident.slots[each.layer].expert_of_slot
+            slots = self._resident.slots[each.layer]
+            held = slots.expert_of_slot[: slots.backed]
             free = (
                 n for n, expert in enumerate(held) if expert == each.leaver and (each.layer, n) not in taken
             )

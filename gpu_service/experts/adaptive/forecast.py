@@ -86,11 +86,14 @@ class RoutingForecast:
 
     def _expected(self) -> Choices:
         """Of every half-life, within as many tokens as it remembers."""
+        return self._rates() * self._tokens[:, :, None]
+
+    def _rates(self) -> Choices:
+        """Of every half-life, choices by a token."""
         even = self._top_k / self._num_experts
         usual = (self._sums[-1] + _PRIOR_TOKENS * even) / (self._tokens[-1, :, None] + _PRIOR_TOKENS)
         prior = np.minimum(self._half_lives, _PRIOR_TOKENS)[:, None, None]
-        tokens = self._tokens[:, :, None]
-        found: Choices = (self._sums + prior * usual) * (tokens / (tokens + prior))
+        found: Choices = (self._sums + prior * usual) / (self._tokens[:, :, None] + prior)
         return found
 
     @property
@@ -109,6 +112,12 @@ class RoutingForecast:
     def expected(self) -> Choices:
         """Choices of each expert within as many tokens as the layer's half-life remembers."""
         found: Choices = self._expected()[self._best, np.arange(self._saved.shape[1])]
+        return found
+
+    @property
+    def rates(self) -> Choices:
+        """Choices of each expert by a token, as the layer's half-life has them: comparable between layers."""
+        found: Choices = self._rates()[self._best, np.arange(self._saved.shape[1])]
         return found
 
     def to_record(self) -> NDArray[np.int64]:

@@ -22,6 +22,7 @@ from gpu_service.experts.adaptive.counts import Observation, RoutingCounts
 from gpu_service.experts.adaptive.decision import PlacementDecision, exchanges_per_step
 from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
 from gpu_service.experts.adaptive.policy import USUAL_COPY_PRICE
+from gpu_service.experts.adaptive.supply import SlotSupply
 from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.resident.experts import ResidentExperts
 
@@ -33,8 +34,18 @@ _LONGEST_STEP_S = 0.05
 # Half-life of the share of hits that steps are predicted with, choices of a layer.
 _HITS_OVER = 1024.0
 _SAVED_EVERY_S = 60.0
+# Half-life of decoded tokens per second.
+_TOKENS_OVER_S = 1.0
 # After a find of damage, while servers pack the expert anew and compare the others.
 _CAREFUL_S = 60.0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Residents:
+    """Of one moment; filled by `begin_step`."""
+
+    mask: NDArray[np.bool_]  # As `AdaptivePlacement.resident_mask`.
+    num_slots: NDArray[np.int64]  # [layers]: slots that have memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +82,14 @@ class AdaptivePlacement:
         costs: ExpertCosts,
         known: NDArray[np.int64] | None = None,
         save: Callable[[NDArray[np.int64]], None] = lambda record: None,
+        supply: SlotSupply | None = None,
     ) -> None:
         """`known`: recorded counts int64 `[layers with slots, num_experts]`.
 
-        `save` is given such counts every minute and at the end, by a thread.
+        `save` is given such counts every minute and at the end, by a thread. `supply`: None where the
+        memory of slots stays.
         """
+        self.supply = supply
         self._resident = resident
         self._counts = counts
         self._exchanges = exchanges
@@ -83,10 +97,14 @@ class AdaptivePlacement:
         self._layers = tuple(resident.slots)
         self._bytes_each = max(found.kind.expert_bytes for found in resident.slots.values())
         self._num_experts, top_k = resident.geometry.num_experts, resident.geometry.top_k
-        slots = [found.count for found in resident.slots.values()]
+        slots = [found.backed for found in resident.slots.values()]
         self._decision = PlacementDecision(self._layers, slots, self.resident_mask(), top_k, known)
+        # Of decoded tokens: choices by expert and token, and how many there are in a second.
+        self._rates = self._decision.rates
+        self._is_absent = ~self.resident_mask()
+        self._token_rate, self._last_observed = 0.0, time.monotonic()
         # What was chosen, and what was resident then; None for the latter: another decision is under way.
-        self._inbox: queue.SimpleQueue[tuple[Observation, NDArray[np.bool_] | None] | None]
+        self._inbox: queue.SimpleQueue[tuple[Observation, _Residents | None] | None]
         self._inbox = queue.SimpleQueue()
         self._wanted: list[Wanted] = []
         self._is_deciding = False
@@ -109,21 +127,52 @@ class AdaptivePlacement:
         now = time.monotonic()
         self._step_s += 0.1 * (min(now - self._last_step, _LONGEST_STEP_S) - self._step_s)
         self._last_step = now
+        if self.supply is not None:
+            self.supply.retire()
         if self._resident.is_held:
             return
         damages = self.damages()
         if damages != self._known_damages:
             self._known_damages, self._careful_until = damages, now + _CAREFUL_S
             self._exchanges.distrust()
-        self._exchanges.advance(self._next_exchanges() if now >= self._careful_until else ())
+        is_careful = now < self._careful_until
+        self._exchanges.advance(() if is_careful else self._next_exchanges())
+        if self.supply is not None:
+            self.supply.advance(self._rates, None if is_careful else self.copy_price)
         found = self._counts.poll()
         if found is not None:
-            resident = None if self._is_deciding else self.resident_mask()
+            resident = None if self._is_deciding else _Residents(self.resident_mask(), self._num_slots)
             self._is_deciding = True
             self._inbox.put((found, resident))
         if now >= self._next_read:
             self._next_read = now + READ_EVERY_S
             self._counts.fetch()
+
+    def give_up_now(self) -> None:
+        """Gives the pool the memory that KV pages claim, before it returns: while no step is in flight."""
+        if self.supply is not None:
+            self.supply.give_up_now(self._rates)
+
+    @property
+    def wants_memory(self) -> bool:
+        """Whether some expert of a layer whose memory moves has no slot."""
+        return self.supply is not None and self.supply.wants_memory
+
+    @property
+    def value_per_byte(self) -> float | None:
+        """Seconds of expert servers that one byte more for slots would save in a second: of the best expert
+        that has none. None: what servers take is not known yet.
+        """
+        costs = self._costs.figures
+        if costs.cpu_expert_seconds is None:
+            return None
+        saved = max(0.0, costs.cpu_expert_seconds - (costs.gpu_expert_seconds or 0.0))
+        best = float(np.where(self._is_absent, self._rates, 0.0).max(initial=0.0))
+        return best * self._token_rate * saved / self._bytes_each
+
+    @property
+    def _num_slots(self) -> NDArray[np.int64]:
+        return np.array([slots.backed for slots in self._resident.slots.values()])
 
     def resident_mask(self) -> NDArray[np.bool_]:
         """bool `[layers, experts]`: in a slot, or on its way there. Only by the thread that launches
@@ -170,7 +219,8 @@ class AdaptivePlacement:
     def _next_exchanges(self) -> list[Wanted]:
         if not self._wanted:
             return []
-        count = exchanges_per_step(self._step_s, self._costs.link, self._bytes_each)
+        refills = self._wanted[0].leaver < 0
+        count = exchanges_per_step(self._step_s, self._costs.link, self._bytes_each, refills)
         taken, self._wanted = self._wanted[:count], self._wanted[count:]
         return taken
 
@@ -182,15 +232,18 @@ class AdaptivePlacement:
         except Exception:  # serving goes on with what is resident
             _log.exception("experts on the GPU are not exchanged any more")
 
-    def _take(self, observation: Observation, resident: NDArray[np.bool_] | None) -> None:
+    def _take(self, observation: Observation, residents: _Residents | None) -> None:
         price = self.copy_price
         # Where no copy is worth it, or its price is not known yet, the forecast learns all the same.
         usable = USUAL_COPY_PRICE if price is None or math.isinf(price) else price
         self._decision.observe(observation, usable)
-        if resident is not None:
-            self._note_hits(observation, resident)
-            self._half_lives = self._decision.half_lives
-            self._wanted = self._wanted_now(resident, price)
+        self._note_tokens(observation)
+        if residents is not None:
+            self._note_hits(observation, residents.mask)
+            self._half_lives, self._rates = self._decision.half_lives, self._decision.rates
+            self._is_absent = ~residents.mask
+            self._decision.resize(residents.num_slots)
+            self._wanted = self._wanted_now(residents.mask, price)
             self._is_deciding = False
         if time.monotonic() - self._saved > _SAVED_EVERY_S:
             self._saved = time.monotonic()
@@ -203,6 +256,13 @@ class AdaptivePlacement:
         if not wanted and self._costs.link_is_unseen:
             wanted = self._decision.wanted(resident, 0.0)[:1]
         return wanted
+
+    def _note_tokens(self, observation: Observation) -> None:
+        now = time.monotonic()
+        seconds, self._last_observed = max(1e-3, now - self._last_observed), now
+        tokens = float(observation.decode.sum(axis=1).max(initial=0)) / self._resident.geometry.top_k
+        newest = 1 - 0.5 ** (seconds / _TOKENS_OVER_S)
+        self._token_rate += newest * (tokens / seconds - self._token_rate)
 
     def _note_hits(self, observation: Observation, resident: NDArray[np.bool_]) -> None:
         chosen = observation.decode.sum(axis=1)

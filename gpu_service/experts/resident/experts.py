@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
+from gpu_service.device.virtual_memory import PhysicalPool, VirtualRange
 from gpu_service.experts.local_client import EXPERT_ACTIVATIONS
 from gpu_service.experts.resident.content import SlotContent, content_of
 from gpu_service.experts.resident.panels import LayerFormat, PanelViews, views
@@ -40,6 +42,10 @@ class LayerSlots:
     expert_of_slot: list[int]
     # Where the layer's experts clamp (`MoeGeometry.limit_of`), if their activation does.
     limit: float
+    # What the slots' memory is mapped in; None: every slot has memory, for good.
+    memory: VirtualRange | None = None
+    # Slots that have memory, those from 0 on; changed by `resize`.
+    backed: int = field(init=False)
     # By slot what it holds, for `ResidentWatch`; None: nothing, or its checksum is unknown. Set once a
     # slot is filled, and cleared before anything is written to it.
     contents: list[SlotContent | None] = field(init=False)
@@ -47,14 +53,41 @@ class LayerSlots:
     down: PanelViews = field(init=False)
 
     def __post_init__(self) -> None:
+        self.backed = len(self.expert_of_slot) if self.memory is None else 0
         self.contents = [None] * len(self.expert_of_slot)
         self.gate_up = views(self.weights, self.kind.gate_up)
         self.down = views(self.weights, self.kind.down)
 
     @property
     def count(self) -> int:
-        """Slots, empty ones included."""
+        """Slots, empty ones included, and those that have no memory now."""
         return len(self.expert_of_slot)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the slots."""
+        return self.backed * self.kind.expert_bytes
+
+    def chunks_of(self, slots: int) -> int:
+        """Returns how many chunks of memory `slots` slots take."""
+        assert self.memory is not None, "the layer's memory does not move"
+        return -(-slots * self.kind.expert_bytes // self.memory.pool.chunk_bytes)
+
+    def grow(self, backed: int, spares_claimed: bool = False) -> None:
+        """Gives the slots below `backed` memory. Raises as `VirtualRange.map`, and gives none."""
+        assert self.memory is not None, "the layer's memory does not move"
+        self.memory.map(range(self.chunks_of(self.backed), self.chunks_of(backed)), spares_claimed)
+        self.backed = backed
+
+    def shrink(self, backed: int) -> None:
+        """Slots from `backed` on, which are empty, are not used any more; `unmap` takes their memory."""
+        assert all(expert < 0 for expert in self.expert_of_slot[backed:]), "a slot is in use"
+        self.backed = backed
+
+    def unmap(self) -> None:
+        """Returns the memory that no slot uses; whatever read it has ended."""
+        assert self.memory is not None, "the layer's memory does not move"
+        self.memory.unmap(range(self.chunks_of(self.backed), self.memory.places))
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -79,9 +112,30 @@ class LayerSlots:
 
 
 def make_slots(
-    kind: LayerFormat, count: int, num_experts: int, device: torch.device, limit: float
+    kind: LayerFormat,
+    count: int,
+    num_experts: int,
+    device: torch.device,
+    limit: float,
+    pool: PhysicalPool | None = None,
 ) -> LayerSlots:
-    """Device memory for `count` experts of a format, all slots empty."""
+    """Device memory for `count` experts of a format, all slots empty.
+
+    `pool`: where memory comes from that moves; there are slots for all experts then, and `count` have memory.
+    """
+    if pool is not None:
+        memory = VirtualRange(pool, num_experts * kind.expert_bytes)
+        pool.add(max(0, -(-count * kind.expert_bytes // pool.chunk_bytes) - pool.free))
+        slots = LayerSlots(
+            kind,
+            memory.tensor().view(num_experts, kind.expert_bytes),
+            torch.full((num_experts,), -1, dtype=torch.int32, device=device),
+            [-1] * num_experts,
+            limit,
+            memory,
+        )
+        slots.grow(count)
+        return slots
     return LayerSlots(
         kind,
         torch.empty((count, kind.expert_bytes), dtype=torch.uint8, device=device),
@@ -97,6 +151,7 @@ def check_slots(layer: int, slots: LayerSlots, expected: Sequence[int] | None = 
     host_map = [-1] * len(device_map)
     for slot, expert in enumerate(slots.expert_of_slot):
         if expert >= 0:
+            assert slot < slots.backed, f"layer {layer}: expert {expert} is in a slot without memory"
             assert host_map[expert] == -1, f"layer {layer}: expert {expert} is in two slots"
             host_map[expert] = slot
     assert device_map == host_map, f"layer {layer}: slots on the device differ from the host's"
@@ -202,7 +257,7 @@ def make_kernels(geometry: MoeGeometry, device: torch.device) -> ResidentKernels
 
 
 class Share(Enum):
-    """How much of a layer's experts the device computes; fixed by the number of its slots."""
+    """How much of a layer's experts the device computes; fixed when its slots are made."""
 
     NONE = "none"
     SOME = "some"
@@ -222,8 +277,9 @@ class SlotChange:
 class ResidentExperts:
     """Driven by the thread that launches steps.
 
-    How many slots a layer has is fixed, because captured graphs depend on it; which experts they hold is
-    not. With all experts of a layer resident none can be replaced, since none may be missing.
+    How many slots a layer has is fixed, because captured graphs depend on it; which experts they hold, and
+    how many of them have memory, is not. Of a layer whose memory stays and holds all experts none can be
+    replaced, since none may be missing.
     """
 
     def __init__(
@@ -235,6 +291,8 @@ class ResidentExperts:
         self._kernels = kernels
         # Set while another stream reads the slots: exchanges wait.
         self.is_held = False
+        # Held by other threads while they read slots' bytes, and while memory of slots is unmapped.
+        self.reading = threading.RLock()
         # Grows whenever slots hold other experts.
         self.version = 0
         # What steps choose is counted where a placement follows it; set before anything is captured.
@@ -252,7 +310,7 @@ class ResidentExperts:
     @property
     def nbytes(self) -> int:
         """Device memory of all slots."""
-        return sum(slots.weights.nbytes for slots in self._slots.values())
+        return sum(slots.nbytes for slots in self._slots.values())
 
     @property
     def num_experts(self) -> int:
@@ -268,7 +326,8 @@ class ResidentExperts:
         slots = self._slots.get(layer)
         if slots is None:
             return Share.NONE
-        return Share.ALL if slots.count == self._source.geometry.num_experts else Share.SOME
+        is_whole = slots.memory is None and slots.count == self._source.geometry.num_experts
+        return Share.ALL if is_whole else Share.SOME
 
     def cpu_ids(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
         """int32 `[T, K]` with -1 for experts that are resident in the layer; a new tensor.
@@ -333,6 +392,11 @@ class ResidentExperts:
             slots.contents[change.slot] = change.content
         if places:
             self._write_maps(device.upload(torch.tensor([places, values], dtype=torch.int32)))
+
+    def copy_slot(self, layer: int, source: int, target: int) -> None:
+        """Copies a slot's bytes to another one that no map names, between steps."""
+        weights = self._slots[layer].weights
+        weights[target].copy_(weights[source])
 
     def _write_maps(self, changes: torch.Tensor) -> None:
         """int32 `[2, N]` on the device: places in the maps of all layers together, and their new values."""

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_service.device.stream import stream_of
+from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.resident.experts import (
     LayerSlots,
     ResidentExperts,
@@ -45,12 +46,14 @@ def make_resident_experts(
     parallel: ParallelContext = SOLO,
     layers: Sequence[int] | None = None,
     known: Mapping[int, NDArray[np.int64]] | None = None,
+    pool: PhysicalPool | None = None,
 ) -> ResidentExperts | None:
     """Loads the experts that `config.placement` puts on this rank's device; None when it puts none there.
 
     `layers`: the decoder layers of this rank; None: all. `known`: how often experts were chosen, by layer:
-    then as many bytes are loaded as the placement takes, of those that were chosen most. Raises UserError
-    naming a setting, CheckpointError naming a tensor.
+    then as many bytes are loaded as the placement takes, of those that were chosen most. `pool`: what memory
+    of layers that are not placed as a whole comes from, and goes to while serving. Raises UserError naming a
+    setting, CheckpointError naming a tensor.
     """
     placed = _chosen(make_placement(config.placement, geometry), layers)
     if not placed:
@@ -59,7 +62,12 @@ def make_resident_experts(
     chosen = _begun_with(placed, known or {}, config, source)
     slots = {
         layer: make_slots(
-            source.format_of(layer), len(experts), geometry.num_experts, device, geometry.limit_of(layer)
+            source.format_of(layer),
+            len(experts),
+            geometry.num_experts,
+            device,
+            geometry.limit_of(layer),
+            pool if len(placed[layer]) < geometry.num_experts else None,
         )
         for layer, experts in chosen.items()
     }
@@ -182,7 +190,7 @@ def _load(
 
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with (
-        phase("loading resident experts", sum(s.weights.nbytes for s in slots.values()), "GB") as progress,
+        phase("loading resident experts", sum(s.nbytes for s in slots.values()), "GB") as progress,
         ThreadPoolExecutor(threads, "resident") as pool,
     ):
         for done in [pool.submit(load_some) for _ in range(threads)]:
@@ -194,7 +202,7 @@ def _load(
         experts=sum(map(len, chosen.values())),
         layers=len(chosen),
         formats=", ".join(sorted(formats)),
-        gib=round(sum(s.weights.nbytes for s in slots.values()) / 2**30, 3),
+        gib=round(sum(s.nbytes for s in slots.values()) / 2**30, 3),
         seconds=round(time.monotonic() - started, 2),
     )
 

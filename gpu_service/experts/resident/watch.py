@@ -73,9 +73,9 @@ class ResidentWatch:
         self._resident, self._device, self._interval_s = resident, device, interval_s
         self._on_damage, self._active = on_damage, active
         most = max(slots.kind.expert_bytes for slots in resident.slots.values())
-        # Where bytes of a slot are compared; under the lock.
+        # Where bytes of a slot are compared; under the lock, as slots' memory may move otherwise.
         self._staging = torch.empty(most, dtype=torch.uint8, pin_memory=device.device.type == "cuda")
-        self._reading = threading.Lock()
+        self._reading = resident.reading
         self._changed = threading.Condition()
         # By layer and slot, under `_changed`.
         self._damaged: dict[tuple[int, int], _Damage] = {}
@@ -198,11 +198,11 @@ class ResidentWatch:
         )
 
     def _compare(self, layer: int, slot: int) -> None:
-        content = self._resident.slots[layer].contents[slot]
-        if content is None or (layer, slot) in self._damaged:
-            return
-        if not self._is_whole(layer, slot, content):
-            self._found(layer, slot, content)
+        with self._reading:
+            content = self._resident.slots[layer].contents[slot]
+            if content is None or (layer, slot) in self._damaged or self._is_whole(layer, slot, content):
+                return
+        self._found(layer, slot, content)
 
     def _is_whole(self, layer: int, slot: int, content: SlotContent) -> bool:
         """Whether the slot's bytes are the content's."""

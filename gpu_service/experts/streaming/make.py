@@ -153,6 +153,7 @@ class StreamingPlan:
     layers: tuple[int, ...]
     parts: Mapping[int, Sequence[ServedPart]]
     layout: RingLayout
+    device_bytes: int | None = None  # of the GPU's memory; None: it is not limited
 
     @property
     def kinds(self) -> frozenset[LayerFormat]:
@@ -176,7 +177,7 @@ def plan_streaming(
         total = torch.cuda.get_device_properties(device).total_memory
     parts = read_parts(config, geometry, layers)
     layout = ring_of(parts, config.parallel.tensor_parallel_size, total)
-    return None if layout is None else StreamingPlan(tuple(layers), parts, layout)
+    return None if layout is None else StreamingPlan(tuple(layers), parts, layout, total)
 
 
 def make_streamer(
@@ -260,12 +261,13 @@ def open_streamer(
     dtype: torch.dtype,
     undo: ExitStack,
     fingerprint: str,
+    on_release: Callable[[], None],
 ) -> None:
     """Begins to open and register the servers' segments, in the background; `undo` closes them again.
 
     Expert servers are ready, all ranks call it at once, and nothing is captured in a graph any more: what
     servers and device take is measured first, where the settings leave the choice to that. `fingerprint`:
-    of what holds the experts, which segments have to be of.
+    of what holds the experts, which segments have to be of. `on_release`: as `SegmentSource` says.
     """
     if plan is None or streamer is None:
         return
@@ -279,7 +281,7 @@ def open_streamer(
 
     device = streamer.device
     source = SegmentSource(
-        lambda: _open(paths, plan.layers, fingerprint), device, registrar(device.device), on_ready
+        lambda: _open(paths, plan.layers, fingerprint), device, registrar(device.device), on_ready, on_release
     )
     streamer.open(source)
     undo.callback(streamer.close)

@@ -53,11 +53,11 @@ class NullRegistrar(Registrar):
         """Nothing was registered."""
 
 
-_PORTABLE = 1
+_PORTABLE, _MAPPED = 1, 2
 
 
 class CudaRegistrar(Registrar):
-    """By cudaHostRegister, for all contexts of the process."""
+    """By cudaHostRegister, for all contexts of the process, whose kernels read it at the host's addresses."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,7 +65,7 @@ class CudaRegistrar(Registrar):
         self._runtime = cuda.cudart()
 
     def register(self, address: int, nbytes: int) -> str:
-        status = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        status = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE | _MAPPED)
         return "" if int(status) == 0 else str(self._runtime.cudaGetErrorString(status))
 
     def unregister(self, address: int) -> None:
@@ -90,14 +90,17 @@ class SegmentSource:
         device: TransferDevice,
         registrar: Registrar,
         on_ready: Callable[[SegmentSource, ExpertSegments], None] = lambda source, segments: None,
+        on_release: Callable[[], None] = lambda: None,
     ) -> None:
         """`open_segments` raises SegmentsUnusable or OSError while servers load, and is then called again.
 
-        `on_ready` is called by the thread, before the first copy, when segments are ready for the first time.
+        `on_ready` is called by the thread, before the first copy, when segments are ready for the first time,
+        `on_release` before any are given up: it returns when nothing but copies may read them.
         """
         self._open = open_segments
         self._device = device
         self._registrar = registrar
+        self._on_release = on_release
         self._on_ready: Callable[[SegmentSource, ExpertSegments], None] | None = on_ready
         self._ready: ExpertSegments | None = None
         # What the thread has open, ready or not; addresses of its registered parts; those that are not.
@@ -132,6 +135,11 @@ class SegmentSource:
             return
         for begin in range(0, run.nbytes, _STAGING_BYTES):
             self._stage(target[begin : begin + _STAGING_BYTES], source[begin : begin + _STAGING_BYTES])
+
+    def address(self, segments: ExpertSegments, stored: StoredExperts) -> int | None:
+        if (stored.segment, stored.layer) in self._staged:
+            return None
+        return segments.data[stored.segment].data_ptr() + stored.offset
 
     def time_copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> float:
         """Seconds of a run's copy while nothing else is copied."""
@@ -253,10 +261,11 @@ class SegmentSource:
         return False
 
     def _release(self) -> None:
-        """Unregisters and closes, once copies have ended."""
+        """Unregisters and closes, once nothing reads them and copies have ended."""
         opened, self._opened = self._opened, None
         if opened is None:
             return
+        self._on_release()
         self._device.wait(self._device.record_copied())
         for address in self._registered:
             self._registrar.unregister(address)

@@ -19,6 +19,8 @@ class StreamedExperts(ABC):
 
     # Of the whole step, by what was measured before it; None: not known.
     predicted_seconds: float | None = None
+    # Whether what is copied was decided before the step, whose time then shows what that costs.
+    is_planned = True
 
     @abstractmethod
     def share(self, layer: int) -> Share:

@@ -33,6 +33,7 @@ from gpu_service.experts.streaming.plan import (
     CopyRun,
     LayerStream,
     Piece,
+    StoredExperts,
     StreamPlan,
     plan_layer,
 )
@@ -59,6 +60,9 @@ class ExpertSource(Protocol):
 
         Any thread may ask.
         """
+
+    def address(self, segments: ExpertSegments, stored: StoredExperts) -> int | None:
+        """Where the device's kernels find the part's first expert; None: they cannot read it."""
 
     def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
         """Launches a run's copy to device memory."""

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from gpu_service.device.limits import DeviceLimits, device_limits
@@ -42,6 +44,26 @@ def next_power_of_2(size: int) -> int:
 def num_warps(block: int) -> int:
     """Warps for a program that reduces a row of `block` elements: eight elements a thread."""
     return min(16, max(1, block // 256))
+
+
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel with `wait_for_previous`: whether it may begin before the last one ends.
+
+    Programmatic dependent launch (CUDA programming guide), from Hopper on.
+    """
+    overlaps = device_limits(device).architecture >= 90 and not triton.knobs.runtime.interpret
+    return {"OVERLAPS": overlaps, "launch_pdl": overlaps}
+
+
+@jit
+def wait_for_previous(OVERLAPS: tl.constexpr) -> None:
+    """Returns when all that was launched before is complete; the next kernel may begin from here on.
+
+    Before it, a kernel may only read what no kernel writes.
+    """
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 T = TypeVar("T")

@@ -11,9 +11,10 @@ from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2, num_wa
 
 
 @jit
-def _stored(
+def stored(
     values: tl.tensor, scale: float, dtype: tl.constexpr, SCALED: tl.constexpr, MAX: tl.constexpr
 ) -> tl.tensor:
+    """Keys or values as slots of a dtype hold them; `scale` may be a tensor."""
     if SCALED:
         # Conversion to fp8 need not saturate, and an overflow would be read back as NaN; a real one stays,
         # and what is infinite already becomes one.
@@ -54,8 +55,8 @@ def append_kv_kernel(
     value = tl.load(value_ptr + token * value_stride + head * value_head_stride + column, mask=mask)
     dtype: tl.constexpr = slots_ptr.dtype.element_ty
     row = slots_ptr + slot * slot_stride + element
-    tl.store(row, _stored(key, key_scale, dtype, SCALED, MAX), mask=mask)
-    tl.store(row + width, _stored(value, value_scale, dtype, SCALED, MAX), mask=mask)
+    tl.store(row, stored(key, key_scale, dtype, SCALED, MAX), mask=mask)
+    tl.store(row + width, stored(value, value_scale, dtype, SCALED, MAX), mask=mask)
 
 
 def append_kv(

@@ -8,10 +8,12 @@ the lowest id wins.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 
-from gpu_service.ops.triton.jit import jit, next_power_of_2
+from gpu_service.ops.triton.jit import jit, next_power_of_2, overlap, wait_for_previous
 from moebius.models.config import RouterConfig
 
 _SCORES = {"none": 0, "softmax": 1, "sigmoid": 2, "sqrt_softplus": 3}
@@ -93,34 +95,16 @@ def _finished(
 
 
 @jit
-def route_kernel(
-    logits_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    valid_rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    row_stride: int,
-    num_groups: int,
-    group_size: int,
-    epsilon: float,
-    scale: float,
-    softcap: float,
-    SCORE: tl.constexpr,
-    POST: tl.constexpr,
-    CAPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_VALID_ROWS: tl.constexpr,
-    LIMITS_GROUPS: tl.constexpr,
-    SUM_OF_TWO: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    LOWEST: tl.constexpr,
-) -> None:
-    """Program t writes float32 weights and int32 ids `[TOP_K]` of row t, best choice first."""
-    token = tl.program_id(0).to(tl.int64)
+def route_row(
+    token: tl.tensor, logits_ptr: tl.tensor, bias_ptr: tl.tensor, valid_rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor, ids_ptr: tl.tensor, row_stride: int, num_groups: int, group_size: int,
+    epsilon: float, scale: float, softcap: float,
+    SCORE: tl.constexpr, POST: tl.constexpr, CAPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_VALID_ROWS: tl.constexpr, LIMITS_GROUPS: tl.constexpr, SUM_OF_TWO: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_K: tl.constexpr, LOWEST: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes float32 weights and int32 ids `[TOP_K]` of one row, best choice first."""
     group = tl.arange(0, BLOCK_GROUPS)[:, None]
     place = tl.arange(0, BLOCK_EXPERTS)[None, :]
     expert = group * group_size + place
@@ -154,6 +138,24 @@ def route_kernel(
         ids = tl.where(tl.load(valid_rows_ptr + token) != 0, ids, -1)
     tl.store(weights_ptr + token * TOP_K + rank, weights, mask=used)
     tl.store(ids_ptr + token * TOP_K + rank, ids, mask=used)
+
+
+@jit
+def route_kernel(
+    logits_ptr: tl.tensor, bias_ptr: tl.tensor, valid_rows_ptr: tl.tensor, weights_ptr: tl.tensor,
+    ids_ptr: tl.tensor, row_stride: int, num_groups: int, group_size: int, epsilon: float, scale: float,
+    softcap: float, SCORE: tl.constexpr, POST: tl.constexpr, CAPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_VALID_ROWS: tl.constexpr, LIMITS_GROUPS: tl.constexpr, SUM_OF_TWO: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_K: tl.constexpr, LOWEST: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program t: `route_row` of row t."""
+    wait_for_previous(OVERLAPS)
+    route_row(
+        tl.program_id(0).to(tl.int64), logits_ptr, bias_ptr, valid_rows_ptr, weights_ptr, ids_ptr, row_stride,
+        num_groups, group_size, epsilon, scale, softcap, SCORE, POST, CAPS, HAS_BIAS, HAS_VALID_ROWS,
+        LIMITS_GROUPS, SUM_OF_TWO, TOP_GROUPS, TOP_K, BLOCK_GROUPS, BLOCK_EXPERTS, BLOCK_K, LOWEST,
+    )  # fmt: skip
 
 
 @jit
@@ -346,46 +348,64 @@ def route(
     valid_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = router_logits if router_logits.stride(-1) == 1 else router_logits.contiguous()
-    tokens, num_experts = logits.shape
-    shape, device = (tokens, config.top_k), logits.device
-    weights = torch.empty(shape, dtype=torch.float32, device=device)
-    ids = torch.empty(shape, dtype=torch.int32, device=device)
-    if config.score == "sparse_mixer":
-        if tokens:
-            _mix(logits, weights, ids, config, valid_rows)
+    tokens = logits.shape[0]
+    weights, ids = chosen_memory(logits, config)
+    if not tokens:
         return weights, ids
+    if config.score == "sparse_mixer":
+        _mix(logits, weights, ids, config, valid_rows)
+    else:
+        route_kernel[(tokens,)](
+            **route_arguments(logits, correction_bias, config, valid_rows, weights, ids),
+            # Every choice is a reduction: within one warp it needs no barrier.
+            num_warps=1,
+            **overlap(logits.device),
+        )
+    return weights, ids
+
+
+def chosen_memory(logits: torch.Tensor, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """For weights and ids of all rows' choices."""
+    weights = logits.new_empty((logits.shape[0], config.top_k), dtype=torch.float32)
+    return weights, torch.empty_like(weights, dtype=torch.int32)
+
+
+def route_arguments(
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    config: RouterConfig,
+    valid_rows: torch.Tensor | None,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> dict[str, Any]:
+    """Of `route_row`, all but the row."""
     limits_groups = config.top_groups < config.num_groups
     # Groups that limit nothing are one group to the kernel.
     num_groups = config.num_groups if limits_groups else 1
-    group_size = num_experts // num_groups
-    block_groups, block_experts = next_power_of_2(num_groups), next_power_of_2(group_size)
-    if tokens:
-        route_kernel[(tokens,)](
-            logits,
-            logits if correction_bias is None else correction_bias,
-            logits if valid_rows is None else valid_rows,
-            weights,
-            ids,
-            logits.stride(0),
-            num_groups,
-            group_size,
-            config.renormalize_epsilon,
-            config.scale,
-            config.logit_softcap,
-            SCORE=_SCORES[config.score],
-            POST=_POSTS[config.post],
-            CAPS=config.logit_softcap > 0.0,
-            HAS_BIAS=correction_bias is not None,
-            HAS_VALID_ROWS=valid_rows is not None,
-            LIMITS_GROUPS=limits_groups,
-            SUM_OF_TWO=config.group_score == "top2_sum",
-            TOP_GROUPS=config.top_groups,
-            TOP_K=config.top_k,
-            BLOCK_GROUPS=block_groups,
-            BLOCK_EXPERTS=block_experts,
-            BLOCK_K=next_power_of_2(config.top_k),
-            LOWEST=_LOWEST,
-            # Every choice is a reduction: within one warp it needs no barrier.
-            num_warps=1,
-        )
-    return weights, ids
+    group_size = logits.shape[1] // num_groups
+    return {
+        "logits_ptr": logits,
+        "bias_ptr": logits if correction_bias is None else correction_bias,
+        "valid_rows_ptr": logits if valid_rows is None else valid_rows,
+        "weights_ptr": weights,
+        "ids_ptr": ids,
+        "row_stride": logits.stride(0),
+        "num_groups": num_groups,
+        "group_size": group_size,
+        "epsilon": config.renormalize_epsilon,
+        "scale": config.scale,
+        "softcap": config.logit_softcap,
+        "SCORE": _SCORES[config.score],
+        "POST": _POSTS[config.post],
+        "CAPS": config.logit_softcap > 0.0,
+        "HAS_BIAS": correction_bias is not None,
+        "HAS_VALID_ROWS": valid_rows is not None,
+        "LIMITS_GROUPS": limits_groups,
+        "SUM_OF_TWO": config.group_score == "top2_sum",
+        "TOP_GROUPS": config.top_groups,
+        "TOP_K": config.top_k,
+        "BLOCK_GROUPS": next_power_of_2(num_groups),
+        "BLOCK_EXPERTS": next_power_of_2(group_size),
+        "BLOCK_K": next_power_of_2(config.top_k),
+        "LOWEST": _LOWEST,
+    }

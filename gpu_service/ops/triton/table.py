@@ -16,6 +16,7 @@ from gpu_service.ops.triton.gated_streams import (
     mix_gated_streams,
     norm_streams,
 )
+from gpu_service.ops.triton.gemv import add_norm_linear, can_add_norm_linear, can_linear, linear
 from gpu_service.ops.triton.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.triton.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.triton.kimi_delta import supports_extend as supports_kimi_extend
@@ -34,8 +35,15 @@ from gpu_service.ops.triton.linear_attention_chunks import (
 )
 from gpu_service.ops.triton.ngrams import ngram_rows, table_rows
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
+from gpu_service.ops.triton.norm_route import add_norm_route, can_add_norm_route
 from gpu_service.ops.triton.overflow import note_overflow
-from gpu_service.ops.triton.rope import apply_rope, qk_norm_rope, rope_table
+from gpu_service.ops.triton.rope import (
+    apply_rope,
+    can_rotate_and_append,
+    qk_norm_rope,
+    rope_table,
+    rotate_and_append,
+)
 from gpu_service.ops.triton.router import choose_by_kind, route, zero_experts
 from gpu_service.ops.triton.sampling import argmax_and_finite, mask_logits
 from gpu_service.ops.triton.selective_scan import selective_scan_extend, selective_scan_update
@@ -58,6 +66,7 @@ IMPLEMENTATIONS = {
     "block_scores": Implementation(block_scores),
     "mean_block_scores": Implementation(mean_block_scores),
     "append_kv": Implementation(append_kv),
+    "rotate_and_append": Implementation(rotate_and_append, can_rotate_and_append),
     "pool_index_keys": Implementation(pool_index_keys),
     "mean_index_keys": Implementation(mean_index_keys),
     "causal_conv_update": Implementation(causal_conv_update),
@@ -84,6 +93,9 @@ IMPLEMENTATIONS = {
     "route": Implementation(route),
     "zero_experts": Implementation(zero_experts),
     "choose_by_kind": Implementation(choose_by_kind),
+    "linear": Implementation(linear, can_linear),
+    "add_norm_linear": Implementation(add_norm_linear, can_add_norm_linear),
+    "add_norm_route": Implementation(add_norm_route, can_add_norm_route),
     "fp8_linear": Implementation(fp8_linear),
     "argmax_and_finite": Implementation(argmax_and_finite),
     "mask_logits": Implementation(mask_logits),

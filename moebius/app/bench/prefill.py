@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from moebius.app.bench.engine.bounds import Bandwidths, facts
-from moebius.app.bench.engine.drive import EngineUnderTest, running_engine
+from moebius.app.bench.engine.drive import EngineUnderTest, running_engine, wait_until_streaming
 from moebius.app.bench.engine.measure import (
     DuringDecodeResult,
     PrefillResult,
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "cpu", "stream"]
 _LINK_BYTES, _LINK_COPIES = 256 * 2**20, 8
-# Registering 500 GB takes half a minute.
-_READY_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -206,15 +204,6 @@ def _during_decode(
 def _streamed(streamer: ExpertStreamer | None) -> tuple[float, float]:
     """Steps and bytes so far."""
     return (0.0, 0.0) if streamer is None else (streamer.streamed_steps, streamer.streamed_bytes)
-
-
-def wait_until_streaming(streamer: ExpertStreamer, timeout_s: float = _READY_S) -> None:
-    """Waits until the servers' memory is registered; the engine must be idle. Raises UserError."""
-    deadline = time.monotonic() + timeout_s
-    while not streamer.can_stream:
-        if time.monotonic() > deadline:
-            raise UserError(f"experts cannot be streamed after {timeout_s:.0f} s; the log says why")
-        time.sleep(0.05)
 
 
 def link_rate(device: torch.device) -> float:

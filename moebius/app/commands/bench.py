@@ -208,6 +208,9 @@ def engine(
     max_tokens: MaxTokens = 96,
     prefill: Annotated[str, typer.Option(help="Prompt lengths whose prefill is timed; 0: none")] = "512,2048",
     temperature: Temperature = 0.0,
+    fetch: Annotated[
+        str, typer.Option(help="Values of fetch_experts, comma separated; empty: the one that is set")
+    ] = "",
     probe_mib: ProbeMib = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -222,6 +225,7 @@ def engine(
         max_tokens=max_tokens,
         prefill=() if prefill == "0" else parse_counts(prefill, "--prefill"),
         temperature=temperature,
+        fetch=tuple(fetch.split(",")) if fetch else (),
         probe_bytes=probe_mib * 2**20,
     )
     run(with_checkpoint(config), options, json_file)
@@ -302,6 +306,23 @@ def placement(
         ),
     )
     run(with_checkpoint(config), options, json_file)
+
+
+@app.command()
+@with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
+def memory(
+    config: MoebiusConfig,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that comes")] = 100_000,
+    streams: Annotated[int, typer.Option(min=1, help="Streams that decode meanwhile")] = 8,
+    before: Annotated[float, typer.Option(min=0, help="Seconds of decoding before it comes")] = 5.0,
+    after: Annotated[float, typer.Option(min=0, help="Seconds of decoding after its end")] = 8.0,
+    json_file: JsonFile = None,
+) -> None:
+    """A long prompt while experts hold most of a GPU's memory. Next to a fixed split of as many bytes."""
+    from moebius.app.bench.memory import MemoryOptions, run
+
+    log_warnings_only("bench")
+    run(with_checkpoint(config), MemoryOptions(prompt_len, streams, before, after), json_file)
 
 
 @app.command()

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 @with_settings("model", "images", "gpu", "experts", "parallel", "placement")
 def plan(
     config: MoebiusConfig,
-    gpus: Annotated[str, typer.Option(help="auto, none, a number, or e.g. 2xh200")] = "auto",
+    gpus: Annotated[str, typer.Option(help="auto, none, a number, or e.g. 2xh200, 4090+3090")] = "auto",
     gpu_memory: Annotated[float | None, typer.Option(help="Memory of a GPU, GiB", min=0.1)] = None,
     gpu_bandwidth: Annotated[
         float | None, typer.Option(help="Memory bandwidth of a GPU, GB/s", min=1)
@@ -72,6 +72,6 @@ def plan(
         measure=measure,
     )
     wish = Wish(context, concurrency, tuple(parse_counts(streams, "--streams")))
-    config = with_checkpoint(config, needs_weights=False)
-    check_files(config, needs_weights=False)
-    run(config, options, wish, fill, json_file, values)
+    found = with_checkpoint(config, needs_weights=False)
+    check_files(found, needs_weights=False)
+    run(found, config, options, wish, fill, json_file, values)

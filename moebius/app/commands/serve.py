@@ -42,11 +42,11 @@ def register(app: typer.Typer) -> None:
         from moebius.telemetry import configure_logging
         from moebius.tls import configure_tls
 
-        config = with_checkpoint(config, needs_weights=not dry_run)
+        asked, config = config, with_checkpoint(config, needs_weights=not dry_run)
         configure_tls(config.security)
         check_files(config, needs_weights=not dry_run)
         if dry_run:
-            print_dry_run(config)
+            print_dry_run(config, asked)
             return
         configure_logging(config.telemetry, "supervisor")
         keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)  # refused before anything starts
@@ -64,13 +64,16 @@ def register(app: typer.Typer) -> None:
             supervisor.run()
 
 
-def print_dry_run(config: MoebiusConfig) -> None:
-    """The plan of `moebius plan` for this machine. Raises typer.Exit when it does not fit here."""
+def print_dry_run(config: MoebiusConfig, asked: MoebiusConfig) -> None:
+    """Prints the plan of `moebius plan` for this machine; `asked`: before MODEL's files were found.
+
+    Raises typer.Exit when it does not fit here.
+    """
     from moebius.app.planning.capacity import Wish
     from moebius.app.planning.hardware import HardwareOptions
     from moebius.app.planning.report import run
 
-    run(config, HardwareOptions(), Wish(), fill=True)
+    run(config, asked, HardwareOptions(), Wish(), fill=True)
 
 
 def examples(base_url: str, model: str, needs_key: bool) -> str:

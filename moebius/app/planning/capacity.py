@@ -163,6 +163,13 @@ def make_notes(
         notes.append(f"measured times of the expert kernels {problem}")
     if config.experts.expert_addresses:
         notes.append("expert servers of expert_addresses are on other hosts: their memory is not counted")
+    ranks = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    if hardware.gpu is not None and hardware.gpus > ranks:
+        notes.append(
+            f"of {hardware.gpus} GPUs {ranks} are used: tensor_parallel_size has to divide the model's heads"
+        )
+    if hardware.gpu is not None and " + " in hardware.gpu.name:
+        notes.append("ranks share every layer evenly: each GPU counts with the least that one of them has")
     if kv.tokens < context:
         notes.append(f"the KV cache holds {kv.tokens} tokens, less than one stream of {context}")
     notes.append("even routing is assumed; skewed routing touches fewer experts and is faster")

@@ -14,7 +14,8 @@ from multiprocessing import get_context
 import structlog
 
 from moebius.app.planning.capacity import DoesNotFit
-from moebius.app.planning.hardware import GpuModel, Hardware
+from moebius.app.planning.gpu_models import GpuModel
+from moebius.app.planning.hardware import Hardware
 from moebius.app.planning.memory import has_placement
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.limits import available_memory

@@ -33,6 +33,7 @@ from moebius.app.planning.memory import (
     expert_servers,
     filled_residency,
     has_placement,
+    num_servers,
     packed_formats,
     ram_components,
     resident_bytes,
@@ -178,10 +179,11 @@ class Planner:
         budgets[RAM] = hardware.ram_bytes
         self._check_ram(hardware, components, kv_tokens, fill, explain)
         work = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
+        streamed = self._streamed_tokens(hardware, residency)
         return CapacityPlan(
             model=_name(self.config),
             model_type=self.geometry.model_type,
-            settings=self._settings() | self._streamed_steps(hardware, residency),
+            settings=self._settings() | ({"prefill_chunk_max": str(streamed)} if streamed else {}),
             hardware=hardware,
             components=tuple(components),
             budgets=budgets,
@@ -190,7 +192,7 @@ class Planner:
             expert_kernels=ASSUMED if work.expert_times is None else MEASURED_HERE,
             context=context,
             decode=predict_decode(work, hardware, wish.streams, context),
-            prefill=predict_prefill(work, hardware, self.config.gpu.num_batched_tokens, context),
+            prefill=predict_prefill(work, hardware, self.config.gpu.num_batched_tokens, context, streamed),
             drop_resident=self.config.placement.drop_resident,
             notes=make_notes(self.config, hardware, kv, context, has_weights(self.config.model.model)),
         )
@@ -212,7 +214,7 @@ class Planner:
         """The same, with as many outputs in a step as `moebius serve` would choose."""
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
-        held = self._all_held(chosen_residency(self.config, self.geometry), memory)
+        held = self._all_held(chosen_residency(self.config, self.geometry), hardware)
         return self._with_gpu(max_num_seqs=self.forecast.num_seqs(self.config, memory, held))
 
     def _with_batched_tokens(self, hardware: Hardware, residency: Residency) -> Planner:
@@ -221,7 +223,7 @@ class Planner:
             return self
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
-        tokens = self.forecast.batched_tokens(self.config, memory, self._all_held(residency, memory))
+        tokens = self.forecast.batched_tokens(self.config, memory, self._all_held(residency, hardware))
         return self._with_gpu(max_num_batched_tokens=tokens)
 
     def _with_gpu(self, **changes: object) -> Planner:
@@ -242,7 +244,7 @@ class Planner:
 
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
-        held = self._all_held(residency, memory)
+        held = self._all_held(residency, hardware)
         try:
             return self.forecast.device_plans(self.config, memory, held)
         except ConfigError:
@@ -253,19 +255,22 @@ class Planner:
         except UserError as error:
             raise DoesNotFit(str(error)) from error
 
-    def _all_held(self, residency: Residency, memory_bytes: int) -> list[ExpertMemory]:
+    def _all_held(self, residency: Residency, hardware: Hardware) -> list[ExpertMemory]:
         """What the ranks hold, one after the other, with the rings that `moebius serve` streams through."""
         held = [self._held(rank, residency) for rank in range(len(self.forecast.ranks))]
         mode, serves = self.config.gpu.prefill_experts, self.config.experts.expert_transport == "mailbox"
         if mode == "cpu" or not serves:
             return held
-        rings = [self._ring_bytes(rank, residency, memory_bytes) for rank in range(len(held))]
+        assert hardware.gpu is not None
+        memory = hardware.gpu.memory_bytes
+        rings = [self._ring_bytes(rank, residency, hardware) for rank in range(len(held))]
         with_rings = [replace(found, ring_bytes=ring) for found, ring in zip(held, rings, strict=True)]
         if not any(rings) or mode == "stream":
             return with_rings
-        return with_rings if self.forecast.has_room(self.config, memory_bytes, with_rings) else held
+        return with_rings if self.forecast.has_room(self.config, memory, with_rings) else held
 
-    def _ring_bytes(self, rank: int, residency: Residency, memory_bytes: int) -> int:
+    def _ring_bytes(self, rank: int, residency: Residency, hardware: Hardware) -> int:
+        from gpu_service.experts.fetching.make import plan_fetching
         from gpu_service.experts.streaming.make import StoredFormats, ring_of, served_parts
 
         passed = self.geometry.passed_layers
@@ -277,9 +282,21 @@ class Planner:
         }
         group = math.lcm(*(found.group for found in self.stored.values()))
         resident = {layer: range(len(residency.resident[layer])) for layer in layers}
-        parts = served_parts(self.config, self.geometry, stored, group, resident)
-        layout = ring_of(parts, self.config.parallel.tensor_parallel_size, memory_bytes)
-        return 0 if layout is None else layout.nbytes
+        # As the servers that will be started divide them.
+        count = num_servers(self.config, hardware.sockets)
+        experts = self.config.experts.model_copy(update={"split_count": count})
+        divided = self.config.model_copy(update={"experts": experts})
+        try:
+            parts = served_parts(divided, self.geometry, stored, group, resident)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        assert hardware.gpu is not None
+        memory = hardware.gpu.memory_bytes
+        layout = ring_of(parts, self.config.parallel.tensor_parallel_size, memory)
+        if layout is None:
+            return 0
+        fetch = plan_fetching(divided, self.geometry, parts, "cuda", memory)
+        return layout.nbytes + (0 if fetch is None else fetch.nbytes)
 
     def _held(self, rank: int, residency: Residency) -> ExpertMemory:
         from gpu_service.memory.plan import ExpertMemory
@@ -389,14 +406,13 @@ class Planner:
                 continue  # no format to keep, or residents that do not fit so
         return found
 
-    def _streamed_steps(self, hardware: Hardware, residency: Residency) -> dict[str, str]:
-        """Tokens of a step whose experts are streamed, where there are such steps, for the plan's head."""
+    def _streamed_tokens(self, hardware: Hardware, residency: Residency) -> int:
+        """Tokens of a step whose experts are streamed; 0: there are no such steps."""
         if not self.on_gpu:
-            return {}
+            return 0
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
-        tokens = self.forecast.prefill_chunk(self.config, memory, self._all_held(residency, memory))
-        return {"prefill_chunk_max": str(tokens)} if tokens else {}
+        return self.forecast.prefill_chunk(self.config, memory, self._all_held(residency, hardware)) or 0
 
     def _settings(self) -> dict[str, str]:
         """What decides the plan, for its head."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,28 +22,31 @@ from moebius.app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from moebius.app.planning.chart_values import chart_values, write_values
 from moebius.app.planning.hardware import HardwareOptions, hardware
 from moebius.app.planning.planner import plan_capacity
-from moebius.app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE, Speed
+from moebius.app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, Speed
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
+from moebius.config_loader import leaves
 from moebius.served_model import read_served_geometry, read_served_model
 
 GIB = 2**30
 FORMULA = (
     "step = (dense + KV bytes) / bandwidth + max(experts in RAM, experts on GPUs) + hand-offs + launches; "
     "experts: E (1 - (1 - k/E)^n) different ones of n rows, each as long as its kernels were measured to "
-    f"take or, where that is assumed, bytes / ({ASSUMED_EXPERT_BANDWIDTH_SHARE} bandwidth) or operations / "
-    f"({ASSUMED_EXPERT_PEAK_SHARE} peak)"
+    f"take or, where that is assumed, bytes / ({ASSUMED_EXPERT_BANDWIDTH_SHARE} bandwidth) + operations / "
+    "a share of the peak; of prompts experts are streamed where that is faster"
 )
 
 
-def print_plan(plan: CapacityPlan, console: Console | None = None) -> None:
-    """Memory, KV cache, residency, speed, notes."""
+def print_plan(plan: CapacityPlan, command: str, console: Console | None = None) -> None:
+    """Memory, KV cache, residency, the command that serves so, speed, notes."""
     console = console or Console()
     console.print(f"[bold]{plan.model}[/] ({plan.model_type}): {hardware_line(plan)}", highlight=False)
     console.print(", ".join(f"{name} {value}" for name, value in plan.settings.items()), highlight=False)
     console.print(_memory(plan))
     for line in summary(plan):
         console.print(line, highlight=False)
+    # Whole, however narrow the terminal: it is copied.
+    console.print(f"serve with: {command}", highlight=False, soft_wrap=True)
     console.print(_speeds(plan))
     console.print(FORMULA, style="dim", highlight=False)
     for note in plan.notes:
@@ -67,7 +71,7 @@ def hardware_line(plan: CapacityPlan) -> str:
 
 
 def summary(plan: CapacityPlan) -> list[str]:
-    """KV cache and residency, a line each, then the options that `moebius serve` needs."""
+    """KV cache, residency and where the kernels' times are from, a line each."""
     kv, held = plan.kv, plan.residency
     lines = [
         f"KV cache: {kv.tokens} tokens of {kv.token_bytes / 1024:.1f} KiB on the fullest rank: "
@@ -77,9 +81,24 @@ def summary(plan: CapacityPlan) -> list[str]:
     how = "as many as fit" if held.is_filled else "as set"
     lines.append(f"experts on GPUs: {held.count} of {everything} ({held.share:.1%}, {how})")
     lines.append(f"times of the expert kernels: {plan.expert_kernels}")
-    if plan.serve_flags:
-        lines.append(f"serve with: {plan.serve_flags}")
     return lines
+
+
+def serve_command(asked: MoebiusConfig, plan: CapacityPlan) -> str:
+    """What does on such hardware what was planned: the settings that were given, then those that were found.
+
+    `asked`: as the user gave it, before names were resolved and anything was decided.
+    """
+    found, given = plan.serve_flags.split(), list[str]()
+    for leaf in leaves():
+        value = getattr(getattr(asked, leaf.section), leaf.name)
+        if (
+            (leaf.section, leaf.name) != ("model", "model")
+            and value != leaf.default
+            and leaf.flag not in found
+        ):
+            given += leaf.arguments(value)
+    return shlex.join(["moebius", "serve", asked.model.model, *given, *found])
 
 
 def _memory(plan: CapacityPlan) -> Table:
@@ -127,8 +146,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.{2 if seconds < 0.1 else 0}f}"
 
 
-def document(plan: CapacityPlan) -> dict[str, Any]:
-    """All fields, and the sums that follow from them; bytes, seconds."""
+def document(plan: CapacityPlan, command: str) -> dict[str, Any]:
+    """All fields, and what follows from them: sums, and the command that serves so; bytes, seconds."""
     found = asdict(plan)
     found["total"] = plan.total
     found["totals"] = {place: plan.total_of(place) for place in plan.places}
@@ -137,7 +156,7 @@ def document(plan: CapacityPlan) -> dict[str, Any]:
     found["residency"] |= {"count": held.count, "share": held.share, "by_layer": held.by_layer}
     found["decode"] = [_speed(row) for row in plan.decode]
     found["prefill"] = _speed(plan.prefill)
-    found["serve_flags"] = plan.serve_flags
+    found["serve_flags"], found["serve_command"] = plan.serve_flags, command
     return found
 
 
@@ -152,6 +171,7 @@ EXIT_DOES_NOT_FIT = 1
 
 def run(
     config: MoebiusConfig,
+    asked: MoebiusConfig,
     options: HardwareOptions,
     wish: Wish,
     fill: bool,
@@ -160,6 +180,7 @@ def run(
 ) -> CapacityPlan:
     """Prints the plan and writes it, if asked, as JSON and as values of the Helm chart.
 
+    `asked`: as `serve_command` has it; `config`: with MODEL's files found.
     Raises typer.Exit with status 1, after one line on stderr, when it does not fit; UserError for all else.
     """
     try:
@@ -170,9 +191,10 @@ def run(
     except DoesNotFit as error:
         print(f"moebius: does not fit: {' '.join(str(error).split())}", file=sys.stderr)
         raise typer.Exit(EXIT_DOES_NOT_FIT) from error
-    print_plan(found)
+    command = serve_command(asked, found)
+    print_plan(found, command)
     if json_file is not None:
-        write_json(document(found), json_file)
+        write_json(document(found, command), json_file)
     if values_file is not None:
         write_values(values_file, chart_values(config, found), f"{found.model} on {hardware_line(found)}")
     return found

@@ -6,7 +6,7 @@ Formulas, where the constants come from and how predictions compared with measur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moebius.app.bench.engine.bounds import expected_distinct
@@ -25,18 +25,28 @@ if TYPE_CHECKING:
     from gpu_service.assembly.forecast import Forecast, RankForecast
     from moebius.models.config import ModelConfig
 
-# Shares of the vendor's figures that dense products reach on a GPU: not measured here, see docs/plan.md.
+# Shares of the vendor's figures that dense products reach on a GPU: by "Qwen3-30B-A3B on one H200" and
+# "Prompts whose experts are streamed" of docs/benchmarks.md, see docs/plan.md.
 GPU_BANDWIDTH_SHARE = 0.8
-GPU_FLOPS_SHARE = 0.5
-LINK_SHARE = 0.85
+GPU_FLOPS_SHARE = 0.4
+LINK_SHARE = 0.86
+# Resident experts in decode: kernels that read an expert once for each row that chose it, and tiles, which
+# read it once and reach less of the bandwidth.
+PAIRS_BANDWIDTH_SHARE, TILES_BANDWIDTH_SHARE = 0.42, 0.2
+# What servers lose to a link that copies from the same memory, and the divisions of a layer that are tried.
+SHARED_MEMORY, STREAMED_SHARES = 1.12, 32
 # Of bandwidth and peak, by torch's dense products on a CPU that expert servers compete for; chosen, as
 # CPU_LAYER_SECONDS, from "Decode over HTTP" of docs/benchmarks.md.
 CPU_DENSE_SHARE = 0.35
-# Of bandwidth and peak, by the expert kernels where no server has measured them: about what the hosts of
-# docs/benchmarks.md reach with few rows of a request, and with a thousand.
-ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE = 0.7, 0.3
-# Between the GEMMs of a layer: kernels of a replayed graph, and torch's calls on a CPU. Seconds.
-GPU_LAYER_SECONDS = 20e-6
+# Of bandwidth and peak, by the expert kernels where no server has measured them; by int4 experts in the same
+# sections. AMX multiplies decoded weights, and few rows of an expert leave its tiles waiting: the share grows
+# by as much again with every ASSUMED_AMX_ROWS rows, up to that of others.
+ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE = 0.78, 0.3
+ASSUMED_AMX_PEAK_SHARE, ASSUMED_AMX_ROWS = 0.085, 750
+# Between the GEMMs of a layer: kernels of a replayed graph, an eager step's launches, which prompts have, and
+# torch's calls on a CPU. Seconds.
+GPU_LAYER_SECONDS = 45e-6
+GPU_EAGER_LAYER_SECONDS = 500e-6
 CPU_LAYER_SECONDS = 500e-6
 # Of an all-reduce of few rows; two a layer.
 ALL_REDUCE_SECONDS = 12e-6
@@ -146,13 +156,55 @@ def predict_decode(work: Work, hardware: Hardware, streams: Sequence[int], conte
     return tuple(found)
 
 
-def predict_prefill(work: Work, hardware: Hardware, chunk: int, context: int) -> Speed:
-    """The predicted seconds of a prompt of `context` tokens, in chunks; each attends to half of the prompt on
-    average."""
-    chunk = min(chunk, context)
-    seconds = step_seconds(work, hardware, chunk, context // 2, context // 2)
-    distinct = expected_distinct(work.num_experts, work.top_k, min(chunk, work.request_rows))
-    return Speed(chunk, chunk / seconds.total, seconds, distinct)
+def predict_prefill(
+    work: Work, hardware: Hardware, chunk: int, context: int, streamed_chunk: int = 0
+) -> Speed:
+    """The speed of a prompt of `context` tokens in chunks; each attends to half of the prompt on average.
+
+    With a `streamed_chunk` steps may be that long, with experts streamed as the engine divides them.
+    """
+    found = [_prefill(work, chunk, context, _eager(work, hardware, min(chunk, context), context // 2))]
+    if streamed_chunk and hardware.gpu is not None and work.resident_share < 1.0:
+        rows = min(streamed_chunk, context)
+        seconds = _streamed(work, hardware, rows, _eager(work, hardware, rows, context // 2))
+        found.append(_prefill(work, streamed_chunk, context, seconds))
+    return max(found, key=lambda speed: speed.tokens_per_second)
+
+
+def _prefill(work: Work, chunk: int, context: int, seconds: StepSeconds) -> Speed:
+    rows = min(chunk, context)
+    distinct = expected_distinct(work.num_experts, work.top_k, min(rows, work.request_rows))
+    return Speed(rows, rows / seconds.total, seconds, distinct)
+
+
+def _eager(work: Work, hardware: Hardware, rows: int, attended: int) -> StepSeconds:
+    """A step of a prompt, which no graph holds."""
+    seconds = step_seconds(work, hardware, rows, attended, attended)
+    if hardware.gpu is None:
+        return seconds
+    more = work.num_layers * (GPU_EAGER_LAYER_SECONDS - GPU_LAYER_SECONDS)
+    return replace(seconds, overhead=seconds.overhead + more)
+
+
+def _streamed(work: Work, hardware: Hardware, rows: int, eager: StepSeconds) -> StepSeconds:
+    """The same with the share of each layer streamed that takes least (decision 13).
+
+    Copies run ahead of everything that the GPU does; in "experts in RAM" is what that does not hide.
+    """
+    assert hardware.gpu is not None
+    kept = (1.0 - work.resident_share) * work.num_experts * work.moe_layers
+    copy = kept * work.expert_bytes / (hardware.gpu.link * LINK_SHARE * work.ranks)
+    others = eager.dense + eager.overhead
+    found = []
+    for step in range(1, STREAMED_SHARES + 1):
+        share = step / STREAMED_SHARES
+        resident = work.resident_share + share * (1.0 - work.resident_share)
+        on_gpu = _gpu_expert_seconds(replace(work, resident_share=resident), hardware, rows)
+        rest = SHARED_MEMORY * (1 - share) * eager.cpu_experts
+        hand_off = eager.hand_off if share < 1 else 0.0
+        in_ram = max(rest, copy * share - others - hand_off)
+        found.append(StepSeconds(eager.dense, max(0.0, in_ram), on_gpu, hand_off, eager.overhead))
+    return min(found, key=lambda seconds: seconds.total)
 
 
 def step_seconds(
@@ -194,21 +246,30 @@ def _request_seconds(work: Work, hardware: Hardware, rows: int) -> float:
         return kept * distinct * work.expert_times.seconds(rows * work.top_k / distinct) / work.servers
     nbytes = kept * distinct * work.expert_bytes
     operations = kept * rows * work.top_k * 2 * work.expert_weights
-    return max(
-        nbytes / (hardware.bandwidth * ASSUMED_EXPERT_BANDWIDTH_SHARE),
-        operations / (hardware.cpu_flops * ASSUMED_EXPERT_PEAK_SHARE),
+    share = assumed_peak_share(hardware.isa, rows * work.top_k / distinct)
+    return nbytes / (hardware.bandwidth * ASSUMED_EXPERT_BANDWIDTH_SHARE) + operations / (
+        hardware.cpu_flops * share
     )
 
 
+def assumed_peak_share(isa: str, rows: float) -> float:
+    """What kernels are taken to reach of the peak of an instruction set, with `rows` rows per expert."""
+    if isa != "amx":
+        return ASSUMED_EXPERT_PEAK_SHARE
+    return min(ASSUMED_EXPERT_PEAK_SHARE, ASSUMED_AMX_PEAK_SHARE * (1 + rows / ASSUMED_AMX_ROWS))
+
+
 def _gpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
+    """Row by row, in tiles, or bound by operations."""
     if hardware.gpu is None or not work.resident_share:
         return 0.0
+    pairs = work.resident_share * rows * work.top_k
     distinct = work.resident_share * expected_distinct(work.num_experts, work.top_k, rows)
-    operations = work.resident_share * rows * work.top_k * 2 * work.expert_weights / work.ranks
+    operations = pairs * 2 * work.expert_weights / work.ranks
     gpu = hardware.gpu
+    reading = min(pairs / PAIRS_BANDWIDTH_SHARE, distinct / TILES_BANDWIDTH_SHARE)
     return work.moe_layers * max(
-        distinct * work.resident_expert_bytes / (gpu.bandwidth * GPU_BANDWIDTH_SHARE),
-        operations / (gpu.flops * GPU_FLOPS_SHARE),
+        reading * work.resident_expert_bytes / gpu.bandwidth, operations / (gpu.flops * GPU_FLOPS_SHARE)
     )
 
 

@@ -48,7 +48,8 @@ class Figures:
     layers: dict[int, float] = field(default_factory=dict)
     # Who computes each layer, and what is copied for it.
     placement: list[LayerRates] = field(default_factory=list)
-    # Bytes per second to the GPU, for streamed steps and exchanges, and their share of what the link can.
+    # Bytes per second to the GPU, for streamed steps, fetched experts and exchanges, and their share of what
+    # the link can.
     link_bytes_per_second: float | None = None
     link_share: float | None = None
     # Of the steps in between: what they should have taken over what they took.

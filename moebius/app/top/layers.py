@@ -16,9 +16,10 @@ class LayerRates:
     layer: int
     resident_share: float  # of its experts, now
     streamed_share: float | None  # of its experts, a step on average
+    fetched_per_step: float | None  # experts that decode steps lacked and copied
     hit_rate: float | None  # of decoding rows' choices, experts on the GPU
     exchanges_per_second: float | None
-    copied_bytes_per_second: float | None  # for streamed steps and exchanges
+    copied_bytes_per_second: float | None  # for streamed steps, fetched experts and exchanges
     cpu_bytes_per_second: float | None  # read by expert servers while they computed the layer
     call_microseconds: float | None  # of the server that computed longest
 
@@ -34,10 +35,11 @@ def layer_rates(
     for layer in experts.get("layers") or []:
         then = old.get(layer["layer"])
         streamed = _difference(then, layer, "streamed", "experts")
+        fetched = _difference(then, layer, "fetched", "experts")
         choices = _difference(then, layer, "decode", "choices")
         hits = _difference(then, layer, "decode", "hits")
         swaps = _difference(then, layer, "exchanges", "count")
-        copied = [_difference(then, layer, name, "bytes") for name in ("streamed", "exchanges")]
+        copied = [_difference(then, layer, name, "bytes") for name in ("streamed", "fetched", "exchanges")]
         known = [nbytes for nbytes in copied if nbytes is not None]
         seconds = _difference(then, layer, "", "cpu_seconds")
         nbytes, calls = (_difference(then, layer, "", name) for name in ("cpu_bytes", "cpu_calls"))
@@ -46,6 +48,7 @@ def layer_rates(
                 layer["layer"],
                 len(layer["gpu_experts"]) / total,
                 streamed / steps / total if steps and streamed is not None else None,
+                fetched / steps if steps and fetched is not None else None,
                 hits / choices if choices and hits is not None else None,
                 swaps / elapsed if swaps is not None else None,
                 sum(known) / elapsed if known else None,
@@ -66,13 +69,13 @@ def _difference(then: Mapping[str, Any] | None, now: Mapping[str, Any], part: st
 
 def moves_experts(rates: Sequence[LayerRates]) -> bool:
     """Whether a GPU has experts of some layer, or gets some."""
-    return any(rate.resident_share or rate.streamed_share for rate in rates)
+    return any(rate.resident_share or rate.streamed_share or rate.fetched_per_step for rate in rates)
 
 
 def layer_table(rates: Sequence[LayerRates], roofline: float | None) -> Table:
     """A line for each. `roofline`: what all expert servers can read, bytes per second."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    titles = ("layer", "on GPU", "streamed", "hits", "swaps/s", "MB/s", "CPU GB/s", "of it", "µs")
+    titles = ("layer", "on GPU", "streamed", "fetch", "hits", "swaps/s", "MB/s", "CPU GB/s", "of it", "µs")
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
     for rate in rates:
@@ -81,6 +84,7 @@ def layer_table(rates: Sequence[LayerRates], roofline: float | None) -> Table:
             str(rate.layer),
             f"{rate.resident_share:.0%}",
             _text(rate.streamed_share, "{:.0%}"),
+            _text(rate.fetched_per_step, "{:.1f}"),
             _text(rate.hit_rate, "{:.0%}"),
             _text(rate.exchanges_per_second, "{:.1f}"),
             _text(rate.copied_bytes_per_second, "{:.1f}", 1e-6),

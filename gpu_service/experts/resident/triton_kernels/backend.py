@@ -14,7 +14,7 @@ import torch
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
 from gpu_service.experts.resident.panels import LayerFormat, pair_bytes
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
-from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2
+from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
 from moebius.models.geometry import MoeGeometry
 from moebius.progress import counted
 
@@ -27,7 +27,7 @@ _UNPACK_K = 256
 
 
 class TritonResidentKernels(ResidentKernels):
-    """Few rows: three launches. More: through blocks of pairs that share an expert."""
+    """Few rows: two launches. More: through blocks of pairs that share an expert."""
 
     captures = True
 
@@ -76,7 +76,8 @@ class TritonResidentKernels(ResidentKernels):
             return result
         inputs = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         pairs, experts = topk_ids.numel(), self._geometry.num_experts
-        is_few = num_rows <= self._few_rows(slots.kind)
+        # Unpacking reads every slot, also those of no expert: only what has memory.
+        is_few = num_rows <= self._few_rows(slots.kind) or not slots.backed
         if is_few or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
             for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
                 before = None if partial is None else partial[rows]
@@ -84,9 +85,9 @@ class TritonResidentKernels(ResidentKernels):
                 self._packed(slots, x, ids, weights, before, result[rows])
             return result
         step = launch.experts_at_once(slots.kind)
-        for first in range(0, slots.count, step):
+        for first in range(0, slots.backed, step):
             before = partial if first == 0 else result
-            self._unpacked(slots, first, min(step, slots.count - first), *inputs, before, result)
+            self._unpacked(slots, first, min(step, slots.backed - first), *inputs, before, result)
         return result
 
     def _packed(
@@ -99,19 +100,19 @@ class TritonResidentKernels(ResidentKernels):
         result: torch.Tensor,
     ) -> None:
         """Products with weights as they are stored."""
+        if hidden_states.shape[0] <= self._few_rows(slots.kind):
+            self._by_rows(slots, hidden_states, topk_ids, topk_weights, partial, result)
+            return
         pairs = topk_ids.numel()
         intermediate, outputs = _pair_memory(slots, hidden_states, pairs)
-        if hidden_states.shape[0] <= self._few_rows(slots.kind):
-            self._by_rows(slots, hidden_states, topk_ids, intermediate, outputs)
-        else:
-            tile = launch.tile(pairs, self._geometry.num_experts)
-            launch_fitting(
-                "resident experts",
-                (tile, slots.kind, hidden_states.dtype),
-                hidden_states.device,
-                launch.with_smaller(tile),
-                functools.partial(self._by_tiles, slots, hidden_states, topk_ids, intermediate, outputs),
-            )
+        tile = launch.tile(pairs, self._geometry.num_experts)
+        launch_fitting(
+            "resident experts",
+            (tile, slots.kind, hidden_states.dtype),
+            hidden_states.device,
+            launch.with_smaller(tile),
+            functools.partial(self._by_tiles, slots, hidden_states, topk_ids, intermediate, outputs),
+        )
         _combine(slots, 0, slots.count, outputs, topk_ids, topk_weights, partial, result)
 
     def _unpacked(
@@ -161,11 +162,13 @@ class TritonResidentKernels(ResidentKernels):
         slots: LayerSlots,
         hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
-        intermediate: torch.Tensor,
-        outputs: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+        result: torch.Tensor,
     ) -> None:
-        kind, pairs = slots.kind, topk_ids.numel()
-        gate_up, down = slots.gate_up, slots.down
+        kind, (rows, top_k) = slots.kind, topk_ids.shape
+        gate_up, down, pairs = slots.gate_up, slots.down, rows * top_k
+        intermediate = hidden_states.new_empty((pairs, kind.intermediate_columns))
         gemm.gate_up_rows[(pairs, kind.layout.intermediate_blocks)](
             hidden_states,
             gate_up.words,
@@ -177,7 +180,7 @@ class TritonResidentKernels(ResidentKernels):
             intermediate,
             self._geometry.alpha,
             slots.limit,
-            TOP_K=topk_ids.shape[1],
+            TOP_K=top_k,
             EXPERT_BYTES=kind.expert_bytes,
             ORDER_AT=kind.layout.order_offset,
             INTERMEDIATE_COLUMNS=kind.intermediate_columns,
@@ -185,8 +188,11 @@ class TritonResidentKernels(ResidentKernels):
             ACTIVATION=self._geometry.activation,
             LINES=launch.lines(kind.gate_up),
             num_warps=launch.warps(launch.lines(kind.gate_up)),
+            **overlap(hidden_states.device),
         )
-        gemm.down_rows[(pairs, kind.layout.down_panels)](
+        choices = next_power_of_2(top_k)
+        lines = launch.lines(kind.down, choices)
+        gemm.down_rows[(rows, kind.layout.down_panels)](
             intermediate,
             down.words,
             down.scales,
@@ -194,15 +200,21 @@ class TritonResidentKernels(ResidentKernels):
             down.floats,
             topk_ids,
             slots.slot_of_expert,
-            outputs,
+            topk_weights,
+            result if partial is None else partial,
+            result,
+            TOP_K=top_k,
             EXPERT_BYTES=kind.expert_bytes,
             DOWN_AT=kind.layout.down_offset,
             HIDDEN=kind.hidden_size,
             INTERMEDIATE_COLUMNS=kind.intermediate_columns,
             PANEL=kind.down,
-            LINES=launch.lines(kind.down),
+            HAS_PARTIAL=partial is not None,
+            CHOICES=choices,
+            LINES=lines,
             UNROLLED=launch.UNROLLED,
-            num_warps=launch.warps(launch.lines(kind.down)),
+            num_warps=launch.warps(choices * lines),
+            **overlap(hidden_states.device),
         )
 
     def _by_tiles(

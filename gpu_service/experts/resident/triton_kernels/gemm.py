@@ -4,9 +4,10 @@ Whole numbers become floats by setting them into the mantissa of a float whose e
 floats by shifting their bits into place and multiplying by a power of two: both exact, both of full rate.
 
 Few rows (`gate_up_rows`, `down_rows`): one program multiplies one row with one panel, or a pair of them, of
-one chosen expert. Reading weights is all that counts: every word is loaded once, in whole lines. A program
-has fewer lines than threads (`launch.lines`): then the compiler loads the row where it is used, without
-exchanges in between. Programs of an expert that is not in a slot end at once.
+one chosen expert, and down with the same panel of all chosen experts, whose weighted sum it writes. Reading
+weights is all that counts: every word is loaded once, in whole lines. A program has fewer lines than threads
+(`launch.lines`): then the compiler loads the row where it is used, without exchanges in between. Programs of
+an expert that is not in a slot end at once.
 
 Many rows (`gate_up_tiles`, `down_tiles`): tiles on tensor cores over blocks of pairs that share an expert.
 Codes are multiplied as they are, which bfloat16 holds exactly, and group scales are applied to the sums of
@@ -18,7 +19,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from gpu_service.ops.triton.e4m3 import decode_e4m3
-from gpu_service.ops.triton.jit import jit, jit_for_any
+from gpu_service.ops.triton.jit import jit, jit_for_any, wait_for_previous
 
 
 @jit
@@ -138,14 +139,15 @@ def element_place(words, order, k, PANEL: tl.constexpr):  # type: ignore[no-unty
 
 @jit
 def line_products(  # type: ignore[no-untyped-def]
-    x, words, scales, bytes_, order, panel, begin, PANEL: tl.constexpr, LINES: tl.constexpr
+    x, words, scales, bytes_, order, panel, line, PANEL: tl.constexpr
 ):
-    """float32 [LINES, 16]: for each line from `begin`, its elements times those of the row at `x`, summed.
+    """float32 [L, 16]: for each of the lines int32 [L], its elements times those of the row at `x`, summed.
 
-    `order`: the word from which on an ordered format says which of the row's elements each k meets.
+    `panel`, the panels' first byte, is one for all lines, or int64 [L, 1]; so may `x` be [L]. `order`: the
+    word from which on an ordered format says which of the row's elements each k meets.
     """
     per_word: tl.constexpr = 32 // PANEL.bits
-    line, column = begin + tl.arange(0, LINES), tl.arange(0, 16)
+    column = tl.arange(0, 16)
     packed = tl.load(words + panel // 4 + line[:, None] * 16 + column[None, :])
     if PANEL.group_size:
         group = (line * per_word // PANEL.group_size)[:, None]
@@ -156,8 +158,8 @@ def line_products(  # type: ignore[no-untyped-def]
     if PANEL.zeros:
         at = panel + PANEL.zeros_offset + group * 16 + column[None, :]
         offset = tl.load(bytes_ + at, mask=in_groups, other=0).to(tl.float32) + INT4_BASE
-    product = tl.zeros([LINES, 16], tl.float32)
-    row_sum = tl.zeros([LINES], tl.float32)
+    product = tl.zeros([line.shape[0], 16], tl.float32)
+    row_sum = tl.zeros([line.shape[0]], tl.float32)
     for i in tl.static_range(per_word):
         k = line * per_word + i
         place = element_place(words, order, k, PANEL)
@@ -185,8 +187,10 @@ def line_products(  # type: ignore[no-untyped-def]
 
 @jit
 def finish(result, floats, panel, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales of whole columns, and biases; float32 [16]."""
+    """Scales of whole columns, and biases; float32 [16] of one panel, or [P, 16] of panels int64 [P, 1]."""
     column = tl.arange(0, 16)
+    if len(result.shape) == 2:
+        column = column[None, :]
     if PANEL.column_scale:
         result *= tl.load(floats + (panel + PANEL.column_scale_offset) // 4 + column)
     if PANEL.has_bias:
@@ -199,8 +203,10 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
     x, words, scales, bytes_, floats, ids, slot_of_expert, intermediate, alpha, limit,
     TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr,
     INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, ACTIVATION: tl.constexpr, LINES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, block of 16 channels): intermediate [pairs, INTERMEDIATE_COLUMNS] of a pair's expert."""
+    wait_for_previous(OVERLAPS)
     pair, block = tl.program_id(0), tl.program_id(1)
     slot = slot_of(ids, slot_of_expert, pair)
     if slot < 0:
@@ -215,9 +221,10 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
     u = tl.zeros([LINES, 16], tl.float32)
     # One loop for both, so that both loads are under way together.
     for begin in range(0, num_lines, LINES):
+        line = begin + tl.arange(0, LINES)
         if IS_GATED:
-            g += line_products(row, words, scales, bytes_, order, gate, begin, PANEL, LINES)
-        u += line_products(row, words, scales, bytes_, order, up, begin, PANEL, LINES)
+            g += line_products(row, words, scales, bytes_, order, gate, line, PANEL)
+        u += line_products(row, words, scales, bytes_, order, up, line, PANEL)
     g = tl.sum(g, 0)
     if IS_GATED:
         g = finish(g, floats, gate, PANEL)
@@ -229,29 +236,44 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
 
 @jit
 def down_rows(  # type: ignore[no-untyped-def]
-    intermediate, words, scales, bytes_, floats, ids, slot_of_expert, outputs,
-    EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
-    INTERMEDIATE_COLUMNS: tl.constexpr,
-    PANEL: tl.constexpr, LINES: tl.constexpr, UNROLLED: tl.constexpr,
+    intermediate, words, scales, bytes_, floats, ids, slot_of_expert, weights, partial, result,
+    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
+    INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, HAS_PARTIAL: tl.constexpr,
+    CHOICES: tl.constexpr, LINES: tl.constexpr, UNROLLED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (pair, block of 16 columns): outputs float32 [pairs, HIDDEN], not yet weighted."""
-    pair, block = tl.program_id(0), tl.program_id(1)
-    slot = slot_of(ids, slot_of_expert, pair)
-    if slot < 0:
-        return
-    panel = slot.to(tl.int64) * EXPERT_BYTES + DOWN_AT + block * PANEL.panel_bytes
-    row = intermediate + pair * INTERMEDIATE_COLUMNS
+    """Program (row, block of 16 columns): result = partial + sum of weight * product over the row's choices.
+
+    All choices at once, in a tile of CHOICES (TOP_K or more) times LINES lines; those that are in no slot
+    read the first slot's panel, whose products count for nothing.
+    """
+    wait_for_previous(OVERLAPS)
+    row, block = tl.program_id(0), tl.program_id(1)
+    choice, column = tl.arange(0, CHOICES), block * 16 + tl.arange(0, 16)
+    place = row.to(tl.int64) * HIDDEN + column
+    expert = tl.load(ids + row * TOP_K + choice, mask=choice < TOP_K, other=-1)
+    slot = tl.load(slot_of_expert + tl.maximum(expert, 0), mask=expert >= 0, other=-1)
+    weight = tl.load(weights + row * TOP_K + choice, mask=choice < TOP_K, other=0.0)
+    panel = tl.maximum(slot, 0).to(tl.int64) * EXPERT_BYTES + DOWN_AT + block * PANEL.panel_bytes
+    x = intermediate + (row * TOP_K + tl.minimum(choice, TOP_K - 1)).to(tl.int64) * INTERMEDIATE_COLUMNS
+    # Each choice's, once for every line.
+    x = tl.reshape(tl.broadcast_to(x[:, None], [CHOICES, LINES]), [CHOICES * LINES])
+    panels = tl.reshape(tl.broadcast_to(panel[:, None], [CHOICES, LINES]), [CHOICES * LINES, 1])
+    line = tl.arange(0, CHOICES * LINES) % LINES
     num_lines: tl.constexpr = PANEL.k_padded * PANEL.bits // 32
-    total = tl.zeros([LINES, 16], tl.float32)
+    total = tl.zeros([CHOICES * LINES, 16], tl.float32)
     if num_lines <= UNROLLED * LINES:
         for begin in tl.static_range(0, num_lines, LINES):
-            total += line_products(row, words, scales, bytes_, 0, panel, begin, PANEL, LINES)
+            total += line_products(x, words, scales, bytes_, 0, panels, begin + line, PANEL)
     else:
         for begin in range(0, num_lines, LINES):
-            total += line_products(row, words, scales, bytes_, 0, panel, begin, PANEL, LINES)
-    value = finish(tl.sum(total, 0), floats, panel, PANEL)
-    column = block * 16 + tl.arange(0, 16)
-    tl.store(outputs + pair.to(tl.int64) * HIDDEN + column, value, mask=column < HIDDEN)
+            total += line_products(x, words, scales, bytes_, 0, panels, begin + line, PANEL)
+    total = tl.sum(tl.reshape(total, [CHOICES, LINES, 16]), 1)
+    value = finish(total, floats, panel[:, None], PANEL) * weight[:, None]
+    # What was not computed may hold anything.
+    value = tl.sum(tl.where((slot >= 0)[:, None], value, 0.0), 0)
+    if HAS_PARTIAL:
+        value += tl.load(partial + place, mask=column < HIDDEN, other=0.0).to(tl.float32)
+    tl.store(result + place, value, mask=column < HIDDEN)
 
 
 @jit

@@ -18,8 +18,8 @@ from gpu_service.experts.resident.panels import (
 
 # Up to this many token rows, a program per pair reads its expert's panels itself, in any model.
 _FEWEST_ROWS = 8
-# Lines of 64 bytes that a program of the row kernels loads at once.
-MAX_LINES = 128
+# Lines of 64 bytes that a program of the row kernels loads at once, of one panel and of all its panels.
+MAX_LINES, MAX_LINES_OF_ALL = 128, 256
 # Times that a program of the down product loads lines without a loop. Written out for the 45 times that 2880
 # intermediate channels need, a kernel would take a minute to compile.
 UNROLLED = 8
@@ -46,10 +46,10 @@ def few_rows(kind: LayerFormat, num_experts: int, top_k: int) -> int:
     return max(_FEWEST_ROWS, per_expert * num_experts // top_k)
 
 
-def lines(panels: PanelFormat) -> int:
-    """Lines that a program of the row kernels loads at once: as many as divide its panels evenly."""
+def lines(panels: PanelFormat, num_panels: int = 1) -> int:
+    """Lines of each panel that a program of the row kernels loads at once: as many as divide it evenly."""
     total = panels.k_padded * panels.bits // 32
-    return min(MAX_LINES, total & -total)
+    return max(1, min(MAX_LINES, MAX_LINES_OF_ALL // num_panels, total & -total))
 
 
 def warps(lines_at_once: int) -> int:

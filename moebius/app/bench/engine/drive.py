@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from gpu_service.build import Built
     from gpu_service.constraint import OutputConstraint
     from gpu_service.engine.interface import OutputDelta
+    from gpu_service.experts.streaming.streamer import ExpertStreamer
 
 STEP_TIMEOUT_S = 600.0
+# Registering 500 GB takes half a minute.
+_READY_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,15 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
         yield engine
     finally:
         built.close()
+
+
+def wait_until_streaming(streamer: ExpertStreamer, timeout_s: float = _READY_S) -> None:
+    """Until the servers' memory is registered; the engine must be idle. Raises UserError."""
+    deadline = time.monotonic() + timeout_s
+    while not streamer.can_stream:
+        if time.monotonic() > deadline:
+            raise UserError(f"experts cannot be streamed after {timeout_s:.0f} s; the log says why")
+        time.sleep(0.05)
 
 
 def forget_predecessor() -> None:

@@ -39,6 +39,9 @@ class DecodeResult:
     fraction_of_bound: float
     fraction_of_expert_bound: float | None
     expert_busy: float  # Share of the time in which the busiest expert server computed.
+    # What `fetch_experts` was, and experts per MoE layer and step that were copied for it.
+    fetch_experts: str
+    fetched_experts_per_layer: float
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Decoded:
     # The servers' counters at two moments between which every stream decoded.
     before: Sequence[ServerCounters]
     after: Sequence[ServerCounters]
+    fetched: int  # Experts that steps copied between these moments.
 
 
 def decode_together(
@@ -116,9 +120,9 @@ def decode_together(
     """One stream per prompt, all at once. Raises UserError when they cannot run together."""
     running = engine.submit(prompts, max_tokens, temperature)
     running.wait(2)
-    before = setting.servers.counters()
+    before, fetched = setting.servers.counters(), fetched_experts(engine)
     running.wait(max_tokens - max(2, max_tokens // 8))
-    after = setting.servers.counters()
+    after, fetched = setting.servers.counters(), fetched_experts(engine) - fetched
     running.wait(max_tokens)
     try:
         window = decode_window(running.events, len(prompts))
@@ -126,7 +130,13 @@ def decode_together(
         raise UserError(
             f"{len(prompts)} streams: {error}; max_num_seqs and the KV pool must hold all"
         ) from None
-    return Decoded(window, running.outputs(), before, after)
+    return Decoded(window, running.outputs(), before, after, fetched)
+
+
+def fetched_experts(engine: EngineUnderTest) -> int:
+    """Experts that decode steps have copied so far, as of about a tenth of a second ago."""
+    fetcher = engine.built.fetcher
+    return 0 if fetcher is None else fetcher.figures.experts
 
 
 def measure_decode(
@@ -140,10 +150,9 @@ def measure_decode(
     """All streams at once. Raises UserError when they cannot run together."""
     prompts = random_prompts(streams, prompt_len, setting.vocab_size, 1)
     decoded = decode_together(engine, setting, prompts, max_tokens, temperature)
-    window, before, after = decoded.window, decoded.before, decoded.after
-    cpu_experts, cpu_bytes = touched(before, after, setting)
+    cpu_experts, cpu_bytes = touched(decoded.before, decoded.after, setting)
     gpu_experts = 0.0
-    if setting.has_resident_experts:
+    if setting.has_resident_experts or engine.built.fetcher is not None:
         chosen = recorded_experts(engine, setting, streams, prompt_len, temperature)
         gpu_experts = max(0.0, chosen - cpu_experts)
     traffic = StepTraffic(
@@ -151,26 +160,19 @@ def measure_decode(
         gpu_experts * len(setting.geometry.moe_layers) * setting.expert_bytes,
         setting.weights.dense + streams * (prompt_len + max_tokens / 2) * setting.kv_bytes_per_token,
     )
-    step = window.seconds_per_step
-    return _result(
-        streams, window.tokens_per_second, step, (cpu_experts, gpu_experts), traffic, setting, before, after
-    )
+    return _result(streams, decoded, (cpu_experts, gpu_experts), traffic, setting)
 
 
 def _result(
-    streams: int,
-    speed: float,
-    step: float,
-    experts: tuple[float, float],
-    traffic: StepTraffic,
-    setting: Setting,
-    before: Sequence[ServerCounters],
-    after: Sequence[ServerCounters],
+    streams: int, decoded: Decoded, experts: tuple[float, float], traffic: StepTraffic, setting: Setting
 ) -> DecodeResult:
+    window, before, after = decoded.window, decoded.before, decoded.after
+    speed, step = window.tokens_per_second, window.seconds_per_step
     bound = bound_of(traffic, setting.bandwidths)
     whole = streams / bound.step
     alone = streams / bound.cpu_experts if bound.cpu_experts else None
     steps = _steps(before, after, setting)
+    layer_steps = steps * len(setting.geometry.moe_layers)
     return DecodeResult(
         streams=streams,
         tokens_per_second=speed,
@@ -184,6 +186,8 @@ def _result(
         fraction_of_bound=speed / whole,
         fraction_of_expert_bound=speed / alone if alone else None,
         expert_busy=_longest_busy(before, after) / (steps * step) if steps else 0.0,
+        fetch_experts=setting.servers.config.gpu.fetch_experts,
+        fetched_experts_per_layer=decoded.fetched / layer_steps if layer_steps else 0.0,
     )
 
 

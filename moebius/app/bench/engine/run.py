@@ -1,14 +1,14 @@
-"""The command: one engine, each number of streams in turn, then prefill."""
+"""The command: each number of streams in turn, then prefill; an engine for each value of `fetch_experts`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from moebius.app.bench.engine.bounds import Bandwidths, facts, measure_bandwidths
-from moebius.app.bench.engine.drive import EngineUnderTest, running_engine
+from moebius.app.bench.engine.drive import EngineUnderTest, running_engine, wait_until_streaming
 from moebius.app.bench.engine.measure import (
     DecodeResult,
     PrefillResult,
@@ -19,7 +19,7 @@ from moebius.app.bench.engine.measure import (
 )
 from moebius.app.bench.engine.servers import running_servers
 from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
-from moebius.config import MoebiusConfig
+from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 
 
@@ -43,6 +43,8 @@ _DECODE = BenchTable[DecodeResult](
     Column("experts only", lambda row: or_dash(row.expert_bound_tokens_per_second, 1)),
     Column("ratio", lambda row: or_dash(row.fraction_of_expert_bound, 3), 6),
     Column("servers busy", lambda row: f"{row.expert_busy:.2f}"),
+    Column("fetch", lambda row: row.fetch_experts, 5),
+    Column("fetched/layer", lambda row: f"{row.fetched_experts_per_layer:.2f}"),
 )
 
 
@@ -58,11 +60,14 @@ class EngineBenchOptions:
     # repeat itself, and with it the experts it chooses: the number of different ones is measured.
     temperature: float = 0.0
     probe_bytes: int = 0  # Of the buffer that bandwidth is measured with; 0: several times the caches.
+    # Values of `fetch_experts`, one engine each, the first of which prompts are measured with; empty: the one
+    # that is set.
+    fetch: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class EngineBench:
-    """Everything measured on one engine; filled by `run`."""
+    """Everything measured on one set of expert servers; filled by `run`."""
 
     decode: list[DecodeResult]
     prefill: list[PrefillResult]
@@ -84,9 +89,17 @@ def run(config: MoebiusConfig, options: EngineBenchOptions, json_file: Path | No
     config = with_room(config, options)
     device = resolve_device(config.gpu)
     bandwidths = measure_bandwidths(device, options.probe_bytes, config.parallel.tensor_parallel_size)
-    with running_servers(config) as servers, running_engine(servers.config) as engine:
-        setting = make_setting(engine, servers, bandwidths)
-        found = measure_all(engine, setting, options, str(device))
+    found = EngineBench([], [], bandwidths, str(device))
+    with running_servers(config) as servers:
+        for number, mode in enumerate(options.fetch or (config.gpu.fetch_experts,)):
+            gpu = servers.config.gpu.model_copy(update={"fetch_experts": mode})
+            own = type(servers)(servers.config.model_copy(update={"gpu": gpu}))
+            with running_engine(own.config) as engine:
+                setting = make_setting(engine, own, bandwidths)
+                measured = replace(options, prefill=() if number else options.prefill)
+                one = measure_all(engine, setting, measured, str(device))
+            found.decode.extend(one.decode)
+            found.prefill.extend(one.prefill)
     if json_file is not None:
         write_json({"host": facts(device)} | found.document(), json_file)
     return found
@@ -96,6 +109,8 @@ def measure_all(
     engine: EngineUnderTest, setting: Setting, options: EngineBenchOptions, device: str
 ) -> EngineBench:
     """Every row, printed as it is measured."""
+    if engine.built.fetcher is not None and engine.built.streamer is not None:
+        wait_until_streaming(engine.built.streamer)
     _DECODE.print_header()
     # The first run pays for kernels that are compiled, and graphs that are loaded, at first use.
     measure_decode(
@@ -125,7 +140,14 @@ def measure_all(
 
 
 def with_room(config: MoebiusConfig, options: EngineBenchOptions) -> MoebiusConfig:
-    """Enough slots for the most streams, and graphs for them; the user's own larger settings stay."""
+    """Enough slots for the most streams, and graphs for them; the user's own larger settings stay.
+
+    Raises UserError naming an option that is not allowed.
+    """
+    modes = get_args(GpuConfig.model_fields["fetch_experts"].annotation)
+    unknown = [mode for mode in options.fetch if mode not in modes]
+    if unknown:
+        raise UserError(f"--fetch: {unknown} are not allowed; allowed: {', '.join(modes)}")
     most = max(options.streams)
     if options.max_tokens < 16:
         raise UserError(f"--max-tokens: {options.max_tokens} is not allowed; allowed: 16 or more")

@@ -1,0 +1,1 @@
+"""Metrics, traces and repeated log lines of the gateway, and the port that serves them."""

@@ -1,0 +1,162 @@
+"""`FetchKernels` by Triton: one program chooses, others copy from the host's memory on a stream aside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from gpu_service.experts.fetching.kernels import FetchKernels, kept_after
+from gpu_service.experts.fetching.slots import FetchLayer
+from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2
+
+# torch leaves its streams untyped.
+_cuda: Any = torch.cuda
+# Pairs that are compared with all experts at once.
+_PAIRS = 16
+# Programs that copy, and 32-bit words that each has on the way. 55 GB/s for the 1.5 us that a read over PCIe
+# takes are 80 KB; twice that keeps the link busy while programs store.
+COPY_PROGRAMS, COPY_WORDS, _COPY_WARPS = 16, 4096, 4
+_NEVER = tl.constexpr(1e30)
+
+
+@jit_for_any("count")
+def choose(  # type: ignore[no-untyped-def]
+    ids, slot_of_expert, scores, addresses, prices, coming, counters, served, fetched, count, kept,
+    NUM_EXPERTS: tl.constexpr, NUM_SLOTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """As `FetchKernels.choose`, of `count` pairs; EXPERTS: a power of two that is not below NUM_EXPERTS.
+
+    Occupied slots are always the first ones: an expert leaves only where another takes its slot.
+    """
+    expert = tl.arange(0, EXPERTS)
+    is_expert = expert < NUM_EXPERTS
+    rows = tl.zeros([EXPERTS], tl.int32)
+    for begin in range(0, count, PAIRS):
+        pair = begin + tl.arange(0, PAIRS)
+        chosen = tl.load(ids + pair, mask=pair < count, other=-1)
+        rows += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
+    rows = tl.where(is_expert, rows, 0)
+    slot = tl.load(slot_of_expert + expert, mask=is_expert, other=-1)
+    score = tl.load(scores + expert, mask=is_expert, other=0.0) * kept + rows.to(tl.float32)
+    tl.store(scores + expert, score, mask=is_expert)
+    address = tl.load(addresses + expert, mask=is_expert, other=0)
+    server_seconds, link_seconds = tl.load(prices), tl.load(prices + 1)
+
+    is_missing = (rows > 0) & (slot < 0)
+    candidates = tl.where(is_missing & (address != 0), score, -1.0)
+    leavers = tl.where((slot >= 0) & (rows == 0), score, _NEVER)
+    left = tl.sum(tl.where(is_missing, rows, 0), 0).to(tl.float32)
+    occupied = tl.sum((slot >= 0).to(tl.int32), 0)
+    now = left * server_seconds
+    copied = occupied - occupied
+    is_open = left > 0
+    while is_open:
+        best, leaver, has_room = tl.argmax(candidates, 0), tl.argmin(leavers, 0), occupied < NUM_SLOTS
+        own = tl.sum(tl.where(expert == best, rows, 0), 0).to(tl.float32)
+        then = tl.maximum((left - own) * server_seconds, (copied + 1).to(tl.float32) * link_seconds)
+        is_open = (tl.max(candidates, 0) > 0) & (has_room | (tl.min(leavers, 0) < _NEVER)) & (then < now)
+        if is_open:
+            leaves = (expert == leaver) & (occupied >= NUM_SLOTS)
+            place = tl.where(has_room, occupied, tl.sum(tl.where(leaves, slot, 0), 0))
+            slot = tl.where(expert == best, place, tl.where(leaves, -1, slot))
+            leavers = tl.where(leaves, _NEVER, leavers)
+            candidates = tl.where(expert == best, -1.0, candidates)
+            tl.store(coming + 1 + 2 * copied, best)
+            tl.store(coming + 2 + 2 * copied, place)
+            left, now = left - own, then
+            occupied, copied = occupied + has_room.to(tl.int32), copied + 1
+    tl.store(coming, copied)
+    tl.store(slot_of_expert + expert, slot, mask=is_expert)
+
+    in_slots = tl.sum(tl.where(slot >= 0, rows, 0), 0)
+    tl.store(counters, tl.load(counters) + copied)
+    tl.store(counters + 1, tl.load(counters + 1) + in_slots)
+    tl.store(counters + 2, tl.load(counters + 2) + tl.sum(rows, 0) - in_slots)
+    for begin in range(0, count, PAIRS):
+        pair = begin + tl.arange(0, PAIRS)
+        held = pair < count
+        chosen = tl.load(ids + pair, mask=held, other=-1)
+        place = tl.max(tl.where(chosen[:, None] == expert[None, :], slot[None, :], -1), 1)
+        tl.store(served + pair, tl.where(place >= 0, -1, chosen), mask=held)
+        tl.store(fetched + pair, tl.where(place >= 0, chosen, -1), mask=held)
+
+
+@jit
+def copy(  # type: ignore[no-untyped-def]
+    coming, addresses, target,
+    EXPERT_WORDS: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Each of PROGRAMS programs copies every PROGRAMS-th block of WORDS words of each expert that comes.
+
+    Experts begin at multiples of 16 bytes, on the host and in slots.
+    """
+    blocks: tl.constexpr = (EXPERT_WORDS + WORDS - 1) // WORDS
+    for number in range(tl.load(coming)):
+        expert, slot = tl.load(coming + 1 + 2 * number), tl.load(coming + 2 + 2 * number)
+        source = tl.load(addresses + expert).to(tl.pointer_type(tl.int32))
+        goal = target + slot.to(tl.int64) * EXPERT_WORDS
+        for block in range(tl.program_id(0), blocks, PROGRAMS):
+            word = block * WORDS + tl.arange(0, WORDS)
+            held = word < EXPERT_WORDS
+            read = tl.max_contiguous(tl.multiple_of(source + word, 16), WORDS)
+            written = tl.max_contiguous(tl.multiple_of(goal + word, 16), WORDS)
+            tl.store(written, tl.load(read, mask=held, cache_modifier=".cg"), mask=held)
+
+
+class TritonFetchKernels(FetchKernels):
+    """On a GPU, with a stream aside for copies; under the interpreter the host is the device."""
+
+    def __init__(self, device: torch.device, programs: int = COPY_PROGRAMS) -> None:
+        self._device, self._programs = device, programs
+        self._aside = _cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def choose(self, layer: FetchLayer, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = topk_ids.contiguous()
+        served, fetched = torch.empty_like(ids), torch.empty_like(ids)
+        experts = next_power_of_2(layer.num_experts)
+        choose[(1,)](
+            ids,
+            layer.slot_of_expert,
+            layer.scores,
+            layer.addresses,
+            layer.prices,
+            layer.coming,
+            layer.counters,
+            served,
+            fetched,
+            ids.numel(),
+            kept_after(ids.shape[0]),
+            NUM_EXPERTS=layer.num_experts,
+            NUM_SLOTS=layer.count,
+            EXPERTS=experts,
+            PAIRS=_PAIRS,
+            num_warps=max(1, min(8, experts // 128)),
+        )
+        return served, fetched
+
+    def copy(self, layer: FetchLayer) -> None:
+        if self._aside is None:
+            self._launch_copy(layer)
+            return
+        self._aside.wait_stream(_cuda.current_stream(self._device))
+        with _cuda.stream(self._aside):
+            self._launch_copy(layer)
+
+    def _launch_copy(self, layer: FetchLayer) -> None:
+        for group, slots in enumerate(layer.groups):
+            words = slots.weights.view(torch.int32)
+            copy[(self._programs,)](
+                layer.coming,
+                layer.addresses[group],
+                words,
+                EXPERT_WORDS=words.shape[1],
+                PROGRAMS=self._programs,
+                WORDS=COPY_WORDS,
+                num_warps=_COPY_WARPS,
+            )
+
+    def join(self) -> None:
+        if self._aside is not None:
+            _cuda.current_stream(self._device).wait_stream(self._aside)
