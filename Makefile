@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 # Containers often set it; the hundreds of processes of the tests would each compile the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-fast test-all test-newest test-fuzz test-tls test-kernels-all setup lock kernels lint types unit protos wheels-gpu wheel recipes docs clean
+.PHONY: demo serve test test-fast test-all test-newest test-fuzz test-tls test-kernels-all setup lock kernels lint types types-tests unit coverage protos wheels-gpu wheel recipes docs clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo    answer one chat request on this machine, GPU or not"
@@ -44,6 +44,10 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# The tests' own types; less strict than those of the packages (pyproject.toml, [tool.mypy.overrides]).
+types-tests: setup
+	$(BIN)/mypy --package tests
+
 # A file's tests stay together, so that what they share is made once (tests/spreading.py). Two workers more than a small
 # machine has cores: tests of services, which two workers run, wait for their processes half of the time.
 # tests/selection.py chooses what runs.
@@ -51,6 +55,11 @@ WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 unit: setup
 	$(PYTEST)
+
+# The lines and branches that the tests of COVERAGE_TESTS run, in the processes that they start, too.
+COVERAGE_TESTS ?= tests
+coverage: setup
+	$(PYTEST) -p pytest_cov.plugin --cov --cov-report=term:skip-covered $(COVERAGE_TESTS)
 
 test-fast: setup lint
 	$(PYTEST) --fast
@@ -119,6 +128,7 @@ clean:
 	rm -rf $(VENV) build
 
 -include kernels/build.mk
+-include kernels/lint.mk
 -include tests/numa/numa.mk
 -include tests/newcomer/newcomer.mk
 -include tests/kernels/fuzz/fuzz.mk

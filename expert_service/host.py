@@ -59,7 +59,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """How this process loads, whoever asks; filled from the configuration."""
+    """How this process loads, for every layer; filled from the configuration."""
 
     # Largest relative error of a layer's weights, see `LoadedLayer`.
     max_requantise_error: float = 0.15
@@ -227,7 +227,7 @@ class ExpertHost:
 
     @property
     def problem(self) -> str:
-        """Which damaged expert cannot be packed anew, and why; empty: there is none."""
+        """Which damaged expert cannot be packed again, and why; empty: there is none."""
         return "" if self._watch is None else self._watch.problem
 
     @property
@@ -362,7 +362,7 @@ class ExpertHost:
                 remedy="--expert-weights-dir on tmpfs or hugetlbfs",
             )
         if engine.segment_difference:
-            log.warning("experts are packed anew", path=str(path), reason=engine.segment_difference)
+            log.warning("experts are packed again", path=str(path), reason=engine.segment_difference)
         elif engine.segment_state != "new":
             log.info("packed experts are there already", path=str(path), which=engine.segment_state)
         return engine, held

@@ -1,4 +1,4 @@
-"""The watch over packed experts: what memory has changed is found, and packed anew from the checkpoint.
+"""The watch over packed experts: what memory has changed is found, and packed again from the checkpoint.
 
 Experts are compared with the checksums that packing gave them: what a predecessor had packed soon, all once
 within the configured time, the chosen ones at once where an output is not finite (see the C++ engine,
@@ -151,7 +151,7 @@ class WeightsWatch:
         if not problem:
             seconds = round(time.monotonic() - begin, 3)
             log.error(
-                "an expert was damaged in memory and is packed anew",
+                "an expert was damaged in memory and is packed again",
                 layer=layer,
                 expert=expert,
                 seconds=seconds,
@@ -162,7 +162,7 @@ class WeightsWatch:
             self._engine.give_up_expert(layer, expert, problem)
             if self._lost.get((layer, expert)) != problem:
                 log.error(
-                    "an expert is damaged in memory and cannot be packed anew: what needs it is refused",
+                    "an expert is damaged in memory and cannot be packed again: what needs it is refused",
                     layer=layer,
                     expert=expert,
                     reason=problem,
@@ -170,7 +170,7 @@ class WeightsWatch:
                 )
             self._lost[layer, expert] = problem
         text = "; ".join(
-            f"layer {layer}, expert {expert} is damaged in memory and cannot be packed anew: {why}"
+            f"layer {layer}, expert {expert} is damaged in memory and cannot be packed again: {why}"
             for (layer, expert), why in tuple(self._lost.items())[:1]
         )
         if text != self.problem:

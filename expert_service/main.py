@@ -146,7 +146,7 @@ class ExpertProcess:
         except LoadCancelled:
             log.info("stopped while loading")
         except IdentityMismatch as error:
-            raise WrongIdentity(f"{error}. Start everything anew to serve what is there now") from error
+            raise WrongIdentity(f"{error}. Restart all processes to serve what is there now") from error
         except (MailboxError, ValueError) as error:
             raise StartupError(str(error)) from error
         finally:

@@ -65,7 +65,7 @@ def _service(name: str) -> Callable[[MoebiusConfig], object]:
 
 
 def _open_closed_streams() -> None:
-    """A stream that whoever started this has closed (`<&-`) reads and writes nothing, as /dev/null does: a
+    """A stream that the caller has closed (`<&-`) reads and writes nothing, as /dev/null does: a
     file that is opened later must not become this process's output."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -4,20 +4,18 @@ A line of the file is a key itself, or what `moebius keys add` writes: the hash 
 
     sha256:SALT:DIGEST name=alice requests_per_minute=60
 
-The hash is one salted SHA-256. Keys that are made here are 256 random bits, which nobody finds by guessing
-however cheap a guess is; a slow hash (scrypt, argon2) would only let whoever sends wrong keys keep the
+The hash is one salted SHA-256. Keys that are made here are 256 random bits, which cannot be found by
+trying, however cheap a trial is; a slow hash (scrypt, argon2) would only let a sender of wrong keys keep the
 gateway busy. The salt hides that two files hold the same key.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
 import secrets
 import stat
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from pathlib import Path
 import structlog
 
 from moebius.errors import ConfigError
+from moebius.replace_file import replace_file
 
 _log = structlog.get_logger(__name__)
 _MOST_BYTES = 2**20
@@ -42,7 +41,7 @@ class KeyLimits:
     tokens_per_minute: int | None = None  # of prompts and outputs
 
     def or_else(self, other: KeyLimits) -> KeyLimits:
-        """With those of `other` where none is set."""
+        """These limits, with those of `other` where none is set."""
         mine = {name: value for name, value in vars(self).items() if value is not None}
         return KeyLimits(**{**vars(other), **mine})
 
@@ -68,7 +67,7 @@ class ApiKey:
 
 class ApiKeys:
     """The accepted keys. A changed file is read again at the next request; one that cannot be read, or has
-    no key left, keeps the keys before it: a slip while editing locks nobody out and lets nobody in."""
+    no key left, keeps the keys before it: a slip while editing locks no client out and lets none in."""
 
     def __init__(self, api_key: str, path: str) -> None:
         """`api_key` and the lines of the file at `path` are all accepted; empty: none of that kind.
@@ -93,7 +92,7 @@ class ApiKeys:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all keys."""
+        """The names of all keys."""
         return frozenset(one.name for one in (*self._fixed, *self._from_file))
 
     def find(self, key: bytes) -> ApiKey | None:
@@ -253,20 +252,7 @@ def _replace(file: Path, lines: Sequence[str]) -> None:
     file = file.resolve()
     try:
         before = file.stat() if file.exists() else None
-        descriptor, made = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-            opened.write("".join(f"{line}\n" for line in lines))
-            opened.flush()
-            os.fsync(opened.fileno())
-        try:
-            if before is not None:
-                os.chown(made, before.st_uid, before.st_gid)
-                os.chmod(made, stat.S_IMODE(before.st_mode))
-            os.replace(made, file)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(made)
-            raise
+        replace_file(file, "".join(f"{line}\n" for line in lines), like=before)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
 

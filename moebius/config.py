@@ -272,7 +272,7 @@ class ExpertConfig(Section):
     defer_experts: int = Field(
         default=0,
         ge=0,
-        description="Of each token's experts, so many of lowest router weight are added one MoE layer late: "
+        description="How many experts of each token, of lowest router weight, are added one MoE layer late: "
         "CPUs compute them meanwhile, and answers change a little",
     )
     mailbox_deadline_ms: int = Field(

@@ -32,12 +32,12 @@ class ParallelConfig(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Of all hosts."""
+        """The number of ranks on all hosts."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def host_ranks(self) -> range:
-        """Those that run on this host, by the numbers of its GPUs."""
+        """The numbers of the ranks that run on this host, in the order of its GPUs."""
         each = self.num_ranks // self.rank_hosts
         return range(self.host_index * each, (self.host_index + 1) * each)
 

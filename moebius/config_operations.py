@@ -18,13 +18,14 @@ class SpeculationSettings(Section):
 
     speculative_method: Literal["off", "ngram", "mtp"] = Field(
         default="off",
-        description="Guess tokens ahead: from the request's own text (ngram), or by the model's MTP layers",
+        description="Where draft tokens come from: the request's own text (ngram), or the model's MTP layers",
     )
     num_draft_tokens: int = Field(
-        default=3, ge=1, le=16, description="Tokens guessed ahead for each request, at most"
+        default=3, ge=1, le=16, description="Draft tokens of each request in a step, at most"
     )
     adaptive_drafts: bool = Field(
-        default=True, description="Verify only as many guesses as are worth it, by what steps were measured"
+        default=True,
+        description="Verify only as many draft tokens as are worth it, by measured times of steps",
     )
     ngram_match_min: int = Field(
         default=3, ge=1, le=64, description="ngram: latest tokens that must have been in the text before"
@@ -71,7 +72,7 @@ class SupervisorConfig(Section):
     hang_timeout_s: float = Field(
         default=30.0,
         ge=1,
-        description="A process that does not respond and uses no CPU for so many seconds is restarted",
+        description="A process that does not respond and uses no CPU for this many seconds is restarted",
     )
 
 

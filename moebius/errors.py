@@ -35,7 +35,7 @@ def report_failure(cause: str) -> None:
 
 
 def shortage(cause: str) -> str:
-    """Which limit of the process may be behind a failure, to be added to its message; empty: none."""
+    """A note for a failure's message: which limit of the process may be behind it; empty: none."""
     if not _NO_MEMORY.search(cause):
         return ""
     limits = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA, "-u": resource.RLIMIT_NPROC}

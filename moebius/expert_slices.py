@@ -58,7 +58,7 @@ class SliceRequest:
     weight_dtype: ExpertDtype = "keep"
     # None: the checkpoint's own.
     top_k: int | None = None
-    # What is resident on GPUs is nobody's here.
+    # Experts that are resident on GPUs are no server's.
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     # Where routed experts are read; empty: of `model_path`, too.
     expert_checkpoint: str = ""

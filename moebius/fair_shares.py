@@ -1,10 +1,11 @@
 """Shares of whatever several clients wait for: deficit round robin, with what was served as the deficit.
 
 Deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) gives each client that waits a quantum per round
-and lets it spend what it has saved. With the quantum going to nothing that is: next is whoever has been
-served least since all of them wait. This form needs no round, and takes costs that are known afterwards
-only, as those of answers are. It is the virtual token counter of Sheng et al., "Fairness in Serving Large
-Language Models" (OSDI 2024), which bounds the difference between two clients that wait, however long they do.
+and lets it spend what it has saved. With an infinitely small quantum, the next one is the client that
+has been served least since all of them wait. This form needs no round, and takes costs that are known
+afterwards only, as those of answers are. It is the virtual token counter of Sheng et al., "Fairness in
+Serving Large Language Models" (OSDI 2024), which bounds the difference between two clients that wait,
+however long they do.
 
 A client that did not wait has saved nothing: it begins where the one that was served least is.
 """
@@ -35,7 +36,7 @@ class FairShares:
         self._served[client] = self.served(client) + cost
 
     def settle(self, waiting: Collection[str]) -> None:
-        """To be called with all clients that wait, before one is chosen: no others can save up.
+        """Has to be called with all clients that wait, before one is chosen: no others can save up.
 
         Where none waits there is enough for all, and no client owes anything.
         """

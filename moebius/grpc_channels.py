@@ -44,7 +44,7 @@ def listen(server: grpc.Server | grpc.aio.Server, address: str) -> int:
 
 
 def open_channel(address: str, options: Options = ()) -> grpc.Channel:
-    """As `grpc.insecure_channel`, with TLS where that is configured."""
+    """A channel as by `grpc.insecure_channel`, with TLS where that is configured."""
     tls = active_tls()
     if tls is None:
         return grpc.insecure_channel(address, options=list(options))
@@ -55,7 +55,7 @@ def open_channel(address: str, options: Options = ()) -> grpc.Channel:
 
 
 def open_aio_channel(address: str, options: Options = (), server_name: str = "") -> grpc.aio.Channel:
-    """As `grpc.aio.insecure_channel`, with TLS where that is configured; on the running loop.
+    """A channel as by `grpc.aio.insecure_channel`, with TLS where that is configured; on the running loop.
 
     `server_name`: what the certificate has to say, where the address was found by that name.
     """
@@ -290,7 +290,8 @@ def report_failed_handshake(address: str, tls: GrpcTls | None) -> None:
 
 
 def tls_problem(address: str) -> str:
-    """As `handshake_problem`, with what was configured; that nothing was, where the server speaks TLS."""
+    """Why a connection fails: `handshake_problem` with the configured TLS; without, that the server speaks
+    TLS where it does."""
     tls = active_tls()
     if tls is not None:
         return handshake_problem(address, tls)
@@ -315,7 +316,7 @@ def _speaks_tls(address: str) -> bool:
 
 
 def handshake_problem(address: str, tls: GrpcTls) -> str:
-    """Why a TLS handshake with `address` fails, tried once; empty: it does not, or nobody is there."""
+    """Why a TLS handshake with `address` fails, tried once; empty: it does not, or nothing listens there."""
     files = tls.renewed.files
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
@@ -364,7 +365,7 @@ def _host(address: str) -> str:
 
 
 def _connected(address: str) -> socket.socket | None:
-    """A connection to a gRPC address (host:port or unix:path); None: nobody answers."""
+    """A connection to a gRPC address (host:port or unix:path); None: nothing listens there."""
     try:
         if address.startswith("unix:"):
             connection = socket.socket(socket.AF_UNIX)

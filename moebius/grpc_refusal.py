@@ -32,7 +32,7 @@ def _tolerant(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 class RefuseUndecodable(grpc.ServerInterceptor):
-    """For `grpc.server`."""
+    """The interceptor for `grpc.server`."""
 
     def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """The method's handler, which first looks at what it is given; None for an unknown method."""
@@ -73,10 +73,10 @@ def _refuse(context: Any, request: _Undecodable) -> NoReturn:
 
 
 class RefuseUndecodableAsync(grpc.aio.ServerInterceptor):
-    """For `grpc.aio.server`; of methods that take one message."""
+    """The interceptor for `grpc.aio.server`; of methods that take one message."""
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """As `RefuseUndecodable.intercept_service`."""
+        """Wraps a handler, as `RefuseUndecodable.intercept_service`."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None or handler.request_streaming:
             return handler

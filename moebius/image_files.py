@@ -55,7 +55,7 @@ def decode_image(data: bytes, max_megapixels: float) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     """EXIF's; 1, which is upright, where it has none or damaged metadata.
 
-    Not by `ImageOps.exif_transpose`, which also writes the metadata anew, and raises whatever it meets in it.
+    Not by `ImageOps.exif_transpose`, which also rewrites the metadata, and raises whatever it meets in it.
     """
     try:
         found = image.getexif().get(ExifTags.Base.Orientation, 1)

@@ -38,7 +38,7 @@ class MeasuredOn:
 
 @dataclass(frozen=True, slots=True)
 class PanelTimes:
-    """Of one matrix shape; filled by `panel_times`."""
+    """The measured times of one matrix shape; filled by `panel_times`."""
 
     on: MeasuredOn
     # Packed format, and "bfloat16" or "float32": what the rows of requests are.
@@ -49,7 +49,7 @@ class PanelTimes:
     points: tuple[tuple[int, float], ...]
 
     def seconds(self, rows: float, k: int) -> float:
-        """Of one panel of a matrix with `k` input features whose expert has `rows` rows.
+        """The seconds of one panel of a matrix with `k` input features whose expert has `rows` rows.
 
         Linear between measured numbers of rows, proportional beyond the last, and proportional to `k`.
         """
@@ -62,7 +62,8 @@ class PanelTimes:
 
 
 def cache_directory() -> Path:
-    """Of Moebius below the user's cache, by the XDG base directories; a relative one counts as none.
+    """The directory of Moebius below the user's cache, by the XDG base directories; a relative one counts as
+    none.
 
     Raises FileNotFoundError where neither that nor a home directory is known.
     """
@@ -103,7 +104,8 @@ def this_host(threads: int, isa: str) -> MeasuredOn:
 def panel_times(
     on: MeasuredOn, plan: Iterable[PlanRow], hidden_size: int, intermediate_size: int
 ) -> tuple[PanelTimes, ...]:
-    """From what an engine of these sizes measured; ranges, and matrices, that it did not are left out."""
+    """The times of panels, from what an engine of these sizes measured; ranges, and matrices, that it did not
+    are left out."""
     points: dict[tuple[str, str, int], dict[int, float]] = {}
     for row in plan:
         if row.nanoseconds > 0:
@@ -172,7 +174,8 @@ def _identity(times: PanelTimes) -> tuple[MeasuredOn, str, str, int]:
 def find_times(
     known: Iterable[PanelTimes], on: MeasuredOn, weight_format: str, row_type: str, k: int
 ) -> PanelTimes | None:
-    """Of the format, on that host; of several shapes the one nearest to `k`. None: not measured there."""
+    """The times of the format, on that host; of several shapes the one nearest to `k`. None: not measured
+    there."""
     fitting = [
         times
         for times in known

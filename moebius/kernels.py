@@ -72,7 +72,7 @@ class EngineStats:
     damaged_experts: int
     """packed experts found to differ from their checksum, each time"""
     repaired_experts: int
-    """of them, packed anew from the checkpoint"""
+    """damaged experts that were packed again from the checkpoint"""
     verified_bytes: int
     """of packed experts, compared with their checksums by `ExpertEngine.verify_expert`"""
     layer_calls: NDArray[np.uint64]
@@ -125,7 +125,7 @@ class PlanRow:
 class SegmentSettings:
     """Packed experts in a file that outlives the process and that others map; kernels/moe/weight_segment.h.
 
-    Filled by whoever makes an `ExpertEngine`.
+    Filled by the caller that makes an `ExpertEngine`.
     """
 
     path: str
@@ -322,8 +322,8 @@ class ExpertEngine:
     def verify_expert(self, layer: int, expert: int) -> bool:
         """Whether an expert's bytes are those that were packed; at low priority.
 
-        When they are not, `wait_for_damage` names the expert, and it counts as not packed for whoever opens
-        the segment next. True for an expert that is not loaded.
+        When they are not, `wait_for_damage` names the expert, and the process that opens the segment
+        next takes it for not packed. True for an expert that is not loaded.
 
         Raises:
             ValueError: layer or expert not held here.
@@ -411,7 +411,7 @@ class ExpertEngine:
 
         Raises:
             ValueError: wrong shape or dtype, unknown layer, or a chosen expert that is not loaded.
-            DamagedExpert: a chosen expert is damaged in memory and is not packed anew.
+            DamagedExpert: a chosen expert is damaged in memory and is not packed again.
         """
         return self._engine.forward(layer, hidden_states, topk_ids, topk_weights, output)
 

@@ -4,7 +4,7 @@ The launcher creates a mailbox, every engine rank attaches as one of its clients
 of its servers. Nothing here needs numpy or torch: arrays are passed by address. The GIL is released in
 every call that copies or waits.
 
-`server_health(name)` looks at the servers from outside, for whoever watches them: a server whose `progress`
+`server_health(name)` looks at the servers from outside, for a supervisor: a server whose `progress`
 stands still for seconds is frozen or stuck, whatever it computes and however long that takes.
 """
 
@@ -82,7 +82,7 @@ class StaleEpoch(MailboxError):
 class ServerLost(MailboxError):
     """A server died, restarted or kept silent past the deadline; `server_index` says which.
 
-    The request is not lost with it: collect the same epoch again, or submit anew, once the server is ready.
+    The request is not lost with it: collect the same epoch again, or submit again, once the server is ready.
     """
 
     @property
@@ -118,7 +118,8 @@ class Regions:
 
 
 def field_offsets() -> dict[str, int]:
-    """Of layout.h: "Struct.field" to its offset in bytes, "Struct" to its size; reserved fields left out."""
+    """The offsets of fields of layout.h: "Struct.field" to its offset in bytes, "Struct" to its size;
+    reserved fields left out."""
     found: dict[str, int] = {}
     for structure, (nbytes, fields) in _kernels.mailbox_layout().items():
         found[structure] = nbytes
@@ -147,7 +148,7 @@ class MailboxGeometry:
     num_clients: int = 1  # tensor-parallel ranks that each bring a part of a request's rows, 1..8
 
     def regions(self) -> Regions:
-        """Of a segment of this geometry; `total` is its size."""
+        """The regions of a segment of this geometry; `total` is its size."""
         return Regions(
             **_kernels.mailbox_regions(
                 hidden_size=self.hidden_size,
@@ -254,7 +255,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def more_shared_memory(needed: int) -> str:
-    """How each kind of system gets so many bytes more of it, for messages."""
+    """How each kind of system gets `needed` bytes more of it, for messages."""
     size = f"{1 + (needed >> 30)}g"
     return (
         f"docker, podman: --shm-size={size}; Kubernetes: an emptyDir with medium: Memory there; else: "
@@ -275,7 +276,7 @@ class Mailbox:
 
     @classmethod
     def create(cls, name: str, geometry: MailboxGeometry, *, spin_ns: int = -1) -> Mailbox:
-        """Makes the segment (mode 0600); a leftover of a dead launcher that nobody holds is replaced.
+        """Makes the segment (mode 0600); a leftover of a dead launcher that no process holds is replaced.
 
         `spin_ns`: how long `collect` spins before it sleeps; -1 decides from the allowed cores.
 
@@ -405,7 +406,7 @@ class Mailbox:
         self.kernel.accept_generations(generations)
 
     def reject(self, server_index: int, generation: int, reason: str) -> None:
-        """That generation of the server computes wrongly: it leaves, and nobody finds it ready any more."""
+        """Marks a generation of the server that computes wrongly: it leaves, and no client finds it ready."""
         self.kernel.reject(server_index, generation, reason)
 
     @property
@@ -426,7 +427,7 @@ def open_mailbox(name: str, geometry: MailboxGeometry, client: int = 0, group: i
     by the first of them: the engine's first rank (0, 0), or an expert server.
 
     One made here stays when this process ends, so that a restarted process finds the others still attached;
-    once nobody holds it any more, the next one of that name replaces it.
+    once no process holds it any more, the next one of that name replaces it.
     Raises MailboxError naming what does not fit.
     """
     if (client, group) == (0, 0) and (Mailbox.is_stale(name) or not Mailbox.exists(name)):

@@ -8,7 +8,7 @@ from moebius.models.geometry import MoeGeometry
 
 # From here on a request's rows, and not its experts, are what takes time; shared memory is what it takes.
 MOST_ROWS = 2048
-# A record sent by gRPC has at most so many rows; a step with more goes in several records.
+# A record sent by gRPC has at most this many rows; a step with more goes in several records.
 MOST_GRPC_ROWS = 4096
 # Of a `Compute` call: the server's instance that is to answer it.
 INSTANCE_METADATA = "moebius-instance-id"
@@ -43,7 +43,7 @@ def mailbox_geometry(config: MoebiusConfig, model: MoeGeometry) -> MailboxGeomet
 
 
 def request_rows(config: MoebiusConfig) -> int:
-    """Token rows of the largest request. Each request reads its experts anew, so a step had better be one."""
+    """Token rows of the largest request. Each one reads its experts again, so a step had better be one."""
     return config.experts.mailbox_rows or min(config.gpu.num_batched_tokens, MOST_ROWS)
 
 

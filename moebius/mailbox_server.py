@@ -79,7 +79,7 @@ class MailboxServer:
         self._kernel.note_damage()
 
     def note_problem(self, reason: str) -> None:
-        """Tells whoever asks for the server's state why it does not compute everything; empty: it does."""
+        """Writes into the server's state why it does not compute everything; empty: it does."""
         self._kernel.note_problem(reason)
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from moebius.replace_file import replace_file
 
 
 def read_section(path: Path, name: str) -> list[Any]:
@@ -36,11 +36,7 @@ def change_section(path: Path, name: str, change: Callable[[], list[Any]]) -> No
         except (FileNotFoundError, ValueError):
             document = {}
         document[name] = change()
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False
-        ) as file:
-            file.write(json.dumps(document, indent=1) + "\n")
-        os.replace(file.name, path)
+        replace_file(path, json.dumps(document, indent=1) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

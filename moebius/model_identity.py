@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import companion_directory, gguf_files, is_gguf
 from moebius.errors import StartupError, WrongIdentity
+from moebius.replace_file import replace_file
 
 if TYPE_CHECKING:
     from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 
 CONFIG = "config.json"
-# Read by whoever turns text into tokens and back.
+# Read by processes that turn text into tokens and back.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja", CONFIG)
 # Handed to routers that read the tokenizer themselves.
 ROUTER_FILES = (
@@ -78,7 +79,8 @@ def file_digest(path: Path, most: int | None = None) -> str:
 
 
 def text_parts(model: str | Path, template_file: str = "") -> dict[str, str]:
-    """Of what turns text into tokens and back; `template_file` takes the place of the checkpoint's template.
+    """The digests of what turns text into tokens and back; `template_file` takes the place of the
+    checkpoint's template.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -90,7 +92,8 @@ def text_parts(model: str | Path, template_file: str = "") -> dict[str, str]:
 
 
 def model_parts(model: str | Path) -> dict[str, str]:
-    """Of all files that describe the model; weights are `weight_parts`. Raises CheckpointError."""
+    """The digests of all files that describe the model; weights are `weight_parts`. Raises
+    CheckpointError."""
     return _small_files(model, MODEL_FILES)
 
 
@@ -103,7 +106,8 @@ def _small_files(model: str | Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def weight_parts(index: CheckpointIndex) -> dict[str, str]:
-    """By name of file. Reads a few MiB: header, blocks spread evenly, one of each tensor of dense layers.
+    """The digests of weights by name of file. Reads a few MiB: header, blocks spread evenly, one of each
+    tensor of dense layers.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -168,7 +172,7 @@ def checkpoint_parts(index: CheckpointIndex, prefix: str = "") -> dict[str, str]
 
 
 def expert_parts(index: CheckpointIndex, model: str | Path, expert_checkpoint: str = "") -> dict[str, str]:
-    """Of what an expert server reads; `index` is that of `expert_checkpoint`, or of the model.
+    """The digests of what an expert server reads; `index` is that of `expert_checkpoint`, or of the model.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -234,7 +238,7 @@ def _listed(words: list[str]) -> str:
 
 
 _MOST_SHOWN = 5
-REMEDY = "put the files back that were there, or start everything anew to serve what is there now"
+REMEDY = "put the files back that were there, or restart all processes to serve what is there now"
 
 
 def check_unchanged(before: Parts, read_again: Callable[[], Parts]) -> None:
@@ -274,7 +278,7 @@ class IdentityRecord:
             raise WrongIdentity(f"{_listed(list(found.values()))} since the engine was started: {REMEDY}")
 
     def replace(self, parts: Parts) -> None:
-        """Notes parts whatever was noted: an operator has asked for the files to be read anew."""
+        """Notes parts whatever was noted: an operator has asked for the files to be read again."""
         if self._path is not None:
             with self._changing(self._path) as (known, _):
                 known.update(parts)
@@ -300,9 +304,7 @@ class IdentityRecord:
                 yield known, refused
                 if (known, refused) != before:
                     # A process that is killed leaves the old record or the new one.
-                    made = path.with_name(f"{path.name}.new")
-                    made.write_text(json.dumps({"digests": known, "refused": refused}, indent=1))
-                    made.replace(path)
+                    replace_file(path, json.dumps({"digests": known, "refused": refused}, indent=1), 0o644)
         except OSError as error:
             raise StartupError(f"identity_file: {path} cannot be used: {error}") from error
 

@@ -1,8 +1,8 @@
 """What operators ask a process, on a port of its own: metrics and probes over plain HTTP.
 
 A kubelet's probes bring no client certificate and its gRPC probe speaks no TLS, and metrics are not for
-whoever may send requests: so this is a port, and a host, apart from those that serve. It is answered by
-threads, so a process that is busy answers, too.
+every client that may send requests: so this is a port, and a host, apart from those that serve. It is
+answered by threads, so a process that is busy answers, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ProcessState:
 
     # Why a request sent now would not be answered; empty: it would.
     not_ready: str = "still starting"
-    # Why the process should be started anew; empty: it works, be it that it loads or waits for others.
+    # Why the process should be restarted; empty: it works, be it that it loads or waits for others.
     broken: str = ""
 
 

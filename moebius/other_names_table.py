@@ -68,8 +68,8 @@ _KV_TYPE = "here --kv-cache-dtype fp8"
 _KV_STAYS = "KV pages are not moved to RAM or disk; preempted requests are computed again"
 _HOSTS = "ranks on several hosts: --rank-hosts, --host-index, --rank-address (docs/parallel.md)"
 _SPECULATION = "here --speculative-method, --num-draft-tokens, --ngram-match-min and --ngram-match-max"
-_NO_DRAFT_MODEL = "no second model makes guesses; here --speculative-method"
-_NO_DRAFT_LEAST = "how many guesses are worth it is measured (--adaptive-drafts)"
+_NO_DRAFT_MODEL = "no second model proposes draft tokens; here --speculative-method"
+_NO_DRAFT_LEAST = "how many draft tokens are worth it is measured (--adaptive-drafts)"
 _METHODS = {
     "none": "off",
     **dict.fromkeys(("NGRAM", "ngram-cache", "ngram-simple", "ngram-mod"), "ngram"),
@@ -180,9 +180,9 @@ TABLE: dict[str, OtherName] = {
     "speculative-config.prompt-lookup-max speculative-ngram-max-match-window-size": _same("ngram_match_max"),
     "speculative-config.model model-draft md spec-draft-model": refused(_NO_DRAFT_MODEL),
     "speculative-num-draft-tokens": refused(
-        "here --num-draft-tokens, which does not count the token that there is without guesses"
+        "here --num-draft-tokens, which does not count the token that a step has without drafts"
     ),
-    "speculative-eagle-topk": no_effect("guesses are a sequence, not a tree", takes_value=True),
+    "speculative-eagle-topk": no_effect("draft tokens are a sequence, not a tree", takes_value=True),
     "hf-overrides json-model-override-args rope-scaling rope-scale yarn-orig-ctx": refused(_OF_MODEL),
     "limit-mm-per-prompt": refused("here --max-images-per-request"),
     "default-chat-template-kwargs chat-template-kwargs": refused(
@@ -287,7 +287,9 @@ TABLE: dict[str, OtherName] = {
     "kv-cache-memory": refused(_KV_SIZE),
     "offload-mode offload-group-size offload-backend": refused(_EXPERTS_ON_GPU),
     "speculative-draft-model-path speculative-token-map": refused(_NO_DRAFT_MODEL),
-    "speculative-accept-threshold-single": refused("guesses are right where they equal what is sampled"),
+    "speculative-accept-threshold-single": refused(
+        "a draft token is accepted where it equals what is sampled"
+    ),
     "lora-paths max-loras-per-batch max-lora-rank max-loras": refused(_LORA),
     "base-gpu-id gpu-id-step": refused("CUDA_VISIBLE_DEVICES says which GPUs are used"),
     "admin-api-key": refused("nothing is administered over HTTP; clients' keys: --api-key-file"),

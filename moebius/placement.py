@@ -39,7 +39,8 @@ class Placement:
 
     @staticmethod
     def of(geometry: MoeGeometry, pairs: Iterable[tuple[int, int]]) -> Placement:
-        """Of (layer, expert) pairs. Raises ValueError for a pair that the model lacks or that comes twice."""
+        """A placement of (layer, expert) pairs. Raises ValueError for a pair that the model lacks or that
+        comes twice."""
         chosen: dict[int, set[int]] = {layer: set() for layer in geometry.moe_layers}
         for layer, expert in pairs:
             if layer not in chosen or not 0 <= expert < geometry.num_experts:

@@ -120,13 +120,13 @@ def _report(progress: Progress, ended: threading.Event, first_s: float) -> None:
 
 
 def text_of_line(line: str) -> str | None:
-    """Of a process's log line: how far its phase is; None for other lines."""
+    """The text of a process's log line: how far its phase is; None for other lines."""
     found = _TEXT.search(line)
     return None if found is None else found[1].strip()
 
 
 def amounts_of_text(text: str) -> tuple[float, float] | None:
-    """Of such a text: how much is done and how much there is; None where it does not say."""
+    """The amounts of such a text: how much is done and how much there is; None where it does not say."""
     found = _AMOUNTS.search(text)
     return None if found is None else (float(found[1]), float(found[2]))
 

@@ -14,7 +14,7 @@ MAX_STOP_TOKEN_IDS = 1024
 # 16 bytes each that a step copies to the device per output.
 MAX_ALLOWED_TOKEN_IDS = 8192
 # Each is two sequences of tokens (at a word's beginning and elsewhere), compared with the output's end in
-# every step; so many sequences, and so many ids if all were as long as the longest.
+# every step; the limits are on their number, and on their ids if all were as long as the longest.
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_WORD_IDS = 8192

@@ -285,14 +285,15 @@ class GrpcTls:
         return [("grpc.ssl_target_name_override", name)] if name else []
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """As the files are now."""
+        """The credentials of a client, as the files are now."""
         import grpc
 
         now = self.renewed.current()
         return grpc.ssl_channel_credentials(now.ca or None, now.key or None, now.certificate or None)
 
     def server_context(self) -> ssl.SSLContext:
-        """For connections that are not gRPC's, with the files as they are now. Raises ConfigError."""
+        """The context for connections that are not gRPC's, with the files as they are now. Raises
+        ConfigError."""
         files = self.renewed.files
         if not files.certificate:
             raise ConfigError("grpc_cert_file is empty, but grpc_tls is 'tls': a server needs a PEM file")
@@ -303,7 +304,7 @@ class GrpcTls:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """As `server_context`, for whoever connects: checks the server's certificate and its name."""
+        """The context of a client: as `server_context`, and checks the server's certificate and its name."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._load(context)
         return context
@@ -319,7 +320,7 @@ class GrpcTls:
             raise ConfigError(f"the files of grpc_tls cannot be used: {error}") from None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For one port; asks for the files at each handshake."""
+        """The credentials of a server for one port; asks for the files at each handshake."""
         import grpc
 
         def configuration() -> Any:

@@ -13,7 +13,7 @@ VERIFY_SHARE = 0.2
 
 
 class VerifyPace:
-    """Of one pass over all experts, which begins when it is made. Used by one thread."""
+    """The pace of one pass over all experts, which begins when it is made. Used by one thread."""
 
     def __init__(self, total_bytes: int, interval_s: float) -> None:
         """`total_bytes`: of all experts together. `interval_s` of 0: the share of time is the only bound."""

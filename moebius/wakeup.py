@@ -22,19 +22,19 @@ class Wakeup:
         return self._is_set
 
     def set(self) -> None:
-        """From any thread or signal handler."""
+        """Wakes the waiting thread, from any thread or signal handler."""
         self._is_set = True
         self._queue.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Until it is set, for so long at most; whether it is."""
+        """Waits until it is set, for a time at most; returns whether it is."""
         if not self._is_set:
             with contextlib.suppress(queue.Empty):
                 self._queue.get(timeout=timeout_s)
         return self._is_set
 
     def clear(self) -> None:
-        """By the thread that waits."""
+        """Takes the wake-up back, by the thread that waits."""
         self._is_set = False
         for _ in range(self._queue.qsize()):
             self._queue.get_nowait()

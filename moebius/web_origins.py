@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 ANY = "*"
+# How this machine is named where no name is to be resolved.
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _PORTS = {"http": 80, "https": 443}
 _SHOWN = 80
 # A scheme and what follows it, without a path; * stands for any part.
@@ -58,7 +60,7 @@ def origin_pattern(origins: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Sender:
-    """What a request's headers say of where it comes from; filled by whoever has the request."""
+    """What a request's headers say of where it comes from; filled by the caller that has the request."""
 
     method: str
     host: str  # empty: HTTP/1.0 needs none, and browsers always send it

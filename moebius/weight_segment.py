@@ -1,7 +1,7 @@
 """Packed experts that an expert server keeps in memory which others map, too; kernels/moe/weight_segment.h.
 
-`WeightSegment` reads it: whoever needs the weights themselves (a GPU process), or what an earlier server left
-(the server that starts in its place). Readers write nothing.
+`WeightSegment` reads it, for a GPU process, which needs the weights themselves, and for the server that
+starts in the place of an earlier one. Readers write nothing.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SegmentLayer:
 
     @property
     def nbytes(self) -> int:
-        """Of all its experts."""
+        """The packed size of the layer's experts in bytes."""
         return self.expert_bytes * len(self.experts)
 
 

@@ -116,7 +116,7 @@ class Selection:
 
 
 def _elsewhere(item: pytest.Item) -> str:
-    """Where a test runs that this machine cannot run; "" if it can, or nobody can.
+    """Where a test runs that this machine cannot run; "" if it can, or none can.
 
     Skipping a thousand tests one by one, each with its reports from a worker, takes seconds.
     """

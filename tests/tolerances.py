@@ -61,7 +61,7 @@ ROUNDING_SPREADS = 3.0
 # Float32 sums over experts in another order or in parts, over the largest wanted magnitude.
 EXPERTS_SUMMED_APART = 2e-6
 
-# Share of tokens that choose an expert of a random model's router, simulated anew, against the law it was
+# Share of tokens that choose an expert of a random model's router, simulated again, against the law it was
 # fitted to: two simulations of 4096 and 8192 tokens, and the first experts held below 1.
 ROUTER_SHARES_FITTED = 0.06
 

@@ -19,7 +19,7 @@ NOTHING = Measured(0.0, (), 0.0)
 class Key(NamedTuple):
     """A cell of the table."""
 
-    # "prefill" of so many tokens, "decode" of so many streams.
+    # "prefill" of a number of tokens, "decode" of a number of streams.
     phase: str
     size: int
 

@@ -26,7 +26,7 @@ _STOP_S = 60.0
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on."""
+    """A TCP port of the loopback address that is not listened on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -113,7 +113,7 @@ def _answers(url: str) -> bool:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of words drawn anew by seed, the same for every system; filled by the command line."""
+    """Prompts of words drawn by seed, the same for every system; filled by the command line."""
 
     vocab_size: int
     seed: int = 0

@@ -28,6 +28,8 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from moebius.errors import UserError
+from moebius.replace_file import replace_file
+from moebius.web_origins import LOOPBACK_HOSTS
 
 CHUNK = 4 << 20
 ATTEMPTS = 5
@@ -38,7 +40,6 @@ LOCK_POLL_S = 1.0
 # What file systems without locks answer.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def read_checksums(path: Path) -> dict[str, str]:
@@ -77,7 +78,7 @@ class Download:
     ) -> None:
         """`token` goes to the host of `base_url` only, not to where it redirects. Raises UserError."""
         parts = urlsplit(base_url)
-        if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in LOOPBACK):
+        if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in LOOPBACK_HOSTS):
             raise UserError(f"--base-url: {base_url!r} is not allowed; allowed: https://…")
         self._directory, self._base = directory, base_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -207,7 +208,7 @@ class Download:
                     self._progress(name, done, total)
 
     def _digest(self, path: Path, name: str) -> str:
-        """Of what lies on the disk, as far as the kernel can be asked to read it again."""
+        """The SHA-256 of what lies on the disk, as far as the kernel can be asked to read it again."""
         digest, total = hashlib.sha256(), path.stat().st_size
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -219,9 +220,7 @@ class Download:
     def _note(self, name: str, digest: str) -> None:
         status = (self._directory / name).stat()
         self._notes[name] = [digest, status.st_size, status.st_mtime_ns]
-        made = self._directory / f"{NOTES}{self._part}"
-        made.write_text(json.dumps(self._notes), encoding="utf-8")
-        made.replace(self._directory / NOTES)
+        replace_file(self._directory / NOTES, json.dumps(self._notes), 0o644)
 
     def _read_notes(self) -> dict[str, list[object]]:
         try:

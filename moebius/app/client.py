@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import httpx
 
 from moebius.errors import StartupError, UserError
+from moebius.web_origins import LOOPBACK_HOSTS
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 600.0
-_THIS_HOST = ("127.0.0.1", "localhost", "::1")
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 
 
@@ -183,7 +183,7 @@ def _served_here(base_url: str) -> str:
     """Of systems that this user runs on this host, where nothing answers at `base_url`; empty: none."""
     from moebius.app.supervisor.plan import default_state_dir
 
-    if urlsplit(base_url).hostname not in _THIS_HOST:
+    if urlsplit(base_url).hostname not in LOOPBACK_HOSTS:
         return ""
     try:
         found = [path.parent.name for path in default_state_dir().glob("serve-*/gpu.sock")]

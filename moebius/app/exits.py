@@ -27,7 +27,7 @@ USER_ERRORS = (
     ("moebius.app.demo_model.download", "DemoModelError"),
     ("moebius.mailbox", "MailboxError"),
 )
-# What ends a process when nobody handles it, and lets a command clean up here.
+# Signals that end a process without a handler, and let a command clean up here.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals that follow the first one this soon came along with it (a terminal's Ctrl-C and a parent that passes
 # it on): they must not break off what the first one made the command clean up.
@@ -51,7 +51,7 @@ class EndingSignals:
 
     @property
     def status(self) -> int:
-        """As shells give it for a command that a signal has ended."""
+        """The exit status, as shells give it for a command that a signal has ended."""
         return 128 + self.number
 
     def explains(self, error: BaseException) -> bool:
@@ -141,8 +141,8 @@ def _status_of(error: BaseException) -> object:
 
 
 def _is_unread() -> bool:
-    """Whether nobody reads what this process prints: a pipe without a reader, a terminal that was closed, or
-    what rich puts in place of such a pipe."""
+    """Whether what this process prints has no reader: a pipe whose other end is closed, a closed terminal,
+    or what rich puts in place of such a pipe."""
     if os.path.samestat(os.fstat(1), os.stat(os.devnull)):
         return True
     poll = select.poll()
@@ -166,7 +166,7 @@ def _flush_error() -> Exception | None:
     is left is dropped, since Python would complain of it at its end."""
     found: Exception | None = None
     for stream in (sys.stdout, sys.stderr):
-        if stream is None:  # `>&-`: closed by whoever started this
+        if stream is None:  # `>&-`: closed by the caller
             continue
         try:
             stream.flush()

@@ -110,7 +110,7 @@ def fetch_model(
 
 
 def chosen_files(model: HubModel, names: Sequence[str], needs_weights: bool = True) -> list[str]:
-    """Of a repository's files those that are needed: nothing of it twice in another format.
+    """The names of those files of a repository that are needed: none twice in another format.
 
     Raises:
         UserError: there are no weights that can be read, or several quantisations and none was chosen.

@@ -25,8 +25,8 @@ MODEL_OPTIONS = frozenset({"model", "model-path", "m", "hf", "hf-repo"})
 def translated(arguments: list[str], options: Mapping[str, bool]) -> list[str]:
     """The command line in our options; what has no effect here is left out, with a line on stderr.
 
-    `options`: those of the command, and whether each takes a value. They are never touched, nor is what
-    nobody knows: the command refuses it.
+    `options`: those of the command, and whether each takes a value. They are never touched, nor are
+    unknown ones, which the command refuses.
 
     Raises:
         ConfigError: an option is known, but something else does it here, which is named.

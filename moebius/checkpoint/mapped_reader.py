@@ -4,7 +4,7 @@ A loader that packs what it reads needs no copy in between, and copying costs as
 brought in with MADV_POPULATE_READ, which reports a truncated file or a failing disk as an error where plain
 access would end the process, and are given back with MADV_DONTNEED, so that resident memory stays bounded.
 
-The system keeps what was read, for whoever reads it again. Where memory is about to be full of what is packed
+The system keeps what was read, for the next read of it. Where memory is about to be full of what is packed
 from it, that drives out files that are in use (a killed server then starts from the disk) and leaves no 2 MiB
 in one piece for packed weights; then it is better dropped.
 """

@@ -14,7 +14,7 @@ def split_bounds(size: int, shares: Sequence[int], multiple: int = 1) -> list[tu
     """Consecutive `[begin, end)` that cover `[0, size)`, their lengths proportional to `shares`.
 
     Every bound is a multiple of `multiple` (the kernels' panel height), save the last end. Shares that
-    round to nothing are errors: a server without weights would be a waste that nobody notices. Where
+    round to nothing are errors: a server without weights would be a waste that goes unnoticed. Where
     `size` has too few multiples for all servers, `multiple` falls back to 1. Raises ValueError.
     """
     if not shares or min(shares) < 1:

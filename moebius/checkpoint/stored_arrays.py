@@ -113,7 +113,7 @@ def _as_columns(tensor: TensorInfo, stacked: bool) -> TensorInfo:
 def _part(
     tensor: TensorInfo, template: MatrixTemplate, role: StoredRole, rows: int, scheme: str
 ) -> tuple[range, int]:
-    """The elements that cover a matrix of so many rows, and how far into the first of them it begins."""
+    """The elements that cover a matrix of `rows` rows, and how far into the first of them it begins."""
     step, first, last = role.out_step, template.part * rows, (template.part + 1) * rows
     # Blocks may be cut (kernels receive how far into one a matrix begins), words may not.
     if (template.interleaved and step != 1) or (first % step and role.role != "scales"):

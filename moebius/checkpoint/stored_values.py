@@ -93,7 +93,7 @@ def check_finite(array: Array, dtype: str, name: str) -> None:
 
 
 def product_factors(words: Array) -> NDArray[np.float16]:
-    """Of scales that are products, see `kernels_source.SourceMatrix.scale_type`."""
+    """The factors of scales that are products, see `kernels_source.SourceMatrix.scale_type`."""
     return words.astype(np.uint16).view(np.float16)
 
 

@@ -40,7 +40,7 @@ class CompressedAttentionConfig:
     index_num_heads: int
     index_head_dim: int
     top_k: int  # Entries that a query of a sparse layer attends to at most.
-    # The output projection: heads in so many groups, each to `output_rank` elements by itself, then all.
+    # Groups of heads in the output projection: each to `output_rank` elements by itself, then all together.
     output_groups: int
     output_rank: int
 
@@ -58,7 +58,7 @@ class BlockIndexerConfig:
 
     head_dim: int  # Of the small queries, one head for each KV head, and of the one key, that only score.
     block_size: int  # Consecutive tokens that are chosen together, by the best of them.
-    top_blocks: int  # A query attends to at most so many blocks, those that are always chosen included.
+    top_blocks: int  # Most blocks that a query attends to, those that are always chosen included.
     local_blocks: int  # Latest blocks, the query's own included, that are always chosen.
     layers: frozenset[int]  # Layers that choose; all others attend to all tokens.
     # Heads whose positive products with the mean key of a block add up to its score, which counts for all
@@ -118,8 +118,8 @@ class NGramConfig:
     heads: int  # Hashes of each order.
     embed_dim: int  # Elements of all hashes' rows together.
     vocab_base: int  # Each hash has a prime number of rows, the next ones from here on.
-    padded_to: int  # A layer's table has a multiple of so many rows,
-    parts: int  # and is stored as so many tensors of equal size.
+    padded_to: int  # A layer's table has a multiple of this many rows,
+    parts: int  # and is stored as this many tensors of equal size.
     seed: int  # Of the hashes' factors.
     end_token_id: int  # No n-gram reaches beyond it.
     conv_taps: int  # Of the causal convolution, `size` tokens apart.
@@ -146,12 +146,12 @@ class IndexerConfig:
 
     num_heads: int  # Of the small attention that only scores; its keys have one head.
     head_dim: int  # Elements of its queries and keys; the first `qk_rope_head_dim` of them are rotated.
-    # A token attends to at most so many, itself included; not counted are those after the last whole pool.
+    # Most tokens that a token attends to, itself included; not counted are those after the last whole pool.
     top_k: int
     interleaved: bool  # As `RopeConfig.interleaved`, of these queries and keys.
     # Layers that choose for themselves; any other takes what the nearest of these before it chose.
     layers: frozenset[int]
-    # So many consecutive tokens are chosen together, by one key; those after the last whole pool always are.
+    # Consecutive tokens that are chosen together, by one key; those after the last whole pool always are.
     pool: int = 1
     reads_hidden: bool = False  # Whether queries come from the normed hidden states, not from their latent.
     rotates_last: bool = False  # Whether the last `qk_rope_head_dim` elements are rotated, not the first.
@@ -191,7 +191,7 @@ class ExpertKindsConfig:
 
     @property
     def total_parts(self) -> int:
-        """Of all experts of both kinds."""
+        """The number of parts of all experts of both kinds."""
         return self.num_experts * sum(self.num_parts)
 
     @property
@@ -200,7 +200,8 @@ class ExpertKindsConfig:
         return self.top_k * max(self.num_parts)
 
     def stored_place(self, part: int) -> tuple[int, int, int]:
-        """Of a part: its expert's number in the checkpoint, its first channel, and the expert's width."""
+        """The place of a part: its expert's number in the checkpoint, its first channel, and the expert's
+        width."""
         first, second = self.num_parts
         place, of_first = part, self.num_experts * first
         if part < of_first:

@@ -145,7 +145,7 @@ class MoeConfig:
     kinds: ExpertKindsConfig | None = None
 
     def with_top_k(self, top_k: int) -> MoeConfig:
-        """The same where a token chooses so many experts."""
+        """The same configuration where a token chooses `top_k` experts."""
         if self.kinds is None:
             return replace(self, router=replace(self.router, top_k=top_k))
         kinds = replace(self.kinds, top_k=top_k)
@@ -431,7 +431,7 @@ class ModelConfig:
         return sum(map(self.has_mlp, range(self.num_layers))) - len(self.moe.layers)
 
     def attention_shape(self, layer: int) -> AttentionShape:
-        """Of a layer that attends, by its index."""
+        """The shape of a layer that attends, by its index."""
         windows, sinks = self.attention_windows, self.sink_layers
         chunk = self.attention_chunks[layer] if self.attention_chunks else None
         return AttentionShape(
@@ -447,13 +447,13 @@ class ModelConfig:
 
     @cached_property
     def latent_layers(self) -> tuple[int, ...]:
-        """Of `attention_layers`, those with latents of their own, which are the cache's layers."""
+        """Those of `attention_layers` that have latents of their own, which are the cache's layers."""
         sources = () if self.mla is None else self.mla.latent_sources
         return tuple(layer for layer in self.attention_layers if not sources or sources[layer] == layer)
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:
-        """Of all layers that attend, in order."""
+        """The shapes of all layers that attend, in order."""
         return tuple(self.attention_shape(layer) for layer in self.attention_layers)
 
     @cached_property

@@ -47,7 +47,7 @@ class MtpFamily:
     """
 
     hidden_first: bool = False  # As `MtpConfig.hidden_first`.
-    # The model with so many decoder layers more, as its layers of multi-token prediction are.
+    # The model with a number of further decoder layers, as its layers of multi-token prediction are.
     extend: Callable[[ModelConfig, int], ModelConfig] = like_last_layer
 
 

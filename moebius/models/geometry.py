@@ -39,7 +39,7 @@ class MoeGeometry:
 
     @property
     def passed_layers(self) -> tuple[int, ...]:
-        """Of `moe_layers`, those that every token passes: not multi-token prediction's."""
+        """Those of `moe_layers` that every token passes: not multi-token prediction's."""
         return tuple(layer for layer in self.moe_layers if layer < self.num_layers - self.mtp_heads)
 
     @property
@@ -64,7 +64,7 @@ class MoeGeometry:
 
     @staticmethod
     def of(config: ModelConfig) -> MoeGeometry:
-        """Of the whole model, not of a rank's part."""
+        """The geometry of the whole model, not of a rank's part."""
         moe = config.moe
         return MoeGeometry(
             model_type=config.model_type,

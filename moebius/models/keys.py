@@ -29,7 +29,7 @@ class HfKeys:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Keys that nobody asked for, sorted."""
+        """Keys that no reader asked for, sorted."""
         return tuple(sorted(set(self._values) - self._asked))
 
     def skip(self, *names: str) -> None:

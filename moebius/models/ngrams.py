@@ -27,7 +27,7 @@ def _is_prime(value: int) -> bool:
 
 
 def hash_factors(sizes: NGramConfig, place: int, vocab_size: int) -> list[int]:
-    """Of a token and of those before it, in the `place`-th layer that embeds n-grams; odd.
+    """The factors of a token and of those before it, in the `place`-th layer that embeds n-grams; odd.
 
     No product of a token and a factor exceeds 63 bits.
     """

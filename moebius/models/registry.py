@@ -58,7 +58,7 @@ def family_of(model_type: str) -> Family:
 
 
 def vision_family(model_type: str) -> VisionFamily:
-    """Of a family that has a tower. Raises ModelConfigError for any other."""
+    """The vision part of a family that has a tower. Raises ModelConfigError for any other."""
     vision = family_of(model_type).vision
     if vision is None:
         raise ModelConfigError(f"model_type {model_type!r} has no vision tower")

@@ -63,7 +63,7 @@ def run_freeze(
     hang_timeout: Annotated[float, typer.Option(help="hang_timeout_s of the supervisor")] = 30,
     output: Output = None,
 ) -> None:
-    """SIGSTOP of each process: replaced, nothing hangs, a frozen expert server or supervisor fails nobody."""
+    """SIGSTOP of each process: replaced, nothing hangs; of servers and supervisor no request fails."""
     settings = {"duration": duration, "period": period, "streams": streams, "hang_timeout": hang_timeout}
     report = Report("freeze", settings)
     freeze.run(report, duration, period, streams, hang_timeout)

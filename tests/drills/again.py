@@ -1,4 +1,4 @@
-"""Expert servers are hurt again while the engine recovers from a first loss of them: nobody may notice."""
+"""Expert servers are hurt again while the engine recovers from a first loss of them: no request fails."""
 
 from __future__ import annotations
 

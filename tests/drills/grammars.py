@@ -30,7 +30,7 @@ _SMALL: list[dict[str, Any]] = [{}, {"response_format": {"type": "json_object"}}
 
 
 def run(report: Report, duration_s: float, clients: int) -> None:
-    """`clients` send grammars that nobody has sent before for `duration_s` seconds; then readiness."""
+    """`clients` send grammars that are new for `duration_s` seconds; then readiness."""
     with served(report, "--prompt-workers", "2") as session:
         heavy, small, ready = asyncio.run(_load(session, duration_s, clients))
         for answer, count in sorted(heavy.items()):

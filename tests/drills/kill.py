@@ -1,4 +1,4 @@
-"""kill -9 of one or both expert servers again and again while greedy streams run: nobody may notice."""
+"""kill -9 of one or both expert servers again and again while greedy streams run: no request fails."""
 
 from __future__ import annotations
 

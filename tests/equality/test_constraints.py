@@ -73,7 +73,7 @@ def workload(
 
 
 @pytest.fixture(scope="module", params=[{}, SAMPLED], ids=["greedy", "sampled"])
-def truth(request: pytest.FixtureRequest) -> tuple[dict[str, object], list[list[int]]]:
+def truth(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[list[int]]]:
     """Parameters, and the tokens when requests run one at a time, unchunked, uncached, synchronously."""
     with running_engine(budget=256, prefix_caching=False) as harness:
         requests = workload(**request.param)
@@ -98,7 +98,7 @@ def truth(request: pytest.FixtureRequest) -> tuple[dict[str, object], list[list[
     ids=["batch", "chunked", "tiny-budget", "preempted", "preempted-uncached"],
 )
 def test_scheduling_does_not_show(
-    truth: tuple[dict[str, object], list[list[int]]], knobs: Knobs, loop: dict[str, bool]
+    truth: tuple[dict[str, Any], list[list[int]]], knobs: Knobs, loop: dict[str, Any]
 ) -> None:
     """Batch 1 = batch 8, chunked = unchunked, preempted = not, overlap = synchronous, masked or not."""
     params, expected = truth
@@ -111,7 +111,7 @@ def test_scheduling_does_not_show(
 @LOOPS
 @pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_requests_without_a_constraint_are_not_disturbed(
-    params: dict[str, Any], loop: dict[str, bool]
+    params: dict[str, Any], loop: dict[str, Any]
 ) -> None:
     """Their tokens are those of a batch without any constraint."""
     with running_engine(**loop) as harness:
@@ -140,7 +140,7 @@ def run_failing(
         return harness.run(requests, together=True), experts
 
 
-def test_lost_experts_do_not_show(truth: tuple[dict[str, object], list[list[int]]]) -> None:
+def test_lost_experts_do_not_show(truth: tuple[dict[str, Any], list[list[int]]]) -> None:
     """Wherever the failure falls: before or after the masks of the step behind it were supplied."""
     params, expected = truth
     steps = run_failing(lambda step: None, workload(**params))[1].steps
@@ -181,7 +181,7 @@ class Watching(StepRunner):
 
 
 @OVERLAPPING
-def test_steps_await_masks_only_where_there_are_any(loop: dict[str, bool]) -> None:
+def test_steps_await_masks_only_where_there_are_any(loop: dict[str, Any]) -> None:
     """A batch without a constraint is launched whole; with one, before the token that its mask depends on."""
     with running_engine(**loop) as harness:
         watching = Watching(harness.engine._runner)
@@ -200,7 +200,7 @@ def replace_name(request: Request, name: str) -> Request:
 
 
 @OVERLAPPING
-def test_no_overlap_is_lost(loop: dict[str, bool]) -> None:
+def test_no_overlap_is_lost(loop: dict[str, Any]) -> None:
     """With a constraint as without one, a step is launched before the one before it is committed."""
     depths: list[int] = []
     with running_engine(**loop) as harness:
@@ -217,7 +217,7 @@ def test_no_overlap_is_lost(loop: dict[str, bool]) -> None:
 
 
 @LOOPS
-def test_several_outputs_of_one_request_have_a_state_each(loop: dict[str, bool]) -> None:
+def test_several_outputs_of_one_request_have_a_state_each(loop: dict[str, Any]) -> None:
     """`n` outputs from one compiled grammar."""
     made = compiler().make(GRAMMARS[0], 4)
     requests = []
@@ -235,7 +235,7 @@ def test_several_outputs_of_one_request_have_a_state_each(loop: dict[str, bool])
 
 
 @LOOPS
-def test_an_output_ends_with_its_grammar(loop: dict[str, bool]) -> None:
+def test_an_output_ends_with_its_grammar(loop: dict[str, Any]) -> None:
     """At once where nothing may follow, even if ends of sequences are ignored; else with the end token."""
     with running_engine(**loop) as harness:
         fixed = constrained("fixed", prompt_of(1, 9), Constraint(regex="yes"), ignore_eos=True)
@@ -249,8 +249,8 @@ def test_an_output_ends_with_its_grammar(loop: dict[str, bool]) -> None:
 
 
 @LOOPS
-def test_min_tokens_puts_the_end_off(loop: dict[str, bool]) -> None:
-    """The end token is allowed where the grammar may stop, and not before so many tokens."""
+def test_min_tokens_puts_the_end_off(loop: dict[str, Any]) -> None:
+    """The end token is allowed where the grammar may stop, and not before the minimum of tokens."""
     likes_end = {"logit_bias": ((0, 100.0),), "min_tokens": 7}
     with running_engine(**loop) as harness:
         request = constrained("r", prompt_of(1, 9), Constraint(regex="[ab]+"), **likes_end)
@@ -266,7 +266,7 @@ def test_min_tokens_puts_the_end_off(loop: dict[str, bool]) -> None:
 
 
 @LOOPS
-def test_what_no_token_can_spell_ends_with_an_error(loop: dict[str, bool]) -> None:
+def test_what_no_token_can_spell_ends_with_an_error(loop: dict[str, Any]) -> None:
     """Never a hang, nor any text; requests in the same batch go on."""
     with running_engine(**loop) as harness:
         stuck = constrained("stuck", prompt_of(1, 9), Constraint(regex="[ab]{2}日"))
@@ -281,7 +281,7 @@ def test_what_no_token_can_spell_ends_with_an_error(loop: dict[str, bool]) -> No
 
 @LOOPS
 def test_a_matcher_that_fails_ends_its_output_alone(
-    loop: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    loop: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception while masks are computed is the constrained requests' error."""
     with running_engine(**loop) as harness:
@@ -307,7 +307,7 @@ def test_a_matcher_that_fails_ends_its_output_alone(
 
 
 @LOOPS
-def test_aborted_outputs_hold_up_nobody(loop: dict[str, bool]) -> None:
+def test_aborted_outputs_hold_up_nobody(loop: dict[str, Any]) -> None:
     """A constrained request may go between the launch of a step and its masks."""
     with running_engine(**loop) as harness:
         endless = constrained("endless", prompt_of(1, 9), Constraint(regex="[a-z]+x{9}"), max_tokens=110)
@@ -327,7 +327,7 @@ AFTER = {"after_token_ids": THOUGHT_END}
 
 @LOOPS
 @pytest.mark.parametrize("limit", [0, 1, 2, 5, 9])
-def test_the_grammar_begins_after_the_thought_which_is_bounded(limit: int, loop: dict[str, bool]) -> None:
+def test_the_grammar_begins_after_the_thought_which_is_bounded(limit: int, loop: dict[str, Any]) -> None:
     """Anything but the output's end, until the limit; then the end is forced, then the grammar holds."""
     source = Constraint(regex="[ab]{4}", max_reasoning_tokens=limit, **AFTER)
     with running_engine(**loop) as harness:
@@ -339,7 +339,7 @@ def test_the_grammar_begins_after_the_thought_which_is_bounded(limit: int, loop:
 
 
 @LOOPS
-def test_a_sentence_may_end_the_thought(loop: dict[str, bool]) -> None:
+def test_a_sentence_may_end_the_thought(loop: dict[str, Any]) -> None:
     """`forced_token_ids` come in full, and budgets hold without a grammar, too."""
     source = Constraint(max_reasoning_tokens=3, forced_token_ids=ids_of("enough/t"), **AFTER)
     with running_engine(**loop) as harness:
@@ -352,7 +352,7 @@ def test_a_sentence_may_end_the_thought(loop: dict[str, bool]) -> None:
 
 
 @LOOPS
-def test_a_thought_that_ends_by_itself_is_followed_by_the_grammar(loop: dict[str, bool]) -> None:
+def test_a_thought_that_ends_by_itself_is_followed_by_the_grammar(loop: dict[str, Any]) -> None:
     """Whatever the tokens that end it are split over."""
     likes_end = tuple((token, 50.0) for token in THOUGHT_END)
     source = Constraint(choice=Choice(options=COLOURS), **AFTER)
@@ -369,7 +369,7 @@ def test_a_thought_that_ends_by_itself_is_followed_by_the_grammar(loop: dict[str
 
 @LOOPS
 @pytest.mark.parametrize("thinks", [False, True])
-def test_an_output_may_open_its_thought_or_not(thinks: bool, loop: dict[str, bool]) -> None:
+def test_an_output_may_open_its_thought_or_not(thinks: bool, loop: dict[str, Any]) -> None:
     """Without the thought's beginning the grammar holds from the first token; with it, after its end."""
     source = Constraint(regex="[ab]{4}", start_token_ids=ids_of("T:"), max_reasoning_tokens=5, **AFTER)
     bias = ((ids_of("T")[0], 100.0 if thinks else -100.0),)
@@ -398,7 +398,7 @@ AMBIGUOUS = (
 
 
 @LOOPS
-def test_a_grammar_that_becomes_too_complex_ends_its_output(loop: dict[str, bool]) -> None:
+def test_a_grammar_that_becomes_too_complex_ends_its_output(loop: dict[str, Any]) -> None:
     """Counted, so that ranks agree; the requests next to it are not disturbed."""
     with running_engine(**loop) as harness:
         ambiguous = constrained(
@@ -417,7 +417,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_output(loop: dict[str, bool
 
 @LOOPS
 def test_requests_that_wait_for_slow_masks_become_the_same(
-    truth: tuple[dict[str, object], list[list[int]]], loop: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    truth: tuple[dict[str, Any], list[list[int]]], loop: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row that sits out until a thread has its mask has the tokens of one whose steps wait for it; also
     where pages are few, and it is sent back to wait meanwhile."""
@@ -464,7 +464,7 @@ def test_a_grammar_whose_first_mask_is_too_complex_is_refused() -> None:
 
 
 def test_a_grammar_that_was_not_announced_keeps_nobody_waiting() -> None:
-    """Where the engine ends while ranks are told of a grammar, whoever asks for it gets the error."""
+    """Where the engine ends while a grammar is sent to ranks, the request that has it gets the error."""
     made = compiler.__wrapped__()  # one of its own
 
     def refuse(_constraint: str) -> None:

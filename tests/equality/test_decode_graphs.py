@@ -200,7 +200,7 @@ def test_preempted_equals_not(tiny: Tiny) -> None:
     ],
 )
 def test_latents_and_choices(tmp_path: Path, name: str, num_experts: int) -> None:
-    """All latents, those that layers choose or take over, and blocks: padded, preempted, chosen anew.
+    """All latents, those that layers choose or take over, and blocks: padded, preempted, chosen again.
 
     Also with n-grams, whose tokens are those of steps in flight, choices without weights, experts in parts.
     """

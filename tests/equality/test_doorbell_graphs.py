@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def client_of(cluster: Cluster, is_memops: bool = False) -> Iterator[DoorbellExp
 
 def run(model: CausalLM, client: DoorbellExpertClient, setup: Setup) -> list[list[int]]:
     """Batches that shrink from four to one as requests end."""
-    params = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.8}
+    params: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.8}
     wanted = [
         Request(
             f"r{i}",

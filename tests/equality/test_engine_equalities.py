@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def truth(request: pytest.FixtureRequest) -> tuple[dict[str, object], list[list[
     ids=["batch", "chunked", "tiny-budget", "preempted", "preempted-uncached", "large-pages"],
 )
 def test_scheduling_does_not_show(
-    truth: tuple[dict[str, object], list[list[int]]], knobs: Knobs, loop: dict[str, bool]
+    truth: tuple[dict[str, object], list[list[int]]], knobs: Knobs, loop: dict[str, Any]
 ) -> None:
     """Batch 1 = batch 8, chunked = unchunked, preempted = not, overlap = synchronous."""
     params, expected = truth
@@ -60,7 +61,7 @@ def test_scheduling_does_not_show(
 
 
 @LOOPS
-def test_prefix_hit_equals_miss(loop: dict[str, bool]) -> None:
+def test_prefix_hit_equals_miss(loop: dict[str, Any]) -> None:
     """A second run finds its prompt (and the first run's output) in the tree and says the same."""
     with running_engine(**loop) as harness:
         cold = make_request("cold", prompt_of(1, 30))
@@ -84,7 +85,7 @@ def test_namespaces_do_not_share_prefixes() -> None:
 
 
 @LOOPS
-def test_outputs_of_one_request_share_the_prompt(loop: dict[str, bool]) -> None:
+def test_outputs_of_one_request_share_the_prompt(loop: dict[str, Any]) -> None:
     """Siblings wait for the first output's prefill and start from its pages."""
     outputs = [make_request("n", prompt_of(2, 30), temperature=1.0, seed=100 + i) for i in range(3)]
     for index, output in enumerate(outputs):
@@ -98,7 +99,7 @@ def test_outputs_of_one_request_share_the_prompt(loop: dict[str, bool]) -> None:
 
 
 @LOOPS
-def test_logprobs_are_the_same_chunked_or_not(loop: dict[str, bool]) -> None:
+def test_logprobs_are_the_same_chunked_or_not(loop: dict[str, Any]) -> None:
     """Prompt and output log-probabilities do not depend on chunks, and chosen greedy tokens rank first."""
     seen = []
     for budget in (256, 7):
@@ -117,7 +118,7 @@ def test_logprobs_are_the_same_chunked_or_not(loop: dict[str, bool]) -> None:
 
 
 @LOOPS
-def test_stop_token_ends_the_output_although_known_late(loop: dict[str, bool]) -> None:
+def test_stop_token_ends_the_output_although_known_late(loop: dict[str, Any]) -> None:
     """The extra token that the overlap loop computed after a stop token is dropped."""
     with running_engine(**loop) as harness:
         (free,) = harness.run([make_request("free", prompt_of(5, 9))])
@@ -133,7 +134,7 @@ def test_stop_token_ends_the_output_although_known_late(loop: dict[str, bool]) -
 
 
 @LOOPS
-def test_bad_words_do_not_depend_on_the_order_of_steps(loop: dict[str, bool]) -> None:
+def test_bad_words_do_not_depend_on_the_order_of_steps(loop: dict[str, Any]) -> None:
     """With the tokens before known to the device only, a pair that was said is not said any more."""
     with running_engine(budget=256, prefix_caching=False) as harness:
         said = [harness.run([r])[0] for r in workload()]

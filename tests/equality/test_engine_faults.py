@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def raise_at(calls: set[int], error: Exception):  # type: ignore[no-untyped-def]
 
 
 @LOOPS
-def test_lost_experts_do_not_show_in_the_tokens(loop: dict[str, bool]) -> None:
+def test_lost_experts_do_not_show_in_the_tokens(loop: dict[str, Any]) -> None:
     """Steps replayed after a recovery give exactly the tokens of an undisturbed run, sampled ones too."""
     outputs = []
     for calls in (set[int](), {2, 3, 7, 12}):
@@ -62,14 +62,16 @@ class DamagedModel(FakeModel):
 
 @LOOPS
 @pytest.mark.parametrize("drafts", [False, True])
-def test_what_damaged_experts_computed_is_forgotten(loop: dict[str, bool], drafts: bool) -> None:
+def test_what_damaged_experts_computed_is_forgotten(loop: dict[str, Any], drafts: bool) -> None:
     """The step in which damage is found gives out nothing, nor does one launched after it; later tokens are
     those of sound memory, and so are those of another request with the same prompt."""
     prompts = [prompt_of(i, 20) for i in range(3)]
     with running_engine(**loop, budget=16) as harness:
         expected = harness.run([make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)])
     answers = {f"r{i}": tokens for i, tokens in enumerate(expected)}
-    drafter = {"num_drafts": 2, "drafter": AnswerDrafter(answers, VOCAB, wrong_every=3)} if drafts else {}
+    drafter: dict[str, Any] = (
+        {"num_drafts": 2, "drafter": AnswerDrafter(answers, VOCAB, wrong_every=3)} if drafts else {}
+    )
     for step in (1, 2, 5, 8, 9):
         model = DamagedModel(step, step)
         with running_engine(**loop, **drafter, budget=16, model=model, experts=model.experts) as harness:
@@ -114,7 +116,7 @@ class NotingModel(FakeModel):
 
 @LOOPS
 def test_nan_of_a_damaged_expert_on_the_device_reaches_nobody(
-    loop: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    loop: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step is not answered, its requests have their tokens, and all pages are clean afterwards."""
     prompts = [[*prompt_of(i, 20), 96] for i in range(3)]
@@ -138,7 +140,7 @@ def test_nan_of_a_damaged_expert_on_the_device_reaches_nobody(
 
 
 @LOOPS
-def test_tokens_after_a_damage_follow_from_those_given_out(loop: dict[str, bool]) -> None:
+def test_tokens_after_a_damage_follow_from_those_given_out(loop: dict[str, Any]) -> None:
     """What clients were given before it was found stays; the rest follows from that, by sound experts."""
     model = DamagedModel(4, 7)
     with running_engine(**loop, model=model, experts=model.experts) as harness:
@@ -153,7 +155,7 @@ def test_tokens_after_a_damage_follow_from_those_given_out(loop: dict[str, bool]
 
 
 @LOOPS
-def test_forgetting_by_an_operation_changes_no_token(loop: dict[str, bool]) -> None:
+def test_forgetting_by_an_operation_changes_no_token(loop: dict[str, Any]) -> None:
     """As several ranks do it, between any two steps."""
     prompts = [prompt_of(i, 20) for i in range(3)]
     with running_engine(**loop, budget=16) as harness:
@@ -170,7 +172,7 @@ def test_forgetting_by_an_operation_changes_no_token(loop: dict[str, bool]) -> N
 
 
 @LOOPS
-def test_failed_recovery_ends_requests_but_not_the_engine(loop: dict[str, bool]) -> None:
+def test_failed_recovery_ends_requests_but_not_the_engine(loop: dict[str, Any]) -> None:
     """Running requests end with an error that names the server; later ones are served, from clean pages."""
     with running_engine(**loop) as harness:
         (expected,) = harness.run([make_request("before", prompt_of(1, 20))])
@@ -187,7 +189,7 @@ def test_failed_recovery_ends_requests_but_not_the_engine(loop: dict[str, bool])
 
 
 @LOOPS
-def test_an_exception_in_a_step_fails_its_requests_only(loop: dict[str, bool]) -> None:
+def test_an_exception_in_a_step_fails_its_requests_only(loop: dict[str, Any]) -> None:
     """An unexpected error reaches the clients with its text, and the engine goes on."""
     with running_engine(**loop) as harness:
         harness.model.before_forward = raise_at({2}, RuntimeError("boom"))
@@ -201,9 +203,9 @@ def test_an_exception_in_a_step_fails_its_requests_only(loop: dict[str, bool]) -
 
 @LOOPS
 def test_an_exception_in_the_host_code_ends_requests_not_the_engine(
-    loop: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    loop: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scheduling or committing may have a bug: clients get an error, nobody hangs, the next is served."""
+    """Scheduling or committing may have a bug: clients get an error, none hangs, the next is served."""
     with running_engine(**loop) as harness:
         scheduler = harness.engine.scheduler
         for index, name in enumerate(("schedule", "commit")):
@@ -219,7 +221,7 @@ def test_an_exception_in_the_host_code_ends_requests_not_the_engine(
 
 
 @LOOPS
-def test_nan_fails_one_request_and_poisons_no_page(loop: dict[str, bool]) -> None:
+def test_nan_fails_one_request_and_poisons_no_page(loop: dict[str, Any]) -> None:
     """The neighbours' tokens are unchanged, and the NaN pages are clean when someone else gets them."""
     with running_engine(**loop, prefix_caching=False, num_pages=24) as harness:
         good = [make_request(f"good{i}", prompt_of(i, 20)) for i in range(2)]
@@ -232,14 +234,14 @@ def test_nan_fails_one_request_and_poisons_no_page(loop: dict[str, bool]) -> Non
         assert bad.finish_reason is FinishReason.ERROR
         assert "NaN or Inf" in bad.error_message
         assert [tokens[0], tokens[2]] == expected
-        # Whoever reads a NaN fails; these go through every page of the pool.
+        # A reader of a NaN fails; these go through every page of the pool.
         fill = [make_request(f"fill{i}", prompt_of(i, 40)) for i in range(4)]
         harness.run(fill)
         assert {request.finish_reason for request in fill} == {FinishReason.LENGTH}
 
 
 @LOOPS
-def test_abort_in_flight(loop: dict[str, bool]) -> None:
+def test_abort_in_flight(loop: dict[str, Any]) -> None:
     """While a step computes, running and waiting outputs are aborted; the rest is not disturbed."""
     with running_engine(**loop, max_num_seqs=2) as harness:
         (expected,) = harness.run([make_request("alone", prompt_of(2, 9))])

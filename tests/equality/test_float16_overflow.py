@@ -1,6 +1,6 @@
 """Invariant: a request whose hidden states exceed what float16 holds ends by an error that names the layer.
 
-The others of its batch get the tokens that they get without it, and so does whoever has its pages next.
+The others of its batch get the tokens that they get without it, and so does the next owner of its pages.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_an_image_whose_features_overflow_ends_its_request_alone(
     assert "in the vision tower;" in overflow_error(TOWER)
 
 
-def test_what_clients_are_told() -> None:
+def test_what_clients_read() -> None:
     """Places before and after all layers are no layers of the checkpoint."""
     assert overflow_error(LAYER) == (
         f"{FLOAT16_OVERFLOW} hidden states exceeded 65504 in layer {LAYER}; --dtype bfloat16 has room "

@@ -1,4 +1,4 @@
-"""Invariant: drafts of multi-token prediction change no token, and are what transformers' heads guess."""
+"""Invariant: drafts of multi-token prediction change no token, and are those of transformers' heads."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> MtpModels:
 
 
 class WatchedDrafter(MtpDrafter):
-    """Notes for each of its guesses the tokens that were known, and what it guessed."""
+    """A drafter that notes its draft tokens, each with the tokens that were known."""
 
     def __init__(self, model: CausalLM, token_pool: TokenPool) -> None:
         super().__init__(model, token_pool)
-        self.guesses: list[tuple[list[int], list[int]]] = []
+        self.noted: list[tuple[list[int], list[int]]] = []
 
     def propose(
         self,
@@ -59,7 +59,7 @@ class WatchedDrafter(MtpDrafter):
         drafts = super().propose(context, plan, hidden_states, next_ids, last_rows)
         for row, found in zip(last_rows.tolist(), [] if drafts is None else drafts.tolist(), strict=False):
             known = self._pool.tokens[plan.token_slots[row], : plan.positions[row] + 2]
-            self.guesses.append((known.tolist(), found))
+            self.noted.append((known.tolist(), found))
         return drafts
 
 
@@ -76,7 +76,7 @@ def requests(params: dict[str, Any]) -> list[Request]:
 def run(
     directory: Path, heads: int, drafts: int, params: dict[str, Any], **changes: Any
 ) -> tuple[list[list[int]], list[WatchedDrafter], TinyEngine]:
-    """Tokens of all requests, and what was guessed on the way."""
+    """Tokens of all requests, and the draft tokens on the way."""
     model, watched = tiny_model(directory, HOST, mtp_heads=heads), list[WatchedDrafter]()
 
     def make(model: CausalLM, token_pool: TokenPool) -> WatchedDrafter:
@@ -94,12 +94,12 @@ def run(
         return engine.run(requests(params)), watched, engine
 
 
-def check_guesses(
-    guesses: Sequence[tuple[list[int], list[int]]], wanted: Callable[[list[int], int], list[int]]
+def check_drafts(
+    noted: Sequence[tuple[list[int], list[int]]], wanted: Callable[[list[int], int], list[int]]
 ) -> None:
-    """Every guess is the reference's."""
-    assert len(guesses) > 8
-    for known, found in guesses:
+    """Every draft token is the reference's."""
+    assert len(noted) > 8
+    for known, found in noted:
         assert found == wanted(known, len(found)), f"after {len(known)} tokens"
 
 
@@ -114,7 +114,7 @@ def test_drafts_change_no_token_and_are_those_of_transformers(
     plain, _, _ = run(directory, 0, 0, params)
     tokens, (watched,), _ = run(directory, 1, 1, params)
     assert tokens == plain
-    check_guesses(watched.guesses, reference.drafts)
+    check_drafts(watched.noted, reference.drafts)
 
 
 def _within_page(known: list[int], count: int, reference: MtpReference, found: list[int]) -> list[int]:
@@ -130,8 +130,8 @@ def test_a_single_head_goes_on_with_what_it_made(name: str, written: MtpModels) 
     plain, _, _ = run(directory, 0, 0, GREEDY)
     tokens, (watched,), _ = run(directory, 1, 3, GREEDY)
     assert tokens == plain
-    assert max(len(found) for _, found in watched.guesses) == 3
-    for known, found in watched.guesses:
+    assert max(len(found) for _, found in watched.noted) == 3
+    for known, found in watched.noted:
         assert found == _within_page(known, len(found), reference, found), f"after {len(known)} tokens"
 
 
@@ -141,10 +141,10 @@ def test_each_of_several_heads_has_a_draft(written: MtpModels) -> None:
     plain, _, _ = run(directory, 0, 0, GREEDY)
     tokens, (watched,), _ = run(directory, 2, 3, GREEDY)
     assert tokens == plain
-    assert max(len(found) for _, found in watched.guesses) == 2
-    check_guesses([(known, found[:1]) for known, found in watched.guesses], reference.drafts)
+    assert max(len(found) for _, found in watched.noted) == 2
+    check_drafts([(known, found[:1]) for known, found in watched.noted], reference.drafts)
     # After a prompt alone no entry was made with a draft.
-    known, found = watched.guesses[0]
+    known, found = watched.noted[0]
     assert found == reference.chain(known)
 
 

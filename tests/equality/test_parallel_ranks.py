@@ -146,8 +146,8 @@ def test_ranks_let_the_same_outputs_sit_out(truth: Truth, tp: int, pp: int, over
 _LETTERS = {"chunked": "a", "prefix": "b", "scored": "d", "flushed": "e"}
 
 
-def guess_answers(answers: Answers) -> None:
-    """Called in each rank's process: its drafter guesses these, every fourth token of them wrong."""
+def draft_answers(answers: Answers) -> None:
+    """Called in each rank's process: its drafter proposes these, every fourth token changed."""
     speculation.NGramDrafter = lambda *sizes: AnswerDrafter(answers, 200, 4)  # type: ignore[assignment, misc]
 
 
@@ -162,7 +162,7 @@ def cases_and_drafts(script: Script) -> dict[str, list[Outcome]]:
     ("tp", "pp", "adaptive"), [(2, 1, False), pytest.param(2, 2, True, marks=pytest.mark.full)]
 )
 def test_ranks_verify_the_same_drafts(truth: Truth, tp: int, pp: int, adaptive: bool) -> None:
-    """Every rank guesses for itself, follows what rank 0 measured, and says what one rank says without."""
+    """Every rank drafts for itself, follows what rank 0 measured, and generates what one rank does."""
     directory, expected = truth("qwen3_bias_tied")
     answers = {
         f"{letter}{index}": outcome.token_ids
@@ -172,7 +172,7 @@ def test_ranks_verify_the_same_drafts(truth: Truth, tp: int, pp: int, adaptive: 
     config = rank_config(
         directory, tp, pp, speculative_method="ngram", num_draft_tokens=3, adaptive_drafts=adaptive
     )
-    found = run_group(config, partial(guess_answers, answers), cases_and_drafts)
+    found = run_group(config, partial(draft_answers, answers), cases_and_drafts)
     verified, accepted = found.pop("drafts")[0].token_ids
     assert_same(found, expected)
     assert adaptive or 20 < accepted < verified

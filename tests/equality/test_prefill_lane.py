@@ -207,7 +207,7 @@ def test_without_a_lane_long_prompts_and_streams_take_turns() -> None:
 
 
 def test_without_a_lane_a_bound_makes_shorter_steps_of_prompts() -> None:
-    """`max_itl_ms` is what streams wait for at most, but for the first steps, which nobody had timed."""
+    """`max_itl_ms` is what streams wait for at most, but for the first steps, which are not timed yet."""
     late = 0.045 + 0.012
     for bound, most in ((None, 9), (0.045, 2)):
         _, _, _, found = without_lane(True, bound)
@@ -306,7 +306,7 @@ def test_the_end_of_the_engine_waits_for_the_lane() -> None:
 
 
 def test_a_lane_that_can_not_stream_leaves_prompts_to_the_main_lane() -> None:
-    """Until its experts are registered, and again while they are loaded anew."""
+    """Until its experts are registered, and again while they are loaded again."""
     virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512)
     virtual.lane.ready = False
     prompt = make_request("prompt", prompt_of(3, 200), max_tokens=4)

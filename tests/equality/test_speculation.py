@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gpu_service.experts.client import ExpertUnavailable
@@ -20,7 +22,7 @@ from tests.helpers.engine_harness import (
 )
 from tests.helpers.fake_model import VOCAB
 
-KINDS: dict[str, dict[str, object]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01},
     "edited": {
@@ -35,14 +37,14 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-def answers_of(**params: object) -> Answers:
+def answers_of(**params: Any) -> Answers:
     """What each request of the workload says alone, without speculation."""
     with running_engine(budget=256, prefix_caching=False) as harness:
         return {r.request_id: harness.run([r])[0] for r in workload(**params)}
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def truth(request: pytest.FixtureRequest) -> tuple[dict[str, object], Answers]:
+def truth(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Answers]:
     """Parameters and answers."""
     return KINDS[request.param], answers_of(**KINDS[request.param])
 
@@ -70,7 +72,7 @@ def accepted(harness: Harness) -> tuple[int, int]:
     ids=["batch", "chunked", "tiny-budget", "preempted", "preempted-uncached", "alone"],
 )
 def test_drafts_do_not_show(
-    truth: tuple[dict[str, object], Answers], knobs: Knobs, wrong_every: int, loop: dict[str, bool]
+    truth: tuple[dict[str, Any], Answers], knobs: Knobs, wrong_every: int, loop: dict[str, Any]
 ) -> None:
     """Right, wrong and mixed drafts give the tokens, the log-probabilities and the ends of decoding one by
     one, next to chunked prompts and preemptions; right ones all count, wrong ones never."""
@@ -98,7 +100,7 @@ def test_drafts_do_not_show(
         assert verified > 0
         ended_early = [r for r in requests if r.finish_reason is FinishReason.STOP]
         if wrong_every == 0:
-            # What was guessed of the token that ended an output has no row to be right in.
+            # A draft of the token that ended an output has no row that could accept it.
             assert verified >= right >= verified - len(ended_early)
         else:
             assert right == 0 if wrong_every == 1 else 0 < right < verified
@@ -107,7 +109,7 @@ def test_drafts_do_not_show(
 
 
 @LOOPS
-def test_several_tokens_come_from_one_step_in_order(loop: dict[str, bool]) -> None:
+def test_several_tokens_come_from_one_step_in_order(loop: dict[str, Any]) -> None:
     """With right drafts a delta has several tokens, a quarter of the steps is enough, and the output ends
     at its length or its stop token within an accepted run."""
     with running_engine() as harness:
@@ -129,7 +131,7 @@ def test_several_tokens_come_from_one_step_in_order(loop: dict[str, bool]) -> No
 
 @LOOPS
 @pytest.mark.parametrize("wrong_every", [1, 3])
-def test_rejected_drafts_leave_nothing_in_the_prefix_tree(wrong_every: int, loop: dict[str, bool]) -> None:
+def test_rejected_drafts_leave_nothing_in_the_prefix_tree(wrong_every: int, loop: dict[str, Any]) -> None:
     """A second turn that starts from an answer with rejected drafts says what it says in a fresh engine."""
     with running_engine(**loop) as harness:
         (said,) = harness.run([make_request("r", prompt_of(1, 21), max_tokens=30)])
@@ -148,7 +150,7 @@ def test_rejected_drafts_leave_nothing_in_the_prefix_tree(wrong_every: int, loop
 
 
 @LOOPS
-def test_lost_experts_during_a_verifying_step_do_not_show(loop: dict[str, bool]) -> None:
+def test_lost_experts_during_a_verifying_step_do_not_show(loop: dict[str, Any]) -> None:
     """A step that is run again writes its drafts where its first run put what it sampled."""
     params = {"temperature": 1.0, "max_tokens": 30}
     with running_engine() as harness:
@@ -164,7 +166,7 @@ def test_lost_experts_during_a_verifying_step_do_not_show(loop: dict[str, bool])
 
 
 @LOOPS
-def test_abort_while_drafts_are_verified(loop: dict[str, bool]) -> None:
+def test_abort_while_drafts_are_verified(loop: dict[str, Any]) -> None:
     """What is aborted in mid flight gives up its pages, and the others say what they say."""
     with running_engine() as harness:
         (said,) = harness.run([make_request("kept", prompt_of(1, 20), max_tokens=60)])
@@ -187,7 +189,7 @@ def test_abort_while_drafts_are_verified(loop: dict[str, bool]) -> None:
 
 
 @LOOPS
-def test_a_wrong_draft_that_is_not_finite_ends_nobody(loop: dict[str, bool]) -> None:
+def test_a_wrong_draft_that_is_not_finite_ends_nobody(loop: dict[str, Any]) -> None:
     """A rejected draft's NaN never reaches the request's later tokens, nor those who get its pages next."""
     with running_engine() as harness:
         (said,) = harness.run([make_request("r", prompt_of(1, 9), max_tokens=20)])
@@ -202,9 +204,9 @@ def test_a_wrong_draft_that_is_not_finite_ends_nobody(loop: dict[str, bool]) -> 
 
 
 @LOOPS
-def test_requests_whose_rows_depend_on_one_another_do_not_speculate(loop: dict[str, bool]) -> None:
+def test_requests_whose_rows_depend_on_one_another_do_not_speculate(loop: dict[str, Any]) -> None:
     """Penalties count every token before a row: next to others that speculate they decode one by one."""
-    params: dict[str, object] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
+    params: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
     with running_engine() as harness:
         (said,) = harness.run([make_request("free", prompt_of(1, 9), max_tokens=20)])
         (held,) = harness.run([make_request("held", prompt_of(1, 9), max_tokens=20, **params)])
@@ -220,12 +222,12 @@ def test_requests_whose_rows_depend_on_one_another_do_not_speculate(loop: dict[s
 
 
 @LOOPS
-def test_n_grams_of_a_text_that_repeats_itself_are_accepted(loop: dict[str, bool]) -> None:
+def test_n_grams_of_a_text_that_repeats_itself_are_accepted(loop: dict[str, Any]) -> None:
     """From end to end with the real drafter: outputs forced to repeat the prompt come several at a time."""
     pattern = [5, 9, 3, 11]
     prompt = pattern * 6
     # All logits but those of four tokens are gone; the fake model chooses among them as it likes.
-    params: dict[str, object] = {"max_tokens": 40, "allowed_token_ids": (5, 9)}
+    params: dict[str, Any] = {"max_tokens": 40, "allowed_token_ids": (5, 9)}
     with running_engine() as harness:
         (said,) = harness.run([make_request("r", prompt, **params)])
     with running_engine(drafter=NGramDrafter(2, 4), num_drafts=3, **loop) as harness:
@@ -236,7 +238,7 @@ def test_n_grams_of_a_text_that_repeats_itself_are_accepted(loop: dict[str, bool
 
 @LOOPS
 @pytest.mark.parametrize("fails", [False, True])
-def test_drafts_of_the_device_come_back_with_the_tokens(fails: bool, loop: dict[str, bool]) -> None:
+def test_drafts_of_the_device_come_back_with_the_tokens(fails: bool, loop: dict[str, Any]) -> None:
     """A device drafter sees every row of every step, its drafts are verified by the next one; where it lost
     its experts the tokens stand."""
     with running_engine() as harness:

@@ -202,7 +202,7 @@ def test_a_lane_keeps_the_ring_until_its_end() -> None:
     ((rows, share, seconds, copying),) = found.chooser.observed
     assert (rows, share) == (9, 32)
     assert 0 < copying <= seconds
-    # One that was broken off half-way keeps nobody from streaming.
+    # One that was broken off half-way prevents no other from streaming.
     whole(found).end()
     assert_equal(forward(None, whole(found)), wanted)  # type: ignore[arg-type]
 

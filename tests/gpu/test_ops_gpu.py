@@ -22,7 +22,7 @@ from moebius.models.config import RouterConfig
 from tests.helpers.ops import assert_same_op, example
 
 pytestmark = pytest.mark.gpu
-# The examples run in float16 too; each dtype, and each size that is new to a kernel, is compiled anew.
+# The examples run in float16 too; each dtype, and each size that is new to a kernel, is compiled.
 DTYPES = [torch.bfloat16, torch.float32]
 ROWS = [1, 600]
 LIBRARIES = ["triton", "flashinfer"]

@@ -186,7 +186,7 @@ def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
 
 
 def _attend_latents(config: ModelConfig, storage: torch.dtype | None) -> None:
-    """Few rows, whose keys are divided, and so many that a program has 64 heads; all tokens and a choice."""
+    """Few rows, whose keys are divided, and enough that a program has 64 heads; all tokens and a choice."""
     dimensions = mla_dimensions(config)
     choices = [None, dimensions.index] if dimensions.index is not None and storage is None else [None]
     for index in choices:

@@ -70,7 +70,7 @@ def byte_compiler(vocab_size: int) -> ConstraintCompiler:
 
 def constrain_some(requests: Sequence[Request], vocab_size: int) -> list[Request]:
     """The same requests, every other one with a constraint: an endless text, or one after a short thought."""
-    thought = {"after_token_ids": [9], "max_reasoning_tokens": 3}
+    thought: dict[str, Any] = {"after_token_ids": [9], "max_reasoning_tokens": 3}
     sources = [Constraint(regex="[a-z ]{2,90}"), Constraint(regex="([A-F]{3}-)+", **thought)]
     for number, request in enumerate(requests[::2]):
         (request.constraint,) = byte_compiler(vocab_size).make(sources[number % 2])

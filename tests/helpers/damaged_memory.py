@@ -9,8 +9,8 @@ import numpy as np
 
 from moebius.weight_segment import WeightSegment
 
-REPAIRED = "an expert was damaged in memory and is packed anew"
-REFUSED = "an expert is damaged in memory and cannot be packed anew"
+REPAIRED = "an expert was damaged in memory and is packed again"
+REFUSED = "an expert is damaged in memory and cannot be packed again"
 FORGOTTEN = "an expert was damaged: requests are computed again"
 
 

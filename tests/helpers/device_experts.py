@@ -79,7 +79,7 @@ class DenseExperts(ExpertClient):
         self.submitted_ids: list[torch.Tensor] = []
 
     def begin_step(self) -> None:
-        """Nobody sleeps."""
+        """There is no sleeping process to wake."""
 
     def failure(self) -> Failure | None:
         """Nothing fails."""

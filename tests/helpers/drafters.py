@@ -1,4 +1,4 @@
-"""Drafters whose guesses a test decides: from the answers of a run without speculation, and others."""
+"""Drafters whose draft tokens a test decides: from the answers of a run without speculation, and others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Answers = Mapping[str, Sequence[int]]  # tokens of each request, by its id
 
 
 class AnswerDrafter:
-    """Guesses what a request said before; `wrong_every` n: of each n tokens the last one is another."""
+    """Proposes what a request generated before; `wrong_every` n: the last of each n tokens is another."""
 
     def __init__(self, answers: Answers, vocab_size: int, wrong_every: int = 0) -> None:
         self._answers = answers
@@ -24,15 +24,15 @@ class AnswerDrafter:
     def propose(self, request: Request, count: int) -> list[int]:
         """As many as the answer still has."""
         said = len(request.output_token_ids)
-        guesses = list(self._answers.get(request.request_id, ())[said : said + count])
-        for index in range(len(guesses)):
+        draft_tokens = list(self._answers.get(request.request_id, ())[said : said + count])
+        for index in range(len(draft_tokens)):
             if self._wrong_every and (said + index) % self._wrong_every == self._wrong_every - 1:
-                guesses[index] = 1 + (guesses[index] + 1) % (self._vocab_size - 1)
-        return guesses
+                draft_tokens[index] = 1 + (draft_tokens[index] + 1) % (self._vocab_size - 1)
+        return draft_tokens
 
 
 class FixedDrafter:
-    """Always guesses the same."""
+    """Always proposes the same draft tokens."""
 
     def __init__(self, *token_ids: int) -> None:
         self._token_ids = token_ids
@@ -78,6 +78,6 @@ class DeviceAnswerDrafter:
             at, newest = int(plan.positions[row]) + 1, int(next_ids[row])
             before = int(plan.input_ids[row])
             found: Any = next((t for t in self._texts if t[at - 1 : at + 1] == [before, newest]), [])
-            guesses = list(found[at + 1 : at + 1 + plan.num_drafts])
-            drafts.append(guesses + [0] * (plan.num_drafts - len(guesses)))
+            draft_tokens = list(found[at + 1 : at + 1 + plan.num_drafts])
+            drafts.append(draft_tokens + [0] * (plan.num_drafts - len(draft_tokens)))
         return torch.tensor(drafts)

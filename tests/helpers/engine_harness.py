@@ -68,7 +68,7 @@ class FlakyExperts:
     is_device_driven = False
 
     def begin_step(self) -> None:
-        """Nobody sleeps."""
+        """There is no sleeping process to wake."""
 
     def __init__(self) -> None:
         self.recoveries = 0

@@ -94,7 +94,7 @@ def linear_tensors(config: Any, name: str, shape: torch.Size, split: bool) -> It
         yield Converted(name, _tiled(config, places, axis=1))
 
 
-# Of modules that are nobody else's, below their layer or in the place of the last norm.
+# Of modules that no other family has, below their layer or in the place of the last norm.
 _MIXED = {
     "hc_norm": "norm",
     "input_mix_weight_down": "down",

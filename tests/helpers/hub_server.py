@@ -24,7 +24,7 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = repositories
         self.sent: dict[str, int] = {}
-        # Of a file so many bytes are sent, and the connection ends.
+        # How many bytes of a file are sent before the connection ends.
         self.breaks_after: dict[str, int] = {}
         self.token = ""
         self.gated = False

@@ -1,4 +1,4 @@
-"""How little CPU time something uses when nobody asks anything of it."""
+"""How little CPU time something uses when no request comes."""
 
 from __future__ import annotations
 

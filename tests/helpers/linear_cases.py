@@ -62,13 +62,13 @@ class KimiCase(NamedTuple):
 
 
 def slots(lengths: list[int], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Request r reads slot r and writes the one as far from the end; the middle one is nobody's."""
+    """Request r reads slot r and writes the one as far from the end; the middle one is unused."""
     count = len(lengths)
     return torch.arange(count, device=device), torch.arange(2 * count, count, -1, device=device)
 
 
 def sequences_of(lengths: list[int], device: torch.device | str) -> Sequences:
-    """Requests with so many new tokens each."""
+    """Requests with the given numbers of new tokens."""
     starts = [0, *accumulate(lengths)]
     return make_sequences(starts, torch.tensor(starts, dtype=torch.int32, device=device))
 

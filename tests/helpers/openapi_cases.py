@@ -37,7 +37,7 @@ def operations(schema: Any) -> list[Any]:
 
 
 def try_operation(operation: Any, url: str, cases: int, seed: int | None = None) -> Counter[int]:
-    """Sends so many requests of one operation; returns how many were answered with which status.
+    """Sends a number of requests of one operation; returns how many were answered with which status.
 
     Raises what a check raises: a status of 500 or above, or an answer that the document does not have.
     `seed` None: the same requests every time.

@@ -28,7 +28,7 @@ _NUM_STATES = 1024
 class Decoding:
     """One request: its tokens, its pages in order, and how many tokens have their KV.
 
-    `states`: of linear attention, slots of the states after so many tokens, where a step ended.
+    `states`: of linear attention, slots of the states by number of tokens, where a step ended.
     """
 
     tokens: list[int]

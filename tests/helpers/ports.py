@@ -1,4 +1,4 @@
-"""Ports for servers that are started later, of which nobody else is given one meanwhile."""
+"""Ports for servers that are started later, none of which is given out twice meanwhile."""
 
 from __future__ import annotations
 

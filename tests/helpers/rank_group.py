@@ -128,7 +128,7 @@ class Script:
         return request
 
     def wait(self, requests: list[Request], tokens: int | None = None) -> list[Outcome]:
-        """Until each has ended, or emitted so many tokens."""
+        """Runs until each request has ended, or emitted the given number of tokens."""
 
         def done() -> bool:
             keys = [request.key for request in requests]

@@ -70,7 +70,7 @@ class SimulatedDevice(TransferDevice):
         self._streams[self.current].work.append(("run", work, seconds))
 
     def advance(self, count: int) -> None:
-        """Runs so many pieces of work, of whichever streams."""
+        """Runs a number of pieces of work, of whichever streams."""
         for _ in range(count):
             ready = [stream for stream in self._streams.values() if not stream.is_blocked]
             if not ready:

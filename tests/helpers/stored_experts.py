@@ -71,7 +71,7 @@ def expert_split(shape: Shape, count: int) -> list[Part]:
 
 
 def geometry(shape: Shape, num_layers: int) -> MoeGeometry:
-    """Of so many layers, all of them with experts."""
+    """A checkpoint of `layers` layers, all of them with experts."""
     return MoeGeometry(
         "qwen3_moe",
         shape.hidden,

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def put(file: Path, content: str | bytes) -> None:
-    """As a new file of that name, so that nobody ever reads half of it."""
+    """Writes a new file of that name, so that half of it is never read."""
     made = file.with_name(f"{file.name}.made")
     made.write_bytes(content.encode() if isinstance(content, str) else content)
     made.replace(file)

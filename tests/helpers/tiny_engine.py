@@ -54,7 +54,7 @@ class Setup:
     # Tokens of a step of the prefill lane, and of a prompt that it takes; 0: there is no lane.
     prefill_chunk_max: int = 0
     lane_min_tokens: int = 12
-    # Drafts of a request at most, from either drafter; 0: nobody speculates.
+    # Drafts of a request at most, from either drafter; 0: no speculation.
     num_drafts: int = 0
     drafter: HostDrafter | None = None
     device_drafter: Callable[[CausalLM, TokenPool], DeviceDrafter] | None = None
@@ -78,7 +78,7 @@ class TinyEngine:
         return self.wait(requests)
 
     def wait(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The tokens of each once so many have ended, and well."""
+        """The tokens of each request once `count` have ended without an error."""
         for _ in requests:
             assert self._ended.acquire(timeout=120)
         assert [request.error_message for request in requests] == [""] * len(requests)

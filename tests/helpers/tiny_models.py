@@ -164,7 +164,7 @@ TINY_MODELS |= {name: TinyModel(**fields) for name, fields in WINDOW_MODELS.item
 
 
 def attending_to_all(name: str, num_tokens: int) -> TinyModel:
-    """The configuration with room for so many tokens in what sparse attention chooses.
+    """The configuration with room for `top_k` tokens in what sparse attention chooses.
 
     A choice may turn with one rounding, and much with it: what is compared in fewer bits must leave none.
     """
@@ -172,7 +172,7 @@ def attending_to_all(name: str, num_tokens: int) -> TinyModel:
 
 
 def choosing_at_most(tiny: TinyModel, num_tokens: int) -> TinyModel:
-    """The same with so many tokens per choice; without sparse attention as it is."""
+    """The same with `pool` tokens per choice; without sparse attention as it is."""
     if "indexer_budget" in tiny.changes:
         whole = -(-num_tokens // (ratio := tiny.changes["indexer_compress_ratio"])) * ratio
         return replace(tiny, changes=tiny.changes | {"indexer_budget": whole})

@@ -1,7 +1,7 @@
 """A device in virtual time with two streams, and an engine on it: nothing waits, everything takes its time.
 
 Work is computed when its virtual time has come, so that two steps in flight write and read in the order in
-which a device would, and whoever is given a page too early shows in the tokens. The host, too, takes time.
+which a device would, and a page that is given out too early shows in the tokens. The host, too, takes time.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ for tool in podman runc debootstrap; do
   command -v $tool >/dev/null || { echo "missing $tool: apt-get install podman runc debootstrap" >&2; exit 77; }
 done
 
-# Works in containers and virtual machines, too: no systemd, no overlay file system, limits that nobody has to raise.
+# Works in containers and virtual machines, too: no systemd, no overlay file system, limits that need not be raised.
 cat > "$work/containers.conf" <<'CONF'
 [containers]
 default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]

@@ -227,7 +227,7 @@ def _check_builtin(manifest: Manifest, version: str) -> None:
 
 @cache
 def _checker() -> Any:
-    """kubernetes_validate, which by itself reads megabytes of schemas anew for every object."""
+    """kubernetes_validate, which by itself reads megabytes of schemas again for every object."""
     import kubernetes_validate.utils
 
     kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)

@@ -97,7 +97,7 @@ def for_podman(pod: Manifest, name: str, secrets: Mapping[str, Path]) -> Manifes
 class PodmanPod:
     """A running Pod; its containers are named as in the manifest."""
 
-    ca = ""  # by which clients check the gateway, PEM; set by whoever made its certificate
+    ca = ""  # by which clients check the gateway, PEM; set by the maker of its certificate
 
     def __init__(
         self,

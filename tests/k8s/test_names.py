@@ -17,7 +17,7 @@ from tests.k8s.test_chart import ALL, MODEL, merged
 
 # host:port in arguments, where the host is a name in the cluster.
 ADDRESS = re.compile(r"([a-z][-\w]*(?:\.[-\w]+)+):(\d+)")
-# The first rank's, which other ranks and nobody else ask; no Service and no probe uses it.
+# The first rank's, which only other ranks ask; no Service and no probe uses it.
 MEETING_PORT = 29500
 
 

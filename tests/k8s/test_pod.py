@@ -183,7 +183,7 @@ def test_the_pod_serves_and_survives_an_expert_server(pod: PodmanPod) -> None:
 
 
 def test_the_image_is_lean_and_listed(image: str) -> None:
-    """No compiler, no pip, nobody's root, and a list of what is in it."""
+    """No compiler, no pip, no process of root, and a list of what is in it."""
     run = ("run", "--rm", "--network=none", "--read-only", "--entrypoint", "/bin/sh", image, "-c")
     found = podman(*run, "id -u; command -v gcc g++ cc pip pip3; cat /opt/moebius/share/sbom.cdx.json").stdout
     user, _, text = found.partition("\n")

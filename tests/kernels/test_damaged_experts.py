@@ -54,7 +54,7 @@ def put_nan(engine: ExpertEngine, layer: int, number: int) -> None:
 
 @contextmanager
 def repairer(engine: ExpertEngine) -> Iterator[list[tuple[int, int]]]:
-    """A thread that packs anew what is found; yields what it was."""
+    """A thread that packs again what is found; yields what it was."""
     repaired, stop = list[tuple[int, int]](), threading.Event()
 
     def run() -> None:
@@ -120,7 +120,7 @@ def test_without_anybody_to_repair_it_a_damaged_expert_is_refused(engine: Expert
 
 
 def test_a_repair_takes_only_what_was_packed_before(engine: ExpertEngine) -> None:
-    """Other weights are no repair, a sound expert needs none; whoever needs it gets the reason."""
+    """Other weights are no repair, a sound expert needs none; a call that needs it gets the reason."""
     flip(engine, 0, 1)
     assert not engine.verify_expert(0, 1)
     assert not engine.repair_expert(0, 1, *expert(0, 2))
@@ -145,7 +145,7 @@ def test_a_call_waits_for_the_repair(engine: ExpertEngine) -> None:
 
 
 def test_nan_in_memory_never_gets_out(engine: ExpertEngine) -> None:
-    """Whichever experts it hits and whenever: the call that met it computes anew."""
+    """Whichever experts it hits and whenever: the call that met it computes again."""
     chosen = [
         (layer, (number, (number + 1) % EXPERTS)) for layer in range(LAYERS) for number in range(EXPERTS)
     ]

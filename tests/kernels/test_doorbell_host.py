@@ -92,7 +92,7 @@ def test_replay_counts_on_in_device_memory() -> None:
 def test_deadline_ends_the_step_and_recovery_replays_it() -> None:
     """Without a server the first wait gives up, later launches do nothing, and after recovery all is well."""
     with new_mailbox(geometry()) as box, doorbell_client(box, MODEL, deadline_ms=30) as (client, host):
-        MailboxServer(box.name, 0, EchoBackend(48)).start()  # leaves at once: nobody holds it
+        MailboxServer(box.name, 0, EchoBackend(48)).start()  # leaves at once: no process holds it
         host.set_words(State.GENERATION, [0])
         layer = Layer(40)
         client.begin_step()
@@ -112,7 +112,7 @@ def test_deadline_ends_the_step_and_recovery_replays_it() -> None:
         client.recover(60)
         assert torch.equal(layer.run(client), layer.expected(1))
         assert client.failure() is None
-        # What was abandoned is computed by nobody.
+        # What was abandoned is not computed.
         assert client.stats().calls == 6
         server.stop()
 

@@ -60,7 +60,7 @@ def shape_of(encoder: str, activation: str = "silu") -> Shape:
 
 
 def request(rows: int, shape: Shape) -> Routed:
-    """Some choices are nobody's; a row has several experts."""
+    """Some choices belong to no server; a row has several experts."""
     rng = np.random.default_rng(rows)
     hidden = from_bfloat16(to_bfloat16(rng.standard_normal((rows, shape.hidden), dtype=np.float32)))
     ids = rng.integers(-1, shape.experts, (rows, 3)).astype(np.int32)

@@ -120,7 +120,7 @@ def test_row_slices(name: str) -> None:
     quantised = encode(name)
     source = quantised.source
     rows = slice(32, 64)
-    per_row = {
+    per_row: dict[str, Any] = {
         "codes": source.codes[rows],
         "scales": source.scales[rows]
         if source.scales is not None and source.scale_rows == 1

@@ -1,4 +1,4 @@
-"""Guards a mailbox of several clients: each brings and gets its own rows, and nobody hangs on another."""
+"""Guards a mailbox of several clients: each brings and gets its own rows, and none hangs on another."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_late_client_delays_but_never_hangs_a_server() -> None:
 
 
 def test_a_client_that_gives_up_releases_its_peers() -> None:
-    """A peer's wait ends long before its own deadline, and starts anew once the report is withdrawn."""
+    """A peer's wait ends long before its own deadline, and starts again once the report is withdrawn."""
     with new_mailbox(geometry(num_clients=2)) as box:
         server = MailboxServer(box.name, 0, EchoBackend(48))
         server.start()

@@ -138,7 +138,7 @@ def test_every_rank_adds_its_own_rows(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["host", "doorbell", "memops"])
 def test_lost_server_fails_all_ranks_and_the_step_runs_again(kind: str) -> None:
-    """A server that leaves between two steps: nobody waits for ever, and numbering goes on alike."""
+    """A server that leaves between two steps: no rank waits for ever, and numbering goes on alike."""
     with new_mailbox(geometry(2, num_clients=RANKS)) as box, ranks_of(kind, box, 400) as ranks:
         servers = [MailboxServer(box.name, i, EchoBackend(48, scale=1.0 + i)) for i in range(2)]
         for server in servers:

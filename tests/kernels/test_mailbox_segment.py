@@ -106,7 +106,7 @@ def test_truncated_segment_is_refused() -> None:
 
 
 def test_missing_segment_and_mode() -> None:
-    """Nobody but the owner may read activations; an absent name is named."""
+    """Only the owner may read activations; an absent name is named."""
     with new_mailbox(geometry()) as box:
         assert Path("/dev/shm", box.name).stat().st_mode & 0o777 == 0o600
     with pytest.raises(MailboxError, match=box.name):

@@ -190,7 +190,12 @@ def test_memory_is_taken_per_loaded_layer() -> None:
 
 def test_a_layer_takes_memory_for_what_was_reserved() -> None:
     """Any expert may have the room; one more than that is refused by name, and results are the same."""
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_experts": 40, "num_layers": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_experts": 40,
+        "num_layers": 1,
+    }
     rng = np.random.default_rng(1)
     experts = {expert: random_expert(rng, HIDDEN, INTERMEDIATE) for expert in range(40)}
     whole, part = (ExpertEngine(**sizes, weight_format="float32", num_threads=1) for _ in range(2))

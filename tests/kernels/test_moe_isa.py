@@ -1,4 +1,4 @@
-"""MOEBIUS_ISA forces a level this machine has, and a level it lacks or nobody knows is a clear error."""
+"""MOEBIUS_ISA forces a level this machine has, and other and unknown ones are a clear error."""
 
 from __future__ import annotations
 

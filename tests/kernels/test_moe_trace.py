@@ -77,7 +77,7 @@ def test_nothing_is_noted_while_it_is_off(engine: ExpertEngine) -> None:
 
 
 def test_bound_keeps_the_first_and_counts_the_others(engine: ExpertEngine) -> None:
-    """Memory is bounded: of each thread, and of the calls, only so many are kept."""
+    """Memory is bounded: of each thread, and of the calls, a limited number is kept."""
     engine.start_trace(1)
     for _ in range(5):
         forward(engine)

@@ -172,7 +172,7 @@ def test_biases_are_kept() -> None:
 
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "mxfp4", "nvfp4"])
 def test_formats_of_checkpoints_only_are_refused(name: str) -> None:
-    """Nobody asks for them, and they would need a search of their own."""
+    """They are not asked for, and would need a search of their own."""
     with pytest.raises(ValueError, match=f"can not be requantised to {name}; allowed: float32"):
         _kernels.requantise_matrix(name, normal(16, 128))
 

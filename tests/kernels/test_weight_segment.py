@@ -111,7 +111,7 @@ def test_python_reads_what_cpp_writes() -> None:
 
 
 def test_a_reader_finds_every_expert(path: Path) -> None:
-    """By layer and slot, with formats and channels; layers begin at 2 MiB, and the file is nobody else's."""
+    """By layer and slot, with formats and channels; layers begin at 2 MiB, no other user reads the file."""
     engine = load(make(path))
     segment = WeightSegment.open(path)
     assert (segment.identity, segment.generation, segment.is_complete) == (IDENTITY, 1, False)
@@ -329,7 +329,7 @@ def test_what_a_predecessor_packed_is_compared_before_its_first_use(path: Path) 
     assert engine.wait_for_damage(0.0) == (2, 3)
     assert engine.repair_expert(2, 3, *expert(2, 3))
     assert outputs(engine) == expected
-    assert not segment.is_checked  # layer 0 has experts that nobody asked for
+    assert not segment.is_checked  # layer 0 has experts that were not asked for
     assert all(engine.verify_expert(layer, number) for layer in HELD for number in HELD[layer])
     assert segment.is_checked
 

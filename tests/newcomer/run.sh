@@ -103,7 +103,7 @@ blocks() {
        inside && /^```/ { inside = 0; marked = 0; next }
        inside' "$project/$1" | sed -e ':a;/\\$/{N;s/\\\n//;ba}'
 }
-# A server stays up: it is asked what the README's next block asks, then told to stop.
+# A server stays up: it is asked what the README's next block asks, then stopped.
 serve() {
   local ask
   ask=$(awk '/^```sh/ { getline; if ($1 == "curl") { print; while (/\\$/) { getline; print }; exit } }' "$project/README.md")

@@ -1,4 +1,4 @@
-"""Invariant: the layer of latent attention gives the same whoever computes it: ranks by heads, or Triton."""
+"""Invariant: the layer of latent attention gives the same by ranks that divide its heads, and by Triton."""
 
 from __future__ import annotations
 

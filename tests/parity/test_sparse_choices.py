@@ -1,4 +1,4 @@
-"""Invariant: the tiny models with sparse attention leave tokens out, clearly, and whoever runs them agrees.
+"""Invariant: the tiny models with sparse attention leave tokens out, clearly, and all ways to run them agree.
 
 That their results are right is shown with those of all other families in `test_tiny_models.py`.
 """

@@ -1,7 +1,7 @@
 """Invariant: a model whose ops all run as Triton kernels gives the logits of the references.
 
 Here in Triton's interpreter, on a prefill and a batch of decodes: the layers call the ops
-with their own strides, and what an op may overwrite is used by nobody afterwards.
+with their own strides, and what an op may overwrite is not used afterwards.
 """
 
 from __future__ import annotations

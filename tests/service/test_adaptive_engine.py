@@ -68,7 +68,7 @@ def requests(topic: int = 0) -> list[Request]:
 
 
 def exchanges(engine: RunningEngine) -> int:
-    """So many were begun."""
+    """How many exchanges were begun."""
     found = engine.built.placement
     assert found is not None
     return found.figures().exchanges
@@ -83,7 +83,7 @@ def test_answers_do_not_depend_on_exchanges(
     """Copied from segments and packed from the checkpoint, between steps of both kinds, 1 server or 2."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    experts = {"split_count": split_count, "expert_weights_dir": str(memory)}
+    experts: dict[str, Any] = {"split_count": split_count, "expert_weights_dir": str(memory)}
     servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=KEPT, **experts)
     with servers as cluster:
         with running_engine(settings(cluster, 0, prefill_experts="cpu")) as engine:
@@ -187,7 +187,7 @@ def test_falsified_costs_are_corrected_while_serving(
 def test_an_engine_whose_steps_are_too_slow_measures_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With requests under way: what was learnt is forgotten and learnt anew; outputs are as ever."""
+    """With requests under way: what was learnt is forgotten and learnt again; outputs are as ever."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=KEPT)
     with servers as cluster, running_engine(settings(cluster, 3)) as engine:

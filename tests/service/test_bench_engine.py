@@ -93,7 +93,7 @@ def test_placement_bench_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_speculation_bench_end_to_end(tmp_path: Path) -> None:
-    """A chain is guessed where its prompt holds it, in part where tokens are others; outputs are the same."""
+    """Drafts are accepted where the prompt holds the chain, in part where it differs; outputs are equal."""
     model, target = tmp_path / "model", tmp_path / "out.json"
     write_random_model(model, RandomModelOptions("small", "int4_g32", head="chain"))
     command = [sys.executable, "-m", "moebius", "bench", "speculation", str(model), "--streams", "2"]
@@ -122,10 +122,12 @@ def test_speculation_bench_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_speculation_bench_of_a_models_own_guesses(tmp_path: Path) -> None:
+def test_speculation_bench_of_a_models_own_drafts(tmp_path: Path) -> None:
     """MTP layers are right as often as they were written to be; outputs are the same."""
     model, target = tmp_path / "model", tmp_path / "out.json"
-    write_random_model(model, RandomModelOptions("glm-4.5-air-tiny", "int4_g32", head="chain", mtp_right=80))
+    write_random_model(
+        model, RandomModelOptions("glm-4.5-air-tiny", "int4_g32", head="chain", mtp_acceptance=80)
+    )
     command = [sys.executable, "-m", "moebius", "bench", "speculation", str(model), "--streams", "2"]
     command += ["--speculative-method", "mtp", "--num-draft-tokens", "1", "--no-adaptive-drafts"]
     command += ["--text-len", "256", "--probe-mib", "16", "--expert-servers", "1", "--no-calibrate-kernels"]
@@ -135,10 +137,10 @@ def test_speculation_bench_of_a_models_own_guesses(tmp_path: Path) -> None:
     rows = json.loads(target.read_text())["rows"]
     # What prompts repeat is nothing to this method: a row for each number of streams.
     assert [(row["method"], row["changed_percent"]) for row in rows] == [("off", 0), ("mtp", 0)]
-    guessed = rows[1]
-    assert guessed["accepted_share"] == pytest.approx(0.8, abs=0.1)
-    assert guessed["tokens_per_step"] == pytest.approx(1 + guessed["accepted_share"], abs=0.05)
-    assert guessed["same_outputs"]
+    speculative = rows[1]
+    assert speculative["accepted_share"] == pytest.approx(0.8, abs=0.1)
+    assert speculative["tokens_per_step"] == pytest.approx(1 + speculative["accepted_share"], abs=0.05)
+    assert speculative["same_outputs"]
 
 
 def test_steps_bench_needs_a_gpu(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_steps_bench_needs_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_lost_server_ends_the_bench(tmp_path: Path) -> None:
-    """Nobody restarts it here: the process says who ended and leaves, even while its main thread waits."""
+    """It is not restarted here: the process says who ended and leaves, even while its main thread waits."""
     program = (
         "import sys, time, psutil\n"
         "from moebius.app.bench.engine.servers import running_servers\n"

@@ -36,7 +36,7 @@ class Served:
         self.tokenizer = (model / "tokenizer.json").read_bytes()
 
     def ask(self) -> httpx.Response | None:
-        """None: nobody listens."""
+        """The answer's status; None: nothing listens there."""
         try:
             return httpx.post(f"{self.stack.base_url}/v1/chat/completions", json=BODY, timeout=60)
         except httpx.HTTPError:

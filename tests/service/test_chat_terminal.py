@@ -164,7 +164,7 @@ def test_a_history_that_can_not_be_written_is_said_once(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_answer_is_kept(tmp_path: Path) -> None:
-    """Ctrl-C stops the answer, what came stays in the conversation, and /regenerate asks anew."""
+    """Ctrl-C stops the answer, what came stays in the conversation, and /regenerate asks again."""
     with scripted_server([delta_event(f"w{n} ") for n in range(1000)]) as server:
         server.pause_s = 0.05
         with chatting(server, tmp_path) as terminal:
@@ -184,7 +184,7 @@ def test_an_interrupted_answer_is_kept(tmp_path: Path) -> None:
 
 
 def test_reasoning_and_tool_calls_show_dimmed_and_controls_do_nothing(tmp_path: Path) -> None:
-    """What the model thinks and calls is told apart from its answer; its text cannot steer the terminal."""
+    """What the model thinks and calls is marked as such; its text cannot steer the terminal."""
 
     def delta(**fields: Any) -> dict[str, Any]:
         return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
@@ -206,7 +206,7 @@ def test_reasoning_and_tool_calls_show_dimmed_and_controls_do_nothing(tmp_path: 
 
 
 def test_a_lost_server_ends_no_dialogue(tmp_path: Path) -> None:
-    """The error is shown, the question stays, and the next request connects anew."""
+    """The error is shown, the question stays, and the next request connects again."""
     with scripted_server([delta_event("back"), usage_event(1)]) as server:
         server.status = 503
         with chatting(server, tmp_path) as terminal:
@@ -232,7 +232,7 @@ def test_a_pipe_is_read_line_by_line(tmp_path: Path, ending: str) -> None:
 
 @pytest.mark.parametrize(("closed", "requests"), [("<&-", 0), (">&-", 1), ("<&- >&- 2>&-", 0)])
 def test_closed_streams_are_no_defect(closed: str, requests: int) -> None:
-    """What whoever starts a command has closed reads and writes nothing: no traceback, no message lost."""
+    """A stream that the caller has closed reads and writes nothing: no traceback, no message lost."""
     with scripted_server([delta_event("Paris"), usage_event(1)]) as server:
         script = f"'{sys.executable}' -m moebius chat {server.base_url} {closed}"
         ended = subprocess.run(
@@ -276,7 +276,7 @@ def test_top_gives_the_terminal_back_while_it_is_suspended(tmp_path: Path) -> No
             seen = terminal.wait_for("tiny")
             assert not terminal.attributes()[3] & termios.ECHO
             terminal.type("\x1a")
-            # Nobody could continue the only process of a session, so the kernel does not stop it: it goes on.
+            # No process could continue the only one of a session, so the kernel does not stop it: it goes on.
             leaves, enters = re.escape("\x1b[?1049l"), re.escape("\x1b[?1049h")
             seen = terminal.wait_for(f"{leaves}(?s:.)*{enters}", seen)
             terminal.wait_for("tiny", seen)

@@ -1,4 +1,4 @@
-"""Guards an expert server whose memory changes: it finds it, packs it anew, and answers nothing wrong."""
+"""Guards an expert server whose memory changes: it finds it, packs it again, and answers nothing wrong."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.fake_programs import wait_until
 
 MODEL = TinyMoe(num_experts=5, num_layers=3)
-REPAIRED = "an expert was damaged in memory and is packed anew"
-LOST = "an expert is damaged in memory and cannot be packed anew: what needs it is refused"
+REPAIRED = "an expert was damaged in memory and is packed again"
+LOST = "an expert is damaged in memory and cannot be packed again: what needs it is refused"
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_without_its_checkpoint_a_damaged_expert_is_refused(
         with pytest.raises(DamagedExpert, match="layer 1: expert 3 is damaged in memory: "):
             outputs(host)
         assert outputs(host, only=(0, 1, 2, 4)) == others
-    assert host.problem.startswith("layer 1, expert 3 is damaged in memory and cannot be packed anew: ")
+    assert host.problem.startswith("layer 1, expert 3 is damaged in memory and cannot be packed again: ")
     wanted = "model" if what == "gone" else "the checkpoint gives other weights than those that were packed"
     assert wanted in host.problem
     assert [line["event"] for line in logs if line["log_level"] == "error"] == [LOST]

@@ -123,7 +123,7 @@ def test_exchanges_are_no_damage(prefill_experts: str, split: str, model: Path, 
     memory = tmp_path / "memory"
     memory.mkdir()
     count = 2 if split == "expert" else 1
-    experts = {"split_count": count, "expert_split": split, "expert_weights_dir": str(memory)}
+    experts: dict[str, Any] = {"split_count": count, "expert_split": split, "expert_weights_dir": str(memory)}
     keep = PlacementConfig(drop_resident="keep")
     servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=keep, **experts)
     with servers as cluster:

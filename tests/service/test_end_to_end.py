@@ -129,7 +129,7 @@ def test_live_figures_are_those_of_the_system(stack: Stack) -> None:
         assert server["busy_seconds"] > 0
     for layer in experts["layers"]:
         assert layer["gpu_experts"] == []
-        assert layer["chosen"] is None  # nobody counts on the engine's side
+        assert layer["chosen"] is None  # the engine does not count them
     assert httpx.get(f"{stack.base_url}/").status_code == 200
 
 
@@ -384,16 +384,16 @@ def complete(stack: Stack, prompt: str, max_tokens: int = 96) -> str:
     return text
 
 
-def test_guessed_tokens_are_those_that_are_said_anyway(stack: Stack, tmp_path: Path) -> None:
+def test_accepted_tokens_are_those_that_are_generated_anyway(stack: Stack, tmp_path: Path) -> None:
     """`--speculative-method ngram`: texts that repeat themselves come several tokens at a time, in order, and
-    are those of the system without; metrics say how many guesses were right."""
+    are those of the system without; metrics say how many draft tokens were accepted."""
     prompts = ["one two three four one two three four one two three four", "The lighthouse began when"]
     flags = ("--speculative-method", "ngram", "--no-adaptive-drafts")
-    with running_stack(demo_checkpoint(), tmp_path, *EXACT_FLAGS, *flags) as guessing:
+    with running_stack(demo_checkpoint(), tmp_path, *EXACT_FLAGS, *flags) as speculative:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            texts = [list(pool.map(lambda p, s=one: complete(s, p), prompts)) for one in (stack, guessing)]
+            texts = [list(pool.map(lambda p, s=one: complete(s, p), prompts)) for one in (stack, speculative)]
         assert texts[0] == texts[1]
-        pieces = client_of(guessing).completions.create(
+        pieces = client_of(speculative).completions.create(
             model=MODEL,
             prompt=prompts[0],
             max_tokens=60,
@@ -407,7 +407,7 @@ def test_guessed_tokens_are_those_that_are_said_anyway(stack: Stack, tmp_path: P
         assert texts[0][0].startswith(text)
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 60
-        page = httpx.get(f"{guessing.metrics_url}/metrics").text
+        page = httpx.get(f"{speculative.metrics_url}/metrics").text
         counts = {
             name: float(re.findall(rf"^vllm:spec_decode_num_{name}_total.* (\S+)$", page, re.M)[0])
             for name in ("draft_tokens", "accepted_tokens")

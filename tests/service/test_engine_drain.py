@@ -52,7 +52,7 @@ async def becomes(service: Served, status: int) -> None:
 
 
 async def test_the_gateway_learns_why_an_engine_is_not_ready() -> None:
-    """What is wrong with an expert server reaches whoever asks /ready, until the server is back."""
+    """What is wrong with an expert server is what /ready answers, until the server is back."""
     async with served() as service, watched(service):
         await becomes(service, SERVING)
         client = EngineClient(f"127.0.0.1:{service.port}")
@@ -72,7 +72,7 @@ async def test_the_gateway_learns_why_an_engine_is_not_ready() -> None:
 
 
 async def test_an_idle_engine_follows_its_expert_servers() -> None:
-    """Not serving while a server is gone, although nobody asks for a token; serving when it is back."""
+    """Not serving while a server is gone, although no request runs; serving when it is back."""
     async with served() as service, watched(service):
         await becomes(service, SERVING)
         service.harness.experts.present.clear()
@@ -110,7 +110,7 @@ async def test_a_dead_engine_thread_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_health_follows_the_engine_before_it_counts_as_lost() -> None:
     """Also of an engine that ends right after it was looked at: who waits for `lost` may end the process, and
-    nobody shall have been sent to it after that."""
+    no request may be sent to it after that."""
     engine, told = SimpleNamespace(is_alive=True, is_recovering=False), []
 
     def ends() -> str:
@@ -192,7 +192,7 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 @LOOPS
 def test_stop_does_not_wait_for_lost_experts(
-    loop: dict[str, bool], capsys: pytest.CaptureFixture[str]
+    loop: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An engine that stops in the middle of a recovery is gone at once, its requests have ended, and the log
     says why without a traceback."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 import pytest
@@ -43,7 +44,7 @@ class Served:
 
 
 @asynccontextmanager
-async def served(min_ping_interval_ms: int = MIN_PING_INTERVAL_MS, **knobs: object) -> AsyncIterator[Served]:
+async def served(min_ping_interval_ms: int = MIN_PING_INTERVAL_MS, **knobs: Any) -> AsyncIterator[Served]:
     """Serves a fake engine on a free port."""
     registry = CollectorRegistry()
     telemetry = EngineTelemetry(EngineMetrics("fake", registry))
@@ -65,7 +66,7 @@ async def served(min_ping_interval_ms: int = MIN_PING_INTERVAL_MS, **knobs: obje
         await server.stop(0)
 
 
-def message(request_id: str = "r", stream: bool = True, **sampling: object) -> pb.GenerateRequest:
+def message(request_id: str = "r", stream: bool = True, **sampling: Any) -> pb.GenerateRequest:
     """A greedy request of 12 tokens."""
     defaults: dict[str, object] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     return pb.GenerateRequest(
@@ -315,7 +316,7 @@ async def test_unavailable_before_ready_and_while_draining() -> None:
 
 
 async def test_reflection_is_off_unless_asked_for() -> None:
-    """Services are not listed to whoever reaches the port; with the setting they are."""
+    """Services are not listed to all who reach the port; with the setting they are."""
     for reflect in (False, True):
         server, _, port = make_server(EngineServicer(), "127.0.0.1:0", reflect=reflect)
         await server.start()

@@ -154,7 +154,7 @@ def reflected(channel: grpc.Channel) -> set[str]:
 
 
 def test_no_reflection_and_bounded_messages_by_default(tmp_path: Path) -> None:
-    """Nobody lists the services unasked, and what no step could need is refused before it is read whole."""
+    """Services are listed only where set; what no step could need is refused before it is read whole."""
     model = TinyMoe().write(tmp_path / "model")
     with running_cluster(model, tmp_path / "run") as cluster, cluster.stub() as stub:
         with open_channel(cluster.config.experts.expert_addresses[0]) as channel:

@@ -47,7 +47,7 @@ def loaded_of(host: ExpertHost) -> LoadedSlice:
 
 
 def rows_of(geometry: MoeGeometry) -> tuple[FloatArray, NDArray[np.int32], Floats]:
-    """Hidden states and a routing in which some choices are nobody's."""
+    """Hidden states and a routing in which some choices belong to no server."""
     rng = np.random.default_rng(3)
     ids = rng.integers(-1, geometry.num_experts, (ROWS, geometry.top_k)).astype(np.int32)
     hidden: Floats = rng.standard_normal((ROWS, geometry.hidden_size), np.float32)

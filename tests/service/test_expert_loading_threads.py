@@ -113,7 +113,7 @@ def test_cancelling_ends_all_threads(tmp_path: Path, after: int) -> None:
 
 
 def test_leaving_early_ends_all_threads(tmp_path: Path) -> None:
-    """Whoever refuses a layer closes the iterator."""
+    """A refusal of a layer closes the iterator."""
     engine, plan, part = prepared(MODEL.write(tmp_path))
     layers = load_experts(engine, plan, part, never, 3)
     assert next(layers).layer == 0

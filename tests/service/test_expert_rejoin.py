@@ -41,7 +41,7 @@ def last_words(cluster: Cluster) -> str:
 
 
 def test_weights_changed_on_disk_are_refused(cluster: Cluster) -> None:
-    """The files change, a server is killed: it ends with its own status, nobody gets a wrong answer.
+    """The files change, a server is killed: it ends with its own status, no client gets a wrong answer.
 
     With the old weights back it returns and computes the same bits as before.
     """

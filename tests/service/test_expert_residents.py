@@ -28,7 +28,7 @@ EXPERTS = 24
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers of so many experts that pages do not hide a difference."""
+    """Three layers with enough experts that pages do not hide a difference."""
     sizes = TinyMoe(hidden_size=64, moe_intermediate_size=128, num_experts=EXPERTS, dtype="BF16")
     return sizes.write(tmp_path_factory.mktemp("residents"))
 

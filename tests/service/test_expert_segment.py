@@ -1,4 +1,4 @@
-"""Guards that packed experts outlive their server: what is used again, what is packed anew, who says so."""
+"""Guards that packed experts outlive their server: what is used again, what is packed again, who says so."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def packed_by(memory: Path, request: SliceRequest, stop_after: int = 0) -> int:
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads the checkpoint, or measures kernels, fails."""
+    """Reading the checkpoint, or measuring kernels, fails."""
 
     def fail(*_: object) -> None:
         raise AssertionError("called")
@@ -232,7 +232,7 @@ def test_other_weights_are_packed_anew(tmp_path: Path, memory: Path, change: str
         settings["batch_invariant_experts"] = True
     with capture_logs() as logs:
         found = serve(memory, SliceRequest(str(model), **request), **settings)
-    reasons = [line["reason"] for line in logs if line["event"] == "experts are packed anew"]
+    reasons = [line["reason"] for line in logs if line["event"] == "experts are packed again"]
     assert len(reasons) == 1
     assert reason in reasons[0]
     assert WeightSegment.open(segment_path(str(memory), 0)).generation == 2

@@ -37,7 +37,7 @@ def moebius(server_url: str, home: Path, *arguments: str, **environment: str) ->
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A checkpoint as it lies on the hub, with what nobody needs."""
+    """A checkpoint as it is on the hub, with files that are not needed."""
     options = RandomModelOptions("tiny", "bfloat16", 0, 0.0, "none", "random", 0, 1)
     written = write_random_model(tmp_path_factory.mktemp("hub") / "model", options, lambda done, total: None)
     found = {path.name: path.read_bytes() for path in written.path.iterdir() if path.is_file()}

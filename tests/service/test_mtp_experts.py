@@ -1,5 +1,5 @@
 """Guards that the experts of multi-token prediction are one more layer of expert servers where it is served,
-and nobody's where it is not.
+and no server's where it is not.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_servers_of_other_settings_are_packed_anew_and_named(model: Path, memory
     gc.collect()
     with capture_logs() as logs:
         host_of(SliceRequest(str(model), mtp_heads=1), memory)
-    reasons = [line["reason"] for line in logs if line["event"] == "experts are packed anew"]
+    reasons = [line["reason"] for line in logs if line["event"] == "experts are packed again"]
     assert reasons == ["it holds other weights: mtp_heads=0, expected mtp_heads=1"]
 
 

@@ -45,7 +45,7 @@ def test_an_existing_one_is_joined_or_refused(name: str) -> None:
 
 
 def test_leftover_is_replaced(name: str) -> None:
-    """A segment that nobody holds, even of another geometry, does not stop a new engine."""
+    """A segment that no process holds, even of another geometry, does not stop a new engine."""
     subprocess.run([sys.executable, "-c", CREATE_AND_DIE, name], check=True, timeout=60)
     wider = dataclasses.replace(GEOMETRY, hidden_size=16)
     assert open_mailbox(name, wider).geometry == wider

@@ -1,4 +1,4 @@
-"""Guards that a group of ranks ends as one: whoever is lost, the others say which rank it was, and end."""
+"""Guards that a group of ranks ends as one: whichever is lost, the others say which rank it was, and end."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ def test_servers_compute_like_the_reference(tmp_path: Path, weight_format: str) 
     model = tmp_path / "model"
     write_random_model(model, RandomModelOptions("tiny", weight_format, threads=1))
     # Blocks of 128 weights cannot be divided at this size.
-    split = {"split_count": 2, "expert_split": "expert" if weight_format == "fp8_block" else "tensor"}
+    split: dict[str, Any] = {
+        "split_count": 2,
+        "expert_split": "expert" if weight_format == "fp8_block" else "tensor",
+    }
     with running_cluster(model, tmp_path / "run", calibrate_kernels=False, **split) as cluster:
         client = cluster.client("mailbox")
         reference = LocalExpertClient(str(model), cluster.geometry, torch.bfloat16)

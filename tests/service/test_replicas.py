@@ -1,4 +1,4 @@
-"""Guards that the death of an engine replica costs nobody an answer that had not begun."""
+"""Guards that the death of an engine replica costs no client an answer that had not begun."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def ask(url: str, number: int, stream: bool) -> httpx.Response:
 
 
 def ask_until(event: threading.Event, url: str, number: int, stream: bool) -> list[httpx.Response]:
-    """One request after the other, the last of which was sent before the event: however slow whoever looks at
+    """One request after the other, the last of which was sent before the event: however slow the reader of
     the load is, there is some."""
     answers = [ask(url, number, stream)]
     while not event.is_set():

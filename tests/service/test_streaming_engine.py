@@ -91,7 +91,7 @@ def test_streamed_prompts(
     """
     memory = tmp_path / "memory"
     memory.mkdir()
-    experts = {"split_count": 2, "expert_split": split, "expert_weights_dir": str(memory)}
+    experts: dict[str, Any] = {"split_count": 2, "expert_split": split, "expert_weights_dir": str(memory)}
     resident = PlacementConfig(gpu_experts=1, drop_resident=drop)
     servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=resident, **experts)
     with servers as cluster:
@@ -151,12 +151,12 @@ def test_long_prompts_stream_in_a_lane_of_their_own(
 def test_layers_of_prediction_are_streamed_with_the_others(
     in_lane: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step's own layers first, MTP's once its tokens are sampled: tokens and guesses are the same."""
+    """A step's own layers first, MTP's once its tokens are sampled: tokens and draft tokens are the same."""
     model, memory = tmp_path / "model", tmp_path / "memory"
     write_mtp_model("glm4_moe", model)
     memory.mkdir()
     drafts = {"speculative_method": "mtp", "num_draft_tokens": 3, "adaptive_drafts": False}
-    streamed, guesses = set[int](), dict[tuple[int, ...], int]()
+    streamed, draft_ids = set[int](), dict[tuple[int, ...], int]()
     forward, propose = StreamedStep.forward, MtpDrafter.propose
 
     def watched_forward(step: StreamedStep, layer: int, *given: Any) -> Any:
@@ -164,11 +164,11 @@ def test_layers_of_prediction_are_streamed_with_the_others(
         return forward(step, layer, *given)
 
     def watched_propose(drafter: MtpDrafter, context: Any, plan: Any, *given: Any) -> Any:
-        """Notes the first guess after the tokens known then; later ones share memory with other requests'."""
+        """Notes the first draft after the known tokens; later ones share memory with other requests'."""
         found = propose(drafter, context, plan, *given)
         for row, ids in zip(given[-1].tolist(), [] if found is None else found.tolist(), strict=False):
             known = drafter._pool.tokens[plan.token_slots[row], : plan.positions[row] + 2]
-            guesses[tuple(known.tolist())] = ids[0]
+            draft_ids[tuple(known.tolist())] = ids[0]
         return found
 
     monkeypatch.setattr(StreamedStep, "forward", watched_forward)
@@ -183,23 +183,23 @@ def test_layers_of_prediction_are_streamed_with_the_others(
         changes |= {"stream_min_rows": 1000}
     with servers as cluster:
         with running_engine(settings(cluster, prefill_experts="cpu")) as engine:
-            wanted, expected = engine.run(requests()), dict(guesses)
+            wanted, expected = engine.run(requests()), dict(draft_ids)
         assert not streamed
-        guesses.clear()
+        draft_ids.clear()
         with running_engine(settings(cluster, **changes)) as engine:
             wait_until_streaming(engine)
             time.sleep(0.05)  # so long the engine believes an earlier answer
             assert engine.run(requests()) == wanted
     assert streamed == set(cluster.geometry.moe_layers)
-    both = guesses.keys() & expected.keys()
+    both = draft_ids.keys() & expected.keys()
     assert len(both) > 10
-    assert {known: guesses[known] for known in both} == {known: expected[known] for known in both}
+    assert {known: draft_ids[known] for known in both} == {known: expected[known] for known in both}
 
 
 def test_servers_that_load_again_are_streamed_from_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed server's segment is streamed while it is away; what is loaded anew is opened anew."""
+    """A killed server's segment is streamed while it is away; what is loaded again is opened again."""
     memory = tmp_path / "memory"
     memory.mkdir()
     servers = running_cluster(model, tmp_path / "servers", dtype="float32", expert_weights_dir=str(memory))

@@ -48,7 +48,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     model.mkdir()
     memory.mkdir()
     make_tiny_model("qwen3_moe", model)
-    experts = {"split_count": 2, "expert_weights_dir": str(memory), "expert_transport": "grpc"}
+    experts: dict[str, Any] = {
+        "split_count": 2,
+        "expert_weights_dir": str(memory),
+        "expert_transport": "grpc",
+    }
     with running_cluster(model, root / "servers", dtype="float32", **experts) as cluster:
         yield cluster
 

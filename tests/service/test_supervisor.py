@@ -67,7 +67,7 @@ def test_starts_all_and_leaves_nothing(trio: Plan) -> None:
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "EPIPE"), OSError(28, "ENOSPC"), ValueError("closed")])
 @pytest.mark.parametrize("state", ["starting", "ready", "stopped"])
 def test_an_output_that_fails_leaves_nothing(trio: Plan, state: str, error: Exception) -> None:
-    """Whoever shows what happens may not be able to (a pipe without a reader, a full disk), from whatever
+    """The display of what happens may fail (a pipe without a reader, a full disk), from whatever
     moment on: no process, no shared memory, no run directory and no signal handler of ours is left."""
     former = signal.getsignal(signal.SIGTERM)
     broken: list[str] = []

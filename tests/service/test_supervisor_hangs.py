@@ -1,4 +1,4 @@
-"""Guards that a frozen process is replaced, in start-up and later, and that nobody else is touched."""
+"""Guards that a frozen process is replaced, in start-up and later, and that no other is touched."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_stopped_process_is_replaced_and_named(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_replaced_with_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that answers nobody is seen to be stopped; the whole group starts again."""
+    """A rank that answers no probe is seen to be stopped; the whole group starts again."""
     monkeypatch.setattr(supervisor_module, "GROUP_GRACE_S", 0.2)
     ranks = [replace(spec(name, OBEDIENT, tmp_path), group="ranks") for name in ("gpu", "gpu-1")]
     ranks[0] = replace(ranks[0], probe=FileProbe(tmp_path / "gpu-1"))
@@ -175,7 +175,7 @@ def test_who_has_served_returns_at_once(tmp_path: Path) -> None:
 
 
 def test_gives_up_on_what_only_a_user_can_mend(tmp_path: Path) -> None:
-    """After so many failed restarts in a row the end says which process, its own words, and what to do."""
+    """After too many failed restarts in a row the end says which process, its own words, and what to do."""
     processes = [spec("expert-0", BROKEN, tmp_path), spec("gateway", OBEDIENT, tmp_path)]
     with Supervisor(plan(tmp_path, *processes), QUICK) as supervisor:
         assert supervisor.wait_ready()

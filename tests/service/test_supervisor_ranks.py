@@ -59,7 +59,7 @@ def restarted(supervisor: Supervisor, before: list[int | None]) -> list[int | No
 
 
 def test_one_rank_killed_restarts_all_of_them(tmp_path: Path) -> None:
-    """Rank 0 dies, the other notices and ends; both start again, nobody else does."""
+    """Rank 0 dies, the other notices and ends; both start again, no other process does."""
     leader = replace(spec("gpu", OBEDIENT, tmp_path), group="ranks")
     other = spec("expert", OBEDIENT, tmp_path, stop_stage=2)
     with Supervisor(plan(tmp_path, leader, follower(tmp_path), other), QUICK) as supervisor:

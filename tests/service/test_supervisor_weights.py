@@ -1,4 +1,4 @@
-"""Guards who owns packed experts: they outlive a server but not the supervisor, and nobody else sees them."""
+"""Guards who owns packed experts: they outlive a server but not the supervisor; other users see none."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_memory_outlives_a_server_but_not_the_supervisor(tmp_path: Path) -> None
 
 
 def test_a_killed_supervisor_leaves_a_link_to_nothing(tmp_path: Path) -> None:
-    """Its servers and the memory go with it; the next start makes the link anew, with nothing in it."""
+    """Its servers and the memory go with it; the next start makes a new link, with nothing in it."""
     command = [sys.executable, "-c", SUPERVISOR_PROGRAM, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT) as process:
         wait_until((tmp_path / "up").exists, 60)
@@ -112,7 +112,7 @@ def test_a_killed_supervisor_leaves_a_link_to_nothing(tmp_path: Path) -> None:
 
 
 def reserved(root: Path, place: str, pages: int) -> None:
-    """A system with so many free reserved pages there."""
+    """A system with a number of free reserved pages there."""
     directory = root / place / "hugepages/hugepages-2048kB"
     directory.mkdir(parents=True)
     (directory / "free_hugepages").write_text(f"{pages}\n")

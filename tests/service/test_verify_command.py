@@ -127,7 +127,10 @@ def test_late_experts_cost_what_they_cost(
 
     directory = models(name)[0]
     reference = make_tiny_model(name, tmp_path)
-    options = {"experts": {"defer_experts": 1, "split_count": 2}, "placement": {"gpu_experts": 2}}
+    options: dict[str, Any] = {
+        "experts": {"defer_experts": 1, "split_count": 2},
+        "placement": {"gpu_experts": 2},
+    }
     result = run(directory, **options)
     ids = read_tokens(directory, None, TOKENS, reference.config.vocab_size).ids
     with torch.inference_mode():

@@ -66,7 +66,7 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(AssertionError):  # whoever waits for its end looks at it
+        with contextlib.suppress(AssertionError):  # it is looked at where its end is waited for
             self.until(lambda: self.process.poll() is not None, 60)
         self.process.kill()
         self.process.wait()
@@ -146,7 +146,7 @@ def chat_picture(url: str, path: Path) -> str:
 def top_picture(url: str, path: Path) -> str:
     """Figures while requests run; the text of the screen. `q` ends it."""
     with _busy(url), Terminal("top", url, "--interval", "3") as terminal:
-        # What is seen while it is drawn anew lacks parts: the text that had all of them counts.
+        # What is seen while it is drawn again lacks parts: the text that had all of them counts.
         seen = list[str]()
 
         def complete() -> bool:

@@ -51,7 +51,7 @@ def test_a_changed_file_counts_at_once(tmp_path: Path, capsys: pytest.CaptureFix
     [("", 0o600, "has no key"), ("# none\n", 0o600, "has no key"), ("alpha\n", 0o602, "everybody may write")],
 )
 def test_files_that_are_refused(tmp_path: Path, text: str, mode: int, reason: str) -> None:
-    """A file without a key would let nobody in, one that anybody may write everybody."""
+    """A file without a key would let no client in, one that all users may write would let in all."""
     path = key_file(tmp_path, text, mode)
     with pytest.raises(ConfigError, match=reason) as caught:
         ApiKeys("", str(path))
@@ -90,7 +90,7 @@ def test_a_made_key_is_nowhere_but_with_its_owner(tmp_path: Path) -> None:
     assert (found.name, found.limits) == ("alice", KeyLimits(requests_per_minute=60))
     assert keys.accepts(b"plain")
     assert keys.find(again.encode()) != found
-    assert not keys.accepts(text.splitlines()[2].encode())  # whoever has the file has no key
+    assert not keys.accepts(text.splitlines()[2].encode())  # a reader of the file has no key
     assert [key.name for key in read_keys(str(path))] == ["line-2", "alice", "bob"]
     with pytest.raises(ConfigError, match="has hashes of keys only"):
         client_key("", str(key_file(tmp_path, text.splitlines()[2])))

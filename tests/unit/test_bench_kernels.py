@@ -285,7 +285,7 @@ def test_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("small_probe")
 def test_tiny_run_with_rows_per_expert() -> None:
-    """Exactly so many rows for every expert, hence all experts."""
+    """Exactly the given rows for every expert, hence all experts."""
     (row,) = kernels.run(replace(TINY_OPTIONS, formats=["mxfp4"], rows_per_expert=[5]))
     assert (row.rows, row.rows_per_expert, row.distinct_experts) == (10, 5, 4)
 
@@ -310,7 +310,7 @@ def test_table_is_by_shape(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_measure_counts_what_the_calls_touch(shared: bool) -> None:
-    """Every call computes rows x top_k pairs, on every layer in turn; whoever else can map the weights."""
+    """Every call computes rows x top_k pairs, on every layer in turn; other processes can map the weights."""
     engine = EngineSetting(choose_cpus(1), shared=shared).build(TINY, "bfloat16", 4, 3)
     assert (engine.segment_state is not None) is shared
     held = WorkingSet(1000, 4, 3, 4, 100)

@@ -29,7 +29,7 @@ class CountingServer(ThreadingHTTPServer):
     """Streams as many tokens as are asked for; a token is a word. Each `refuse_every`th is refused."""
 
     daemon_threads = True
-    # So many connections may wait to be accepted; with five, requests that arrive at once are lost.
+    # How many connections may wait to be accepted; with five, requests that arrive at once are lost.
     request_queue_size = 128
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class CountingServer(ThreadingHTTPServer):
         self.refuse_every = 0
         self.break_off = False
         self.most_at_once = self._at_once = 0
-        self.together = 0  # Answers are held back until so many requests are under way.
+        self.together = 0  # Answers are held back until this many requests are under way.
         self._changed = threading.Condition()
 
     @property
@@ -295,7 +295,7 @@ def test_bad_options_name_what_is_allowed(
 
 
 def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody listens there."""
+    """Nothing listens there."""
     with pytest.raises(SystemExit):
         main(["bench", "serve", "http://127.0.0.1:9"])
     assert "cannot reach http://127.0.0.1:9" in capsys.readouterr().err

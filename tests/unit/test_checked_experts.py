@@ -147,7 +147,7 @@ def test_without_a_self_test_nothing_is_checked(good: Path, bad: Path) -> None:
 
 
 def test_a_server_that_is_lost_again_while_it_is_checked_is_waited_for(good: Path, bad: Path) -> None:
-    """However often that happens, and among servers that are sent away; nobody is blamed for being killed."""
+    """However often that happens, and among servers that are sent away; none is blamed for being killed."""
     checked, returning = started(good, [None, None, bad, None, None, good])
     checked.recover(60)
     assert len(returning.rejected) == 1

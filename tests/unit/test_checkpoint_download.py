@@ -24,7 +24,7 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves CONTENT as every file; `breaks`: so many answers end after half of what is left."""
+    """Serves CONTENT as every file; `breaks`: how many answers end after half of what is left."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -120,7 +120,7 @@ def test_who_finds_no_server_reads_where_one_is(
 
 
 def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error nobody foresaw is not dressed up as the user's mistake."""
+    """An unforeseen error is not dressed up as the user's mistake."""
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""Invariant: compressed attention is its formula, token by token, whoever computes it and in whatever steps.
+"""Invariant: compressed attention is its formula, token by token, in every backend and in whatever steps.
 
 The reference of the formula is transformers', by `tests/parity`; here torch and the Triton kernels (in
 Triton's interpreter) are compared with loops over single tokens of a whole sequence.

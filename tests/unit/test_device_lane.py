@@ -136,7 +136,7 @@ def test_what_one_rank_alone_fails_with_ends_its_group() -> None:
 
 
 def test_a_lane_without_experts_says_that_they_are_lost() -> None:
-    """Segments that are loaded anew: the step is computed otherwise, not failed, and the lane tries again
+    """Segments that are loaded again: the step is computed otherwise, not failed, and the lane tries again
     only after a while, since another rank may still open its segments.
     """
     lane, stream, _, found, _ = made()

@@ -165,7 +165,7 @@ def test_steps_touch_pages_that_have_memory(seed: int, monkeypatch: pytest.Monke
 
 
 def test_an_idle_engine_finds_memory_for_the_longest_request() -> None:
-    """Nothing else runs, so nobody would ever give memory up if it were not asked to at once."""
+    """Nothing else runs, so memory would never be given up if that were not asked for at once."""
     world = World()
     limit = world.scheduler.limits.context_limit
     assert limit > PAGE * world.cache.pool.usable

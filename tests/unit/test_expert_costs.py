@@ -135,7 +135,7 @@ def test_costs_are_usable_whatever_is_reported(events: list[tuple[object, ...]],
 
 
 def scaled(costs: LayerCosts, copy: float = 1.0, cpu: float = 1.0) -> LayerCosts:
-    """Link and servers that take so many times longer."""
+    """Link and servers that take a number of times longer."""
     points = tuple((rows, cpu * seconds) for rows, seconds in costs.cpu.points)
     return replace(costs, copy=copy * costs.copy, cpu=CostCurve(points))
 

@@ -109,7 +109,7 @@ def test_equal_settings_written_otherwise_are_the_same(model: Path) -> None:
 def test_its_exit_status_is_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever restarts processes learns that another start will not help."""
+    """The supervisor learns that another start will not help."""
 
     def refuse(*_: Any) -> int:
         raise WrongIdentity("expert server 1 does not fit: expert_dtype is int8, expected keep")

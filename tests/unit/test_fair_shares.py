@@ -1,4 +1,4 @@
-"""Guards shares of clients: whoever waits is served as much as each other one that does, in tokens."""
+"""Guards shares of clients: each one that waits is served as much as any other, in tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEQS = 8
 
 
 class Client(NamedTuple):
-    """Someone who has so many requests in progress all the time."""
+    """A client that has a number of requests in progress all the time."""
 
     name: str
     connections: int
@@ -80,7 +80,7 @@ class Load:
                 self.send(self.clients[name])
 
     def run(self, steps: int) -> Load:
-        """So many of them."""
+        """Adds a number of them."""
         for _ in range(steps):
             self.step()
         return self
@@ -203,7 +203,7 @@ def test_a_cached_prefix_and_a_preemption_cost_no_share(monkeypatch: pytest.Monk
 
 def test_turns_are_by_what_was_served() -> None:
     """The next one is always of the client with the least, what it is given here included; one that comes
-    back begins where the least served is, and what nobody waits for makes no debts."""
+    back begins where the least served is, and what is served without competition makes no debts."""
     shares = FairShares()
     shares.settle(["a", "b"])
     shares.charge("a", 10)

@@ -1,4 +1,4 @@
-"""Invariant: what a step fetches is in a slot when it is computed, each choice is somebody's and nobody's
+"""Invariant: what a step fetches is in a slot when it is computed, each choice is computed once and never
 twice, and a layer never takes longer for it.
 
 The kernels run in Triton's interpreter here, over the addresses of real memory.

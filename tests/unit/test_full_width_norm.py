@@ -1,4 +1,4 @@
-"""Invariant: normed over all heads, each rank has what one process gives its heads, whoever shares them."""
+"""Invariant: normed over all heads, each rank has what one process gives, however heads are shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guards what users are told of their CPU: each level's cost is named, and the start says it first."""
+"""Guards what users learn of their CPU: each level's cost is named, and the start says it first."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_what_runs_out_later_names_the_limit(cause: str, said: str, monkeypatch:
 
 
 def test_shared_memory_says_what_is_wrong_with_it() -> None:
-    """Containers have 64 MiB unless told otherwise: the message has the sizes and each system's way."""
+    """Containers have 64 MiB unless set otherwise: the message has the sizes and each system's way."""
     small = Volume(Path("/dev/shm"), True, True, "tmpfs", 64 << 20, 60 << 20)
     said = str(shared_memory_shortage(100 << 20, small, "No space left on device"))
     assert "share 100 MiB of memory in /dev/shm, but it holds 64 MiB, and 60 MiB are free. " in said

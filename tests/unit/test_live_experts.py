@@ -69,7 +69,7 @@ class Server(expert_pb2_grpc.ExpertServicer):
 async def experts_of(
     directory: Path, servers: Sequence[Server | None], resident: dict[int, list[int]], client: Any = None
 ) -> AsyncIterator[LiveExperts]:
-    """The view of servers at unix sockets; None: nobody listens there."""
+    """The view of servers at unix sockets; None: nothing listens there."""
     addresses, running = [], []
     for index, servicer in enumerate(servers):
         addresses.append(f"unix:{directory}/{index}.sock")
@@ -122,7 +122,7 @@ def test_servers_that_share_experts_count_rows_once(tmp_path: Path) -> None:
 
 
 def test_times_are_those_of_the_server_that_takes_longest(tmp_path: Path) -> None:
-    """A step waits for it; what nobody computed has no time."""
+    """A step waits for it; what no server computed has no time."""
     live = described(tmp_path, [Server({1: [1, 0, 0, 0]}, busy_s=3.0), Server({1: [1, 0, 0, 0]})], {})
     assert [(layer.cpu_seconds, layer.cpu_calls) for layer in live.layers] == [(3.0, 6), (0.0, 0)]
     lost = described(tmp_path, [Server({1: [1, 0, 0, 0]}), None], {})
@@ -210,7 +210,7 @@ def test_a_lost_or_silent_server_makes_counts_unknown(
 
 
 def test_nobody_is_asked_unless_somebody_looks(tmp_path: Path) -> None:
-    """Making the view connects to nobody: only `describe` does."""
+    """Making the view connects to no server: only `describe` does."""
     server = Server({})
 
     async def run() -> int:

@@ -57,7 +57,7 @@ def test_views_equal_copies(index: CheckpointIndex, data: st.DataObject) -> None
 
 
 def test_results_are_views(index: CheckpointIndex) -> None:
-    """Aligned tensors are not copied, and nobody can write to the file through them."""
+    """Aligned tensors are not copied, and the file cannot be written through them."""
     with MappedReader() as reader:
         found = reader.read_slice(index["matrix"], slice(0, 8))
         assert not found.flags.owndata
@@ -150,7 +150,7 @@ def test_kernels_that_can_not_populate(index: CheckpointIndex, monkeypatch: pyte
 def test_a_disk_that_fails_is_an_error_of_the_checkpoint(
     index: CheckpointIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies, too, name file and tensor: whoever starts a server reads one line."""
+    """Copies, too, name file and tensor: the user reads one line."""
 
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")

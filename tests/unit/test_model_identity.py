@@ -164,7 +164,7 @@ def test_text_and_digest() -> None:
 
 
 def test_the_first_reader_notes_and_all_later_ones_compare(tmp_path: Path) -> None:
-    """Each part by whoever reads it first; a refused process changes nothing; an operator may."""
+    """The first reader of a part writes it; a refused process changes nothing; an operator may."""
     path = tmp_path / "identity.json"
     IdentityRecord(str(path)).check({"a": "1", TEMPLATE_FILE: "5"})
     IdentityRecord(str(path)).check({"a": "1", "b": ABSENT})

@@ -224,7 +224,7 @@ def test_who_watches_the_routing_sees_what_experts_are_given(kind: str) -> None:
 
 @pytest.mark.parametrize("shared", [0, 7])
 def test_experts_of_a_latent_space_are_given_and_give_its_rows(shared: int) -> None:
-    """What they answer is projected before anything is added to it; who compares them is told the same."""
+    """What they answer is projected before anything is added to it; a comparison gets the same."""
     events: list[str] = []
     moe = MoeConfig(ROUTER, 5, shared, frozenset({3}), expert_activation="relu2", latent_size=4)
     block = MoE(3, HIDDEN, moe, "relu2", dtype=torch.float32).to_empty(device="cpu")

@@ -27,7 +27,7 @@ class World:
 
 
 def test_each_package_is_named_with_what_it_breaks() -> None:
-    """Two packages that break different tests are told apart, without a run for every package."""
+    """Two packages that break different tests are distinguished, without a run for every package."""
     world = World({"a": {"transformers"}, "b": {"click"}, "c": {"transformers"}})
     blame = find_culprits(NAMES, {"a", "b", "c"}, world)
     assert blame.by_packages == {("click",): {"b"}, ("transformers",): {"a", "c"}}

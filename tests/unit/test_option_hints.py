@@ -29,7 +29,7 @@ def test_what_was_meant_is_among_the_suggestions(typed: str, meant: str) -> None
 
 
 def test_letters_alone_suggest_nothing() -> None:
-    """`--split-count` was suggested for `--gpu-layer-count`; nonsense gets no guess."""
+    """`--split-count` was suggested for `--gpu-layer-count`; nonsense gets no suggestion."""
     assert "--split-count" not in suggestions("--gpu-layer-count", KNOWN)
     assert suggestions("--frobnicate", KNOWN) == []
 

@@ -37,7 +37,7 @@ def test_a_pool_without_a_usable_page_is_refused() -> None:
 
 
 def test_integrity_check_notices_a_leak() -> None:
-    """The checker itself works: a page nobody claims, or that two claim, is reported."""
+    """The checker itself works: a page without an owner, or with two, is reported."""
     pool = PagePool(6)
     pages = pool.alloc(2)
     with pytest.raises(AssertionError, match="pages lost"):

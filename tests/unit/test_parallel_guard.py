@@ -89,7 +89,7 @@ def test_an_error_at_launch_is_raised_at_once() -> None:
 
 
 def test_an_error_in_a_step_is_raised_when_it_is_known() -> None:
-    """And whoever waits gets it, too."""
+    """The error reaches a rank that waits, too."""
     runner, reported = guarded(ValueError("no memory"), at_launch=False)
     pending = runner.launch(PLAN)
     assert reported == []

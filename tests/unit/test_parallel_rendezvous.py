@@ -1,4 +1,4 @@
-"""Guards how ranks meet and stay in touch: nobody joins who does not fit, and every loss has a name."""
+"""Guards how ranks meet and stay in touch: no rank joins that does not fit, and every loss has a name."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_rank_that_reads_nothing_holds_nobody_up() -> None:
 
 
 def test_a_failure_is_sent_to_all(trio: Trio) -> None:
-    """Rank 2 fails; ranks 0 and 1 learn which one and why, and whoever waits is woken."""
+    """Rank 2 fails; ranks 0 and 1 learn which one and why, and ranks that wait are woken."""
     controls, lost_by_rank = trio
     waiting = run(controls[1].next_iteration)
     controls[2].fail("out of memory")
@@ -174,7 +174,7 @@ def test_a_failure_is_sent_to_all(trio: Trio) -> None:
 
 
 def test_leaving_in_order_is_no_loss(trio: Trio) -> None:
-    """A group that closes tells nobody of an error."""
+    """A group that closes reports no error."""
     controls, lost_by_rank = trio
     for control in controls:
         control.close()
@@ -292,7 +292,7 @@ def refusals(logs: Sequence[Any]) -> list[str]:
 def test_ranks_of_others_are_refused_and_named(
     authority: Authority, tmp_path: Path, who: str, its_words: str, our_words: str
 ) -> None:
-    """Without TLS, without a certificate or with one of another CA nobody becomes a rank, nor is rank 0 taken
+    """Without TLS, without a certificate or with one of another CA none becomes a rank, nor is rank 0 taken
     for one with another host's certificate; both sides say why, and the right one still joins."""
     other, first = Authority("other CA"), rendezvous(2)
     hosts = ("elsewhere",) if who == "other host" else ("localhost",)
@@ -361,7 +361,7 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_nobody_goes_on_while_a_loss_ends_the_process(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that echoes it, and a message to the lost group: whoever raised might end it otherwise."""
+    """An error that echoes it, and a message to the lost group: the caller might end it otherwise."""
     controls, _ = trio
     monkeypatch.setattr(gpu_service.parallel.control, "_ECHO_S", 0.01)
     ending, ended = threading.Event(), threading.Event()

@@ -56,7 +56,7 @@ def place(model: MoeGeometry, **placement: Any) -> Placement:
 def test_ratio_is_exact_and_grows_without_moving(
     layers: set[int], num_experts: int, ratios: tuple[float, float], strategy: Any
 ) -> None:
-    """Any ratio gives just so many experts, twice the same ones, and a larger one contains a smaller one."""
+    """Any ratio gives its number of experts, twice the same ones, and a larger one contains a smaller one."""
     model = MoeGeometry("m", 8, 21, tuple(sorted(layers)), num_experts, 1, 8, "silu", "float32")
     less, more = (
         place(model, gpu_experts_ratio=ratio, placement_strategy=strategy) for ratio in sorted(ratios)
@@ -159,7 +159,7 @@ def test_whole_layers_and_the_rest() -> None:
     ],
 )
 def test_bad_settings_are_named(settings_: dict[str, Any], message: str) -> None:
-    """Nothing is guessed and nothing is clipped."""
+    """Nothing is assumed and nothing is clipped."""
     with pytest.raises(UserError, match=message):
         place(geometry(), **settings_)
 

@@ -181,7 +181,7 @@ async def test_own_part_ends_when_it_is_large_enough() -> None:
 async def test_streamed_prompts_bound_a_trace() -> None:
     """A step that streams experts fills a trace many times as fast: what it launches counts before it ends.
 
-    Whoever looks at the trace reads what was left out, at the time from which on it is missing.
+    A reader of the trace sees what was left out, at the time from which on it is missing.
     """
     streamed = itertools.count(0, MOST_OPERATIONS // 3)
     before = time.monotonic_ns()
@@ -355,7 +355,7 @@ def test_document(torch_trace: str, tmp_path: Path) -> None:
 
 
 def test_nothing_to_show_is_a_document() -> None:
-    """An engine without expert servers, and without torch's profiler; whoever looks at it reads why."""
+    """An engine without expert servers, and without torch's profiler; the trace says why."""
     assert json.loads(chrome_trace(pb.ProfileResponse()))["traceEvents"] == []
     assert summary(pb.ProfileResponse()) == []
     idle = pb.ProfileResponse(servers=[pb.ExpertSpans(num_threads=2)])
@@ -363,7 +363,7 @@ def test_nothing_to_show_is_a_document() -> None:
 
 
 def test_where_a_trace_goes_is_checked_first(tmp_path: Path) -> None:
-    """Nobody waits a minute for a file that cannot be written."""
+    """No user waits a minute for a file that cannot be written."""
     check_output(tmp_path / "t.json")
     (tmp_path / "t.json").touch()
     check_output(tmp_path / "t.json")

@@ -202,7 +202,7 @@ time.sleep(0.5)
 def test_the_supervisor_shows_what_a_process_does(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], shown: bool
 ) -> None:
-    """Where somebody shows progress its lines are not repeated; where nobody does they are forwarded."""
+    """Where progress is displayed its lines are not repeated; elsewhere they are forwarded."""
     seen: list[dict[str, str]] = []
     on_waiting = (lambda waiting: seen.append(dict(waiting))) if shown else None
     one = plan(tmp_path, spec("expert", SLOW + OBEDIENT, tmp_path, stop_stage=0))

@@ -27,7 +27,7 @@ def test_stubs_are_current(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("proto", PROTOS)
 def test_every_field_is_documented(proto: str) -> None:
-    """A field without its unit, range or meaning is a contract nobody can keep."""
+    """A field without its unit, range or meaning is a contract that cannot be kept."""
     field = re.compile(r"^\s+[\w<>, .]+\s(\w+)\s*=\s*\d+;(.*)$")
     fields = [match for line in (ROOT / proto).read_text().splitlines() if (match := field.match(line))]
     assert fields

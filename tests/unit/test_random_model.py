@@ -122,17 +122,17 @@ def test_glm_has_the_tensors_that_were_published(
 
 @pytest.mark.parametrize("percent", [0, 80, 100])
 def test_a_layer_of_prediction_is_right_as_often_as_asked(tmp_path: Path, percent: int) -> None:
-    """With a chained head: after so many percent of all tokens its guess is what the model says next."""
+    """With a chained head the acceptance rate of its draft tokens is the one that was asked for."""
     directory = tmp_path / "model"
-    options = RandomModelOptions("glm-4.5-air-tiny", head="chain", mtp_right=percent)
+    options = RandomModelOptions("glm-4.5-air-tiny", head="chain", mtp_acceptance=percent)
     write_random_model(directory, options)
     client = LocalExpertClient(str(directory), read_geometry(directory, mtp_heads=1), torch.bfloat16)
     runner = load_runner(directory, experts=client, overrides=ModelOverrides(mtp_heads=1))
     tokens = torch.randint(3, 512, (201,), generator=torch.Generator().manual_seed(1))
     (logits,) = head_logits(runner, tokens.tolist())
-    # Row p guesses what follows the token after p.
+    # Row p predicts what follows the token after p.
     is_right = logits[:-1].argmax(-1).numpy() == successor(tokens[1:].numpy(), 512)
-    # A wrong guess may be right by chance; of 200 tokens the share differs by a few percent.
+    # A draft token may be accepted by chance; of 200 tokens the share differs by a few percent.
     assert float(is_right.mean()) == pytest.approx(percent / 100, abs={0: 0.02, 80: 0.08, 100: 0.0}[percent])
 
 
@@ -169,7 +169,7 @@ def test_shares_follow_the_law_up_to_all_tokens() -> None:
 
 
 def test_biases_give_the_shares_wanted() -> None:
-    """Scores drawn anew, top 8 of 128: every expert is chosen about as often as the law says."""
+    """New random scores, top 8 of 128: every expert is chosen about as often as the law says."""
     biases = fitted_biases(128, 8, 1.2)
     scores = generator(9).standard_normal((8192, 128)) * 1.5 + biases
     chosen = np.argpartition(scores, -8, axis=1)[:, -8:]
@@ -272,7 +272,7 @@ def test_only_its_own_directory_is_overwritten(tmp_path: Path) -> None:
             RandomModelOptions("glm-5.3-flash", "q4_0"),
             "--format: 'q4_0' is not allowed with --shape glm-5.3-flash; allowed: bfloat16, int4_g32",
         ),
-        (RandomModelOptions(mtp_right=101), "--mtp-right: 101 is not allowed; allowed: 0 to 100"),
+        (RandomModelOptions(mtp_acceptance=101), "--mtp-acceptance: 101 is not allowed; allowed: 0 to 100"),
         (RandomModelOptions(head="next"), "--head: 'next' is not allowed; allowed: random, chain"),
         (RandomModelOptions(overlap=45), "--overlap is allowed with --head chain"),
         (
@@ -386,7 +386,7 @@ def test_as_many_layers_as_fit(tmp_path: Path, shape: str, weight_format: str, s
 
 
 def test_an_unfinished_gguf_file_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever stops the writer finds nothing that could be served."""
+    """A writer that is stopped leaves nothing that could be served."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

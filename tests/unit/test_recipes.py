@@ -1,4 +1,4 @@
-"""Invariant: docs/recipes say what `moebius plan` says today; `make recipes` writes them anew."""
+"""Invariant: docs/recipes say what `moebius plan` says today; `make recipes` writes them again."""
 
 from __future__ import annotations
 

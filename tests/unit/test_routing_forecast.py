@@ -25,7 +25,7 @@ def zipf(rng: np.random.Generator, exponent: float = 1.2) -> NDArray[np.float64]
 
 
 def counts_of(rng: np.random.Generator, chances: NDArray[np.float64], tokens: int) -> NDArray[np.int64]:
-    """What so many tokens choose, each TOP_K different experts."""
+    """What a number of tokens choose, each TOP_K different experts."""
     keys = np.log(chances)[None] + rng.gumbel(size=(tokens, EXPERTS))
     chosen = np.argsort(-keys, axis=1)[:, :TOP_K]
     return np.bincount(chosen.ravel(), minlength=EXPERTS)[None]

@@ -21,7 +21,7 @@ LIMITS = SchedulerLimits(8, 64, 128, 0, frozenset({7}))
 LOGITS = torch.from_numpy(np.random.default_rng(3).normal(0, 2, VOCAB).astype(np.float32))
 
 
-def request_with(slot: int = 0, **params: object) -> Request:
+def request_with(slot: int = 0, **params: Any) -> Request:
     """A request that only has parameters and a slot."""
     return Request("r", [1, 2, 2], SamplingParams(**params), slot=slot)  # type: ignore[arg-type]
 

@@ -165,7 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.commit(batch, rows)
             held = {page for request in self.scheduler.running for page in request.pages}
             held |= {page for node in self.scheduler.cache.tree.nodes() for page in node.pages}
-            assert held.isdisjoint(pages), "pages that are cleared are nobody's"
+            assert held.isdisjoint(pages), "pages that are cleared belong to no request"
             for request, before, own in zip(
                 batch.requests, said, batch.drafts or [[]] * len(said), strict=True
             ):
@@ -312,7 +312,7 @@ def test_chunks_end_on_pages_or_make_progress() -> None:
 
 def test_a_token_is_the_main_lanes_even_where_streaming_pays_from_one_on() -> None:
     """Of a model whose experts are streamed at any length, decoding is never left to the prefill lane, which
-    takes prompts only: nobody would compute it.
+    takes prompts only: it would not be computed.
     """
     scheduler = build_scheduler(
         Knobs(num_pages=30, page_size=4, max_num_seqs=4, budget=8), prefill_chunk_max=20

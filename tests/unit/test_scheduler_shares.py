@@ -1,4 +1,4 @@
-"""Guards how prompts share a step's budget: short ones start at once, and nobody waits without a bound."""
+"""Guards how prompts share a step's budget: short ones start at once, and none waits without a bound."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_every_prompt_is_done_within_the_work_of_its_elders(
 ) -> None:
     """Whatever arrives later, and however short: at most what older prompts need, at half the budget.
 
-    With it in every step: the budget holds, whoever decodes gets its token, chunks are whole pages.
+    With it in every step: the budget holds, each decode gets its token, chunks are whole pages.
     """
     scheduler = roomy(budget, SEQS)
     requests: list[Request] = []

@@ -1,6 +1,6 @@
 """Invariant: sparse attention is plain attention over exactly the tokens with the highest index scores.
 
-Whoever chooses (torch or Triton), in whatever steps, chooses the same tokens; what has not more tokens than
+Torch and Triton choose the same tokens, in whatever steps; what has not more tokens than
 may be chosen is dense attention bit by bit.
 """
 

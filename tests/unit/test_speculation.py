@@ -75,7 +75,7 @@ def test_only_the_end_of_a_very_long_text_is_indexed(monkeypatch: pytest.MonkeyP
 
 
 def speculation(num_drafts: int = 3, **tables: dict[int, float]) -> Speculation:
-    """Of a drafter that always has drafts; without `plain` and `verifying` nobody has told any costs."""
+    """Of a drafter that always has drafts; without `plain` and `verifying` costs are unknown."""
     scheduler = build_scheduler(Knobs(num_drafts=num_drafts, drafter=FixedDrafter(1, 2, 3)))
     assert scheduler.speculation is not None
     if tables:
@@ -84,7 +84,7 @@ def speculation(num_drafts: int = 3, **tables: dict[int, float]) -> Speculation:
 
 
 def chosen(policy: Speculation, *shares: float) -> list[int]:
-    """Drafts of requests in one step, each with three of which so many are usually right."""
+    """Drafts of requests in one step, each with three, of which the given share is accepted."""
     offers = []
     for index, share in enumerate(shares):
         request = make_request(f"r{index}", prompt_of(index, 5))
@@ -102,7 +102,7 @@ def chosen(policy: Speculation, *shares: float) -> list[int]:
         (0.4, {"plain": {1: 1.0}, "verifying": {2: 1.5, 4: 2.5}}, [0]),
         (0.9, {"plain": {}, "verifying": {2: 1.0}}, [0]),  # steps without drafts are measured first
         (0.9, {"plain": {1: 1.0}, "verifying": {}}, [1]),  # twice as many rows are tried as are known
-        (0.0, {}, [3]),  # nobody has measured anything, nor will
+        (0.0, {}, [3]),  # costs are not measured, nor will be
     ],
 )
 def test_drafts_are_as_many_as_make_the_most_tokens_per_second(
@@ -146,8 +146,8 @@ def test_a_share_follows_the_latest_drafts_and_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("said", "waits"), [(1, True), (9, False)])
-def test_steps_wait_for_tokens_whose_guesses_are_usually_right(said: int, waits: bool) -> None:
-    """Next to a step in flight the token that it samples is guessed: only where such guesses were right is it
+def test_steps_wait_for_tokens_whose_drafts_are_usually_accepted(said: int, waits: bool) -> None:
+    """Next to a step in flight the token that it samples is drafted: only where those were accepted is it
     worth waiting for it, and that is known without a row being spent."""
     policy = speculation(plain={1: 1.0}, verifying={2: 1.4, 4: 2.2})
     request = make_request("r", prompt_of(1, 5), max_tokens=90)
@@ -181,7 +181,7 @@ def test_who_never_speculates() -> None:
 
 
 def decode(rows: int, drafts: int = 0, num_drafts: int = 0) -> Batch:
-    """A step of so many requests, the first with drafts."""
+    """A step of a number of requests, the first with drafts."""
     requests = [make_request(f"r{i}", [1]) for i in range(rows)]
     own = [[1] * drafts, *[[]] * (rows - 1)] if drafts else []
     ones = [1] * rows
@@ -199,7 +199,7 @@ class Clock:
 
 def test_steps_are_measured_from_commit_to_commit_and_forgotten() -> None:
     """Steps with drafts apart from overlapping ones without; idle time, prompts and what stands alone are
-    nobody's; one pause does not count much; what is old is gone."""
+    no request's; one pause does not count much; what is old is gone."""
     clock = Clock()
     pace = DraftPace(clock)
     policy = speculation(plain={}, verifying={})

@@ -32,7 +32,7 @@ _VOCAB = 100_000
 # Seconds of the host's work for a step, which a step that overlaps with another one hides.
 _HOST_SECONDS = 2.2e-3
 _MOST_ROWS = 64
-# Seconds that the model's own layer takes for each guess that it makes, and the host to launch it.
+# Seconds that the model's own layer takes for each draft token, and the host to launch it.
 _PASS_SECONDS, _PASS_HOST_SECONDS = 0.25e-3, 0.6e-3
 # The first steps load and compile something.
 _SLOW_STEPS, _SLOW = 4, 3.0
@@ -42,7 +42,7 @@ def _successor(token: int) -> int:
     return (token + 61803) % _VOCAB
 
 
-# One H200 with all of Qwen3-30B-A3B's experts: milliseconds of a step up to so many rows.
+# One H200 with all of Qwen3-30B-A3B's experts: milliseconds of a step by its largest number of rows.
 _RESIDENT = {1: 3.31, 2: 3.8, 4: 4.82, 8: 6.75, 16: 13.8, 24: 15.0, 32: 16.6, 64: 19.0}
 
 
@@ -63,7 +63,7 @@ class SimulatedEngine:
     def __init__(
         self, seconds_of: Callable[[int], float], speculates: bool, right: float | None = None
     ) -> None:
-        """`right`: the share of guesses that are, by layers of the model; None: n-grams guess."""
+        """`right`: the acceptance rate of drafts by layers of the model; None: of n-grams, from the text."""
         limits = SchedulerLimits(
             max_num_seqs=_MOST_ROWS,
             max_num_batched_tokens=1 << 16,
@@ -86,7 +86,7 @@ class SimulatedEngine:
         self._count = 0
 
     def decode(self, streams: int, changed: float, length: int = 256) -> float:
-        """Tokens per second of so many streams that repeat their prompts but for a share of the tokens."""
+        """Tokens per second of `streams` that repeat their prompts but for a share of the tokens."""
         requests = [self._request(changed, length) for _ in range(streams)]
         for request in requests:
             self._scheduler.add(request)
@@ -121,7 +121,7 @@ class SimulatedEngine:
         batch = self._scheduler.schedule()
         if batch is None:
             return False
-        # It runs in every step, and once more for each further guess.
+        # It runs in every step, and once more for each further draft token.
         passes = 0 if self.policy is None or self._right is None else max(1, batch.num_drafts)
         self._now += _HOST_SECONDS / 2 + passes * _PASS_HOST_SECONDS
         rows = min(batch.num_tokens, _MOST_ROWS)
@@ -142,9 +142,9 @@ class SimulatedEngine:
                 continue
             [last] = request.known_tokens(request.total_len - 1, request.total_len)
             result = RowResult(_successor(last))
-            guesses = self._guesses(last, own, batch.num_drafts)
+            draft_tokens = self._draft_tokens(last, own, batch.num_drafts)
             verified = [RowResult(_successor(token)) for token in own]
-            results.append(replace(result, verified=verified, drafts=guesses))
+            results.append(replace(result, verified=verified, drafts=draft_tokens))
         self._scheduler.commit(batch, results)
         if self.policy is not None:
             self._pace.committed(batch, overlaps)
@@ -152,8 +152,8 @@ class SimulatedEngine:
             if message is not None:
                 self.policy.read(message)
 
-    def _guesses(self, last: int, verified: list[int], count: int) -> list[int]:
-        """What a layer of the model guesses after the newest token that the step gives."""
+    def _draft_tokens(self, last: int, verified: list[int], count: int) -> list[int]:
+        """The draft tokens of a layer of the model after the newest token that the step gives."""
         newest = _successor(last)
         for token in verified:
             if token != newest:
@@ -189,7 +189,7 @@ def _tokens(requests: list[Request]) -> int:
 def test_drafts_are_worth_it_or_left_out(
     seconds_of: Callable[[int], float], streams: int, changed: float, least: float
 ) -> None:
-    """Times the speed without drafts, after texts that were guessed whole, which is the worst that the policy
+    """Times the speed without drafts, after all drafts were accepted, which is the worst that the policy
     can have learned from: what drafts cost is known, and what they give is found out soon enough."""
     plain = SimulatedEngine(seconds_of, speculates=False).decode(streams, changed)
     engine = SimulatedEngine(seconds_of, speculates=True)
@@ -220,7 +220,7 @@ def test_drafts_are_worth_it_or_left_out(
         (in_memory, 16, 0.8, 1.75),
     ],
 )
-def test_the_models_own_guesses_are_worth_it_or_left_out(
+def test_the_models_own_drafts_are_worth_it_or_left_out(
     seconds_of: Callable[[int], float], streams: int, right: float, least: float
 ) -> None:
     """From the second text on: what the first steps took, which were slow, is not believed for long."""

@@ -127,7 +127,7 @@ CASES: dict[str, Spoilt] = {
     "zeros_not_symmetric": Spoilt(
         "gptq_int8_g32", (f"{Q}.qzeros", "symmetric"), spoil.filled(f"{Q}.qzeros", 0x7F7F7F7E)
     ),
-    # Tensors that nobody asks for.
+    # Tensors that are not asked for.
     "extra_tensor": Spoilt(
         FP8, ("1 unused", f"{Q}.weight_scale"), spoil.added(f"{Q}.weight_scale", np.ones(1, np.float32))
     ),

@@ -61,7 +61,7 @@ def test_a_file_is_one_workers() -> None:
     files = [{ids[index].split("::")[0] for index in worker.given} for worker in workers]
     assert sum(map(len, files)) == len(FILES)
     assert all(worker.shutting_down for worker in workers)
-    # Whoever begins with services begins with the longest of them, and the others leave those to it.
+    # A worker that begins with services begins with the longest of them, and the others leave those to it.
     assert ids[workers[0].given[0]].startswith("tests/service/test_end_to_end.py")
     assert ids[workers[2].given[0]].startswith("tests/unit/test_triton_compile.py")
 

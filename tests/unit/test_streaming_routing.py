@@ -107,7 +107,7 @@ def test_costs_know_what_is_left_to_servers() -> None:
 
 
 def test_who_has_had_no_rows_is_expected_to_have_none() -> None:
-    """Not before a step has shown anything, nor in a step of so many more rows that it may have some; and
+    """Not before a step has shown anything, nor in a step of enough more rows that it may have some; and
     experts that are resident count as chosen, though they are never streamed.
     """
     random = np.random.default_rng(4)

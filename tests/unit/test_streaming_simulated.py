@@ -283,7 +283,7 @@ def run_steps(world: World, count: int) -> None:
                 if lane_layer == LAYERS:
                     lane.end = world.device.record_read()
         if broken < LAYERS:
-            # Its launches stay queued; the step is begun anew later.
+            # Its launches stay queued; the step is begun again later.
             again.append(run.ids)
             world.counts["broken off"] += 1
         else:

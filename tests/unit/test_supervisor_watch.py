@@ -1,4 +1,4 @@
-"""Guards who is taken for hung: who shows no sign of life and computes nothing, and nobody else."""
+"""Guards who is taken for hung: who shows no sign of life and computes nothing, and no other."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def watched(world: World, liveness: bool = True) -> Watch:
 
 
 def looks(world: World, watch: Watch, seconds: float, step_s: float = 1.0) -> None:
-    """Looks once per step until so many seconds have passed."""
+    """Looks once per step until `seconds` have passed."""
     for _ in range(round(seconds / step_s)):
         world.now += step_s
         watch.look()
 
 
 def test_silent_and_idle_is_hung() -> None:
-    """After the limit, not before; one sign of life begins it anew."""
+    """After the limit, not before; one sign of life begins it again."""
     silence = Silence(LIMIT_S)
     for _ in range(9):
         silence.note(1.0, alive=False)
@@ -280,7 +280,7 @@ def test_a_restart_that_the_system_refuses_is_tried_again(monkeypatch: pytest.Mo
 
 
 class Brief(Script):
-    """Each start of the process answers so many requests as `counts` says, and ends."""
+    """Each start of the process answers as many requests as `counts` says, and ends."""
 
     counts: Iterator[int | None]
 
@@ -290,7 +290,7 @@ class Brief(Script):
 
 
 def pauses_of(counts: list[int | None], program: str = "pass") -> list[float]:
-    """Pauses before the restarts of a process whose starts answer so many requests, with a backoff of 1 s."""
+    """Pauses before the restarts of a process whose starts answer requests, with a backoff of 1 s."""
     script = Brief(is_ready=False)
     script.counts = iter(counts)
     spec = ProcessSpec("p", (sys.executable, "-S", "-c", program), script, 0, liveness=script)

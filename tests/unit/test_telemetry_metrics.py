@@ -34,7 +34,7 @@ def start(
 
 
 def test_serves_the_registry_until_closed() -> None:
-    """`GET /metrics` shows the counters; after close nobody answers."""
+    """`GET /metrics` shows the counters; after close nothing answers."""
     registry = CollectorRegistry()
     Counter("moebius_test_steps", "Steps", registry=registry).inc(3)
     server = start(free_port(), registry)

@@ -17,7 +17,7 @@ FEW = "from tests.helpers import ports; ports._PORTS = range(*{}); print(ports.f
 
 
 def test_a_port_is_given_once() -> None:
-    """Between the answer and the server's start nobody else is given it: not here, not in another process,
+    """Between the answer and the server's start it is not given out again: not here, not in another process,
     and not by the kernel, which gives connections and unnamed servers others."""
     given = [free_port() for _ in range(50)]
     assert len(set(given)) == len(given)
@@ -29,7 +29,7 @@ def test_a_port_is_given_once() -> None:
 
 
 def test_a_port_with_a_listener_is_not_given() -> None:
-    """Whoever listens there need not be one of us."""
+    """What listens there need not be one of our processes."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert not ports._is_free(taken.getsockname()[1])
 

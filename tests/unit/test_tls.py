@@ -39,7 +39,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 @pytest.fixture(autouse=True)
 def _plain_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Other tests speak plain text; each test's failures are reported anew."""
+    """Other tests speak plain text; each test's failures are reported again."""
     monkeypatch.setattr(tls, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(grpc_channels, "_reported", {})
     yield

@@ -115,7 +115,7 @@ def test_figures_are_differences() -> None:
 
 
 def test_what_is_not_known_is_none() -> None:
-    """Before a second answer, of a server that began anew, without a host-driven mailbox, of old gateways."""
+    """Before a second answer, of a restarted server, without a host-driven mailbox, of old gateways."""
     assert figures_between(None, answer(10)).bytes_per_second is None
     restarted = figures_between(answer(10), answer(12, server={"instance_id": 8}))
     assert restarted.servers == [None]
@@ -179,12 +179,12 @@ def test_it_fits_80_columns() -> None:
     assert any(line.lstrip().startswith("3 ████▌") for line in lines)
 
 
-def test_guesses_are_shown_where_there_are_some() -> None:
-    """The share that was right since the start; no line where nothing was guessed."""
+def test_draft_tokens_are_shown_where_there_are_some() -> None:
+    """The acceptance rate since the start; no line where no draft token was verified."""
     load = {"draft_tokens": 1200, "accepted_tokens": 900}
     lines = shown(answer(12, load=load), answer(10, load=load))
-    assert any("75% of 1,200 verified tokens were right" in line for line in lines)
-    assert not any("verified tokens" in line for line in shown(answer(12), answer(10)))
+    assert any("75% of 1,200 verified ones were accepted" in line for line in lines)
+    assert not any("draft tokens" in line for line in shown(answer(12), answer(10)))
 
 
 def test_a_narrow_terminal_cuts_no_number() -> None:

@@ -1,4 +1,4 @@
-"""Invariant: a choice without weights answers its input times its weight, and nobody else computes it."""
+"""Invariant: a choice without weights answers its input times its weight, and no server computes it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 
 
 def _choices(tokens: int, top_k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of 5 experts with weights and 4 without, and a last row that chose nobody."""
+    """Of 5 experts with weights and 4 without, and a last row that chose none."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, 9, generator=generator).argsort(1)[:, :top_k].int().contiguous()
     ids[-1] = -1

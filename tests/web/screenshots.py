@@ -74,7 +74,7 @@ def chat_picture(page: Browser, url: str, path: Path) -> None:
 
 
 def live_picture(page: Browser, url: str, path: Path, seconds: float) -> None:
-    """The live view in dark colours, so many seconds after requests began."""
+    """The live view in dark colours, a number of seconds after requests began."""
     stop = threading.Event()
     threads = [threading.Thread(target=_keep_busy, args=(url, stop)) for _ in range(3)]
     page.resize(1180, 1250)

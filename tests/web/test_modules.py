@@ -183,7 +183,7 @@ def layer(
 
 
 def test_heat(page: Browser) -> None:
-    """Heat is what was added since; a count that fell begins anew; what nobody counts is unknown."""
+    """Heat is what was added since; a count that fell begins again; what is not counted is unknown."""
 
     def heat(now: dict[str, Any], before: dict[str, Any]) -> Any:
         body = """const found = m.heatOf(...given[0]);
@@ -207,7 +207,7 @@ def test_heat(page: Browser) -> None:
 
 
 def test_rates_of_servers(page: Browser) -> None:
-    """Bytes over time and over busy time; nothing for a server that was started anew or is down."""
+    """Bytes over time and over busy time; nothing for a server that was restarted or is down."""
     server = {"index": 0, "is_up": True, "instance": "a", "calibrated_bytes_per_second": 20.0}
 
     def rates(before: dict[str, Any], now: dict[str, Any]) -> Any:

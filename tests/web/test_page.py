@@ -78,7 +78,7 @@ def test_a_conversation(page: Browser, script: Script) -> None:
 
 
 def test_regenerate_edit_and_several_conversations(page: Browser, script: Script) -> None:
-    """An answer is made anew from what was before it; an edited message drops what followed; each is kept."""
+    """An answer is made again from what it followed; an edited message drops what followed; each is kept."""
     script.answers = [contents("one"), contents("uno"), contents("two"), contents("other")]
     say(page, "First")
     page.click(f"{LAST} [aria-label='Regenerate this answer']")
@@ -384,7 +384,7 @@ def live_answer(rows: int, seconds: float) -> dict[str, Any]:
 
 
 def test_the_live_view(page: Browser, script: Script) -> None:
-    """Rates come from two answers; what is unknown is said to be; nothing is asked while nobody looks."""
+    """Rates come from two answers; what is unknown is said to be; a hidden page asks nothing."""
     script.live = live_answer(5, 10.0)
     assert not any("live" in path for path in script.paths)
     page.click("header nav a[href='#live']")

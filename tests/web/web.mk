@@ -3,7 +3,7 @@
 test-web: setup
 	$(BIN)/python -m pytest -rs tests/web tests/service/test_gateway_web.py
 
-# The pictures of terminals and of the page in docs, made anew; needs poppler-utils, too.
+# The pictures of terminals and of the page in docs, made again; needs poppler-utils, too.
 screenshots: setup
 	$(BIN)/python -m tests.tools.screenshots
 	$(BIN)/python -m tests.web.screenshots

@@ -44,7 +44,7 @@ class KernelsOptions:
     shapes: Sequence[ExpertShape]
     formats: Sequence[str]
     rows: Sequence[int]
-    rows_per_expert: Sequence[int] = ()  # Instead of `rows`: so many rows for every expert.
+    rows_per_expert: Sequence[int] = ()  # Instead of `rows`: this many rows for every expert.
     # 0: every allowed cpu.
     threads: int = 0
     isa: Isa = "auto"

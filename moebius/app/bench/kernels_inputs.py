@@ -128,7 +128,7 @@ def plan_working_set(
     experts: int = 0,
     layers: int = 0,
 ) -> WorkingSet:
-    """All experts that fit, and so many layers that CACHES last-level caches could not hold them.
+    """All experts that fit, and enough layers that CACHES last-level caches could not hold them.
 
     Args:
         shape: the layer.

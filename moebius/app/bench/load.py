@@ -215,7 +215,7 @@ def worker(arguments: list[str]) -> None:
 
 
 def peak_resident_bytes() -> int:
-    """Of this process, since it began."""
+    """The largest resident memory of this process, since it began."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     if found is None:
         raise RuntimeError("/proc/self/status has no VmHWM")

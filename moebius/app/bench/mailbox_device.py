@@ -64,7 +64,7 @@ def make_row(
     server_us: float,
     limit_us: float,
 ) -> DeviceRow:
-    """From the microseconds per layer of each replay."""
+    """Makes a row from the microseconds per layer of each replay."""
     ordered = sorted(layer_us)
     median = ordered[len(ordered) // 2]
     return DeviceRow(

@@ -1,6 +1,6 @@
-"""`moebius bench speculation`: decode speed with guessed tokens and without, on the same prompts.
+"""`moebius bench speculation`: decode speed with draft tokens and without, on the same prompts.
 
-What guessing gains is a question of the text. Here it is the kindest one that n-grams can have, an output
+What speculation gains is a question of the text. Here it is the kindest one that n-grams can have, an output
 that repeats its prompt (as an editor's or a tool's answer does), and the same with a given share of other
 tokens. A model with a chained head (`moebius models random --head chain`) continues with what followed its
 last token whatever came before, so its prompt can hold the output in advance.
@@ -68,14 +68,14 @@ class SpeculationResult:
     # Of each stream.
     tokens_per_step: float
     draft_tokens_per_step: float
-    # Of verified guesses, those that were right; None: there were none.
+    # Acceptance rate: accepted draft tokens over verified ones; None: none was verified.
     accepted_share: float | None
     cpu_experts_per_layer: float
     bound_tokens_per_second: float
     ratio: float  # Of the bound.
     method: str = "off"  # "off", "ngram" or "mtp".
     changed_percent: int = 0
-    # Against the same prompts without guesses; None: these are they.
+    # Against the same prompts without speculation; None: this row is without.
     speedup: float | None = None
     same_outputs: bool | None = None
 
@@ -87,8 +87,8 @@ _TABLE = BenchTable[SpeculationResult](
     Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}", 8),
     Column("step ms", lambda row: f"{row.step_seconds * 1e3:.2f}", 7),
     Column("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
-    Column("guesses/step", lambda row: f"{row.draft_tokens_per_step:.2f}"),
-    Column("right", lambda row: or_dash(row.accepted_share, 2)),
+    Column("drafts/step", lambda row: f"{row.draft_tokens_per_step:.2f}"),
+    Column("accepted", lambda row: or_dash(row.accepted_share, 2)),
     Column("experts/layer", lambda row: f"{row.cpu_experts_per_layer:.1f}"),
     Column("limit", lambda row: f"{row.bound_tokens_per_second:.1f}", 8),
     Column("ratio", lambda row: f"{row.ratio:.3f}", 6),
@@ -108,7 +108,7 @@ def parse_percents(text: str, option: str) -> list[int]:
 def run(
     config: MoebiusConfig, options: SpeculationOptions, json_file: Path | None = None
 ) -> list[SpeculationResult]:
-    """An engine without guesses, then one with the method that is set (n-grams if none is); prints rows.
+    """Measures an engine without speculation, then one with the set method (n-grams if none is); prints rows.
 
     Raises UserError, and what `moebius serve` would refuse.
     """
@@ -118,22 +118,22 @@ def run(
     config = with_room(config, EngineBenchOptions(options.streams))
     device = resolve_device(config.gpu)
     method = "ngram" if config.gpu.speculative_method == "off" else config.gpu.speculative_method
-    guessing, parallel = _with_method(config, method), config.parallel
-    if method == "mtp":  # its guesses do not follow from what prompts repeat
+    speculative, parallel = _with_method(config, method), config.parallel
+    if method == "mtp":  # its draft tokens do not follow from what prompts repeat
         options = replace(options, changed=options.changed[:1])
-    # What could not guess is refused before half of the run is over.
-    check_speculation(guessing.gpu, parallel, read_served_model(guessing))
+    # A model without drafts is refused before half of the run is over.
+    check_speculation(speculative.gpu, parallel, read_served_model(speculative))
     bandwidths = measure_bandwidths(device, options.probe_bytes, parallel.tensor_parallel_size)
     _TABLE.print_header()
     texts: _Texts = {}
     plain = _measure(_with_method(config, "off"), options, bandwidths, texts, ())
-    rows = plain + _measure(guessing, options, bandwidths, texts, plain)
+    rows = plain + _measure(speculative, options, bandwidths, texts, plain)
     results = [row for row, _ in rows]
     write_json({"host": facts(device), "rows": [asdict(row) for row in results]}, json_file)
     return results
 
 
-# By number of streams, what each of them will say.
+# By number of streams, the token ids that each of them will generate.
 _Texts = dict[int, list[list[int]]]
 # A row, and the outputs that its streams gave.
 _Measured = tuple[SpeculationResult, list[list[int]]]
@@ -151,9 +151,9 @@ def _measure(
     texts: _Texts,
     others: Sequence[_Measured],
 ) -> list[_Measured]:
-    """Every row of one engine, next to those of an engine without guesses, which `others` are; fills `texts`.
+    """Every row of one engine, next to those of an engine without speculation, `others`; fills `texts`.
 
-    Its servers are its own: those of an engine that guesses by MTP hold the layers for it, too.
+    Its servers are its own: those of an engine with MTP hold the layers for it, too.
     """
     found: list[_Measured] = []
     kept = config.gpu.ngram_match_min

@@ -66,7 +66,7 @@ class ServeLog:
         self._thread.start()
 
     def join(self) -> None:
-        """Until the output has ended."""
+        """Waits until the output has ended."""
         self._thread.join()
 
     def _read(self, stream: IO[str]) -> None:

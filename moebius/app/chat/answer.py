@@ -50,7 +50,7 @@ class Answer:
         return not (self.text or self.reasoning or self.tool_calls)
 
     def take(self, piece: StreamPiece, seconds: float) -> None:
-        """Adds an event that came so many seconds after the request."""
+        """Adds an event that came `seconds` after the request."""
         if piece.text or piece.reasoning or piece.tool_calls:
             if self.is_empty:
                 self.time_to_first_token = seconds

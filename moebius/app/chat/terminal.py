@@ -23,7 +23,7 @@ PROMPT = "> "
 def converse(client: ApiClient, conversation: Conversation) -> None:
     """Asks the user until the end of input; the whole conversation is sent each time.
 
-    Errors of commands and of the server are shown and the dialogue goes on: the next message connects anew.
+    Errors of commands and of the server are shown and the dialogue goes on: the next message connects again.
     """
     read = _reader(conversation)
     while True:
@@ -67,7 +67,7 @@ def _answer(client: ApiClient, conversation: Conversation) -> None:
 
 
 def _note(text: str) -> None:
-    """Of the program, not of the model: on stderr, dimmed on a terminal."""
+    """Writes a line of the program, not of the model: on stderr, dimmed on a terminal."""
     dimmed = f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text
     print(dimmed, file=sys.stderr, flush=True)
 

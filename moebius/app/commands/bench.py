@@ -111,7 +111,7 @@ def kernels(
     ] = "qwen3-30b-a3b",
     rows: Annotated[str, typer.Option(help="Token rows per call")] = "1,2,4,8,16,64,256,1024,4096",
     rows_per_expert: Annotated[
-        str, typer.Option(help="Instead of --rows: exactly so many rows for every expert")
+        str, typer.Option(help="Instead of --rows: exactly this many rows for every expert")
     ] = "",
     threads: Annotated[int, typer.Option(help="0: one per allowed CPU")] = 0,
     isa: Annotated[str, typer.Option(help="Instruction-set level")] = "auto",
@@ -337,7 +337,7 @@ def speculation(
     probe_mib: ProbeMib = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode speed with guessed tokens and without. Of outputs that repeat what their prompts hold."""
+    """Decode speed with draft tokens and without. Of outputs that repeat what their prompts hold."""
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.speculation import SpeculationOptions, parse_percents, run
 

@@ -47,7 +47,7 @@ def doctor(
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Measure anew what each NUMA node's memory gives, and remember it"),
+        typer.Option("--measure", help="Measure again what each NUMA node's memory gives, and remember it"),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings end with status 1, too")] = False,
     json_file: JsonFile = None,
@@ -78,7 +78,7 @@ def doctor(
 
 
 def line_of(finding: Finding) -> str:
-    """As it is printed."""
+    """The line of a finding as it is printed."""
     text = f"{MARKS[finding.status]} {finding.check}: {finding.found}"
     return f"{text}; {finding.fix}" if finding.fix else text
 

@@ -216,16 +216,18 @@ def random(
     ] = "bfloat16",
     layers: Annotated[int, typer.Option(min=0, help="0: the model's own number")] = 0,
     max_gb: Annotated[
-        float, typer.Option(min=0, help="As many layers as so many GB of weights allow; 0: no limit")
+        float, typer.Option(min=0, help="As many layers as fit this many GB of weights; 0: no limit")
     ] = 0.0,
     skew: Annotated[str, typer.Option(help="How unequally experts are chosen: none, or zipf:S")] = "none",
     head: Annotated[
         str, typer.Option(help="What follows a token: random, or chain (one token, so that systems agree)")
     ] = "random",
-    mtp_right: Annotated[
+    mtp_acceptance: Annotated[
         int,
         typer.Option(
-            min=0, max=100, help="Percent of tokens after which an MTP layer guesses right, with --head chain"
+            min=0,
+            max=100,
+            help="Acceptance rate of an MTP layer's draft tokens in percent, with --head chain",
         ),
     ] = 80,
     overlap: Annotated[
@@ -250,7 +252,7 @@ def random(
         max_gb,
         skew,
         head,
-        mtp_right,
+        mtp_acceptance,
         seed,
         threads,
         overlap,

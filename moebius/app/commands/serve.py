@@ -11,6 +11,7 @@ from moebius.app.cli_options import PrintConfig, print_configuration, with_setti
 from moebius.app.commands.models import check_files, with_checkpoint
 from moebius.config import MoebiusConfig
 from moebius.limits import check_limits
+from moebius.web_origins import LOOPBACK_HOSTS
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the memory plan and whether it fits; start nothing")
@@ -102,7 +103,7 @@ for chunk in stream:
 def container_note(host: str, root: Path = Path("/")) -> str:
     """What a published port needs, for a server that only its container reaches; else empty."""
     inside = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
-    if not inside or host not in ("127.0.0.1", "localhost", "::1"):
+    if not inside or host not in LOOPBACK_HOSTS:
         return ""
     return (
         f"Only this container reaches {host}; a port that docker or podman publishes needs --host 0.0.0.0\n"

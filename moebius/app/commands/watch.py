@@ -109,7 +109,7 @@ def _add_profile(app: typer.Typer) -> None:
 
 @contextmanager
 def live_source(server: str, config: str | None, replica: int, key: str, tls: ClientTls) -> Iterator[Source]:
-    """Of a gateway's URL, or of an engine's gRPC address, which `config` says how to reach."""
+    """The source of figures at a gateway's URL, or at an engine's gRPC address, reached as `config` says."""
     from moebius.app.client import ApiClient
     from moebius.app.top.run import EngineSource, GatewaySource
 

@@ -139,7 +139,7 @@ def _build(target: Path, progress: ProgressCallback, gguf: Path | None) -> None:
     if sha256_file(recipe.SPLIT_FILE) != recipe.SPLIT_SHA256:
         raise DemoModelError(f"{recipe.SPLIT_FILE} is damaged: its SHA-256 is not {recipe.SPLIT_SHA256}")
     prefix = f".{target.name}.build-"
-    for abandoned in target.parent.glob(f"{prefix}*"):  # by a killed builder: we hold the lock, nobody builds
+    for abandoned in target.parent.glob(f"{prefix}*"):  # by a killed builder: we hold the lock
         shutil.rmtree(abandoned)
     free = shutil.disk_usage(target.parent).free
     if free < REQUIRED_BYTES:

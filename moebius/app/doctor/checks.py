@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Status = Literal["ok", "warning", "failure"]
 GIB, MIB = 2**30, 2**20
 FS_GROUP = "chart value podSecurityContext.fsGroup, which lets the image's user write to volumes"
-# torch, the driver and our processes open about so many.
+# torch, the driver and our processes open about this many.
 OPEN_FILES = 4096
 
 
@@ -60,7 +60,7 @@ def _as(ok: bool, bad: Status, check: str, found: str, fix: str) -> Finding:
 
 
 def check_host(facts: Facts) -> Iterator[Finding]:
-    """Of a machine that serves without Kubernetes, or of a node as seen from a Pod."""
+    """The findings of a machine that serves without Kubernetes, or of a node as seen from a Pod."""
     # Nothing mends it, so it is no warning.
     cost = what_it_costs(facts.isa, facts.cpu_flags, facts.num_gpus > 0)
     yield Finding("instruction set", "ok", facts.isa + (f": {cost}" if cost else ""))
@@ -333,7 +333,7 @@ def check_model(path: str, error: str, fix: str) -> Finding:
 
 
 def check_threads(servers: Sequence[ServerBinding]) -> Iterator[Finding]:
-    """Of the expert servers that `moebius serve` would start now."""
+    """The findings on threads of the expert servers that `moebius serve` would start now."""
     for server in servers:
         node = f" of node {server.numa_node}" if server.numa_node >= 0 else ""
         yield _as(
@@ -367,7 +367,8 @@ def check_plan(error: str, found: str = "fits") -> Finding:
 
 
 def check_certificates(settings: SecurityConfig) -> Iterator[Finding]:
-    """Of gRPC, as the processes of this Pod will read them; nothing where they speak plain text."""
+    """The findings on certificates of gRPC, as the processes of this Pod will read them; nothing where they
+    speak plain text."""
     from moebius.tls import SOON, grpc_files, read_credentials
 
     if settings.grpc_tls == "off":

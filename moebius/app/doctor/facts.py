@@ -160,7 +160,8 @@ def read_memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def read_gpu_links(root: Path = Path("/")) -> tuple[GpuLink, ...]:
-    """Of the machine's NVIDIA GPUs, in the order of their addresses, also those that may not be opened."""
+    """The PCIe links of the machine's NVIDIA GPUs, in the order of their addresses, also those that may not
+    be opened."""
     names = sorted(path.name.lower() for path in (root / "proc/driver/nvidia/gpus").glob("*"))
     found = []
     for name in names:

@@ -66,7 +66,7 @@ def kv_refusal(context: int, concurrency: int, tokens: int, token_bytes: float) 
 
 MEASURED_HERE, ASSUMED = "measured on this host", "assumed"
 DEFAULT_CONTEXT = 8192
-# Kept for KV where nobody says how many streams are wanted.
+# Kept for KV where no number of streams is given.
 DEFAULT_CONCURRENCY = 4
 
 
@@ -91,7 +91,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """Of every rank alike; bytes over all layers of the rank that has least room."""
+    """The KV cache, the same on every rank; bytes over all layers of the rank that has least room."""
 
     pages: int
     page_size: int
@@ -127,7 +127,7 @@ class CapacityPlan:
 
     @property
     def total(self) -> int:
-        """Of all components in all places."""
+        """The bytes of all components in all places."""
         return sum(part.nbytes for part in self.components)
 
     def total_of(self, place: str) -> int:

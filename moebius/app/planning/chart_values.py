@@ -17,7 +17,7 @@ from moebius.served_model import read_served_geometry
 
 # CPUs of the gateway, and of each rank that drives a GPU: a thread that launches, one that answers.
 GATEWAY_CPUS, RANK_CPUS = 2, 2
-# Of the CPUs of a machine without GPUs, so many are the engine's.
+# The engine's share of the CPUs of a machine without GPUs.
 ENGINE_SHARE = 4
 # What NCCL and torch want of /dev/shm, for each rank of several.
 RANK_SHM_MIB = 512
@@ -145,7 +145,7 @@ def _mib(nbytes: float) -> int:
 
 
 def write_values(path: Path, values: Mapping[str, Any], headline: str) -> None:
-    """As YAML, with a comment that says what it was made of. Raises UserError."""
+    """Writes the values as YAML, with a comment that says what it was made of. Raises UserError."""
     text = "".join(f"# {line}\n" for line in headline.splitlines())
     text += "# To be added: where the checkpoint is, for example --set model.source.pvc.claimName=models\n"
     try:

@@ -13,8 +13,8 @@ from moebius.errors import UserError
 from moebius.kernel_times import PanelTimes, read_times, times_file
 from moebius.limits import available_memory
 
-# Read bandwidth per usable core, and of a socket at most, where nobody measured: host C of docs/benchmarks.md
-# gives 13 GB/s to each of 16 cores, host A 18 to each of two.
+# Read bandwidth per usable core, and of a socket at most, where neither was measured: host C of
+# docs/benchmarks.md gives 13 GB/s to each of 16 cores, host A 18 to each of two.
 ASSUMED_CORE_BANDWIDTH = 13e9
 ASSUMED_SOCKET_BANDWIDTH = 250e9
 # bfloat16 operations per second and core by instruction set. AMX: the best of host C over its 16 cores.
@@ -143,7 +143,7 @@ def _with_given(model: GpuModel | None, options: HardwareOptions) -> GpuModel:
 
 
 def gpu_names(root: Path = Path("/")) -> list[str]:
-    """Of every GPU that may be opened; "" where the driver's files do not say."""
+    """The product name of every GPU that may be opened; "" where the driver's files do not say."""
     from moebius.app.supervisor.placement import find_gpus
 
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))

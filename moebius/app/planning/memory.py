@@ -45,7 +45,8 @@ class StoredExperts:
 def stored_experts(
     directory: str | Path, geometry: MoeGeometry, expert_checkpoint: str = ""
 ) -> dict[int, StoredExperts]:
-    """By MoE layer, from headers; without files of weights, what `config.json` says that they will be.
+    """The stored formats of experts by MoE layer, from headers; without files of weights, what `config.json`
+    says that they will be.
 
     `expert_checkpoint`: where they lie apart from the rest of the model; empty: they do not.
 
@@ -119,7 +120,7 @@ def packed_expert(
 
 
 def packed_formats(stored: StoredExperts, expert_dtype: str, widest: str = "float32") -> tuple[str, str]:
-    """Of gate and up, and of down.
+    """The packed formats of gate and up, and of down.
 
     `widest` "bfloat16" is that of a GPU that computes in it. Raises UserError when `expert_dtype` is "keep"
     and no packed format is the stored one.
@@ -228,7 +229,8 @@ class ExpertServer:
 
 
 def num_servers(config: MoebiusConfig, sockets: int) -> int:
-    """As `moebius serve` starts them: what is set, else one per NUMA node. Raises UserError."""
+    """The number of expert servers, as `moebius serve` starts them: what is set, else one per NUMA node.
+    Raises UserError."""
     if config.experts.expert_transport == "local":
         raise UserError(
             "expert_transport local is a reference implementation without a plan; allowed: mailbox, grpc"
@@ -293,7 +295,7 @@ def ram_components(
 
 
 def total_bytes(components: Sequence[Component], place: str) -> int:
-    """Of all parts in a place."""
+    """The bytes of all parts in a place."""
     return sum(part.nbytes for part in components if part.place == place)
 
 
@@ -304,7 +306,7 @@ class Residency:
     # MoE layer -> ids of resident experts.
     resident: Mapping[int, tuple[int, ...]]
     num_experts: int
-    # Whether nobody chose it: the settings that ask `moebius serve` for it are then in `flags`.
+    # Whether it was chosen by the planner: the settings that ask `moebius serve` for it are then in `flags`.
     is_filled: bool
     flags: str
 
@@ -345,7 +347,7 @@ def chosen_residency(config: MoebiusConfig, geometry: MoeGeometry) -> Residency:
 def filled_residency(
     config: MoebiusConfig, geometry: MoeGeometry, fits: Callable[[Residency], bool]
 ) -> Residency:
-    """As many experts of every MoE layer as fit; none where not even one does.
+    """The resident experts: as many experts of every MoE layer as fit; none where not even one does.
 
     `fits` must be monotone: what fits with more experts fits with fewer.
     """

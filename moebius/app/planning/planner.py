@@ -316,7 +316,7 @@ class Planner:
         return ExpertMemory(count, each, is_everything=residency.is_everything)
 
     def _pool(self, ledgers: tuple[MemoryPlan, ...]) -> KvPool:
-        """The rank with least room decides; nobody takes more than can be used."""
+        """The KV pool of every rank: the one with least room decides, and none takes more than is usable."""
         pages = min(ledger.kv_bytes // ledger.page_bytes for ledger in ledgers)
         settings = self.config.gpu
         if settings.num_pages is None and settings.kv_cache_gib is None:
@@ -432,7 +432,8 @@ class Planner:
 
 
 def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -> Planner:
-    """With `fill` all GPUs that the model allows are tensor-parallel ranks, where no setting says how many.
+    """A planner of these settings. With `fill` all GPUs that the model allows are tensor-parallel ranks,
+    where no setting says how many.
 
     Raises UserError for more ranks than GPUs.
     """
@@ -456,7 +457,8 @@ def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -
 
 
 def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> CapacityPlan:
-    """As `Planner.plan`; a refusal names how many GPUs of the kind would do, where up to 8 do."""
+    """The capacity, as `Planner.plan`; a refusal names how many GPUs of the kind would do, where up to 8
+    do."""
     planner = make_planner(config, hardware, fill)
     if not planner.on_gpu:
         hardware = replace(hardware, gpus=0, gpu=None)

@@ -67,7 +67,7 @@ class ExpertTimes:
     intermediate_size: int
 
     def seconds(self, rows: float) -> float:
-        """Of one expert with `rows` rows, all threads of one server at work."""
+        """The seconds of one expert with `rows` rows, all threads of one server at work."""
         return self.gate_up_panels * self.gate_up.seconds(
             rows, self.hidden_size
         ) + self.down_panels * self.down.seconds(rows, self.intermediate_size)
@@ -120,7 +120,7 @@ class StepSeconds:
 
     @property
     def parts(self) -> dict[str, float]:
-        """By name, in the order of a step."""
+        """The seconds of each part by name, in the order of a step."""
         return {
             "dense weights and KV": self.dense,
             "experts in RAM": self.cpu_experts,
@@ -159,7 +159,7 @@ def predict_decode(work: Work, hardware: Hardware, streams: Sequence[int], conte
 def predict_prefill(
     work: Work, hardware: Hardware, chunk: int, context: int, streamed_chunk: int = 0
 ) -> Speed:
-    """Of a prompt of `context` tokens, in chunks; each attends to half of the prompt on average.
+    """The speed of a prompt of `context` tokens in chunks; each attends to half of the prompt on average.
 
     With a `streamed_chunk` steps may be that long, with experts streamed as the engine divides them.
     """
@@ -335,7 +335,8 @@ def measured_times(
     dtype: str,
     hardware: Hardware,
 ) -> ExpertTimes | None:
-    """From `hardware.kernel_times`; None: no server of as many threads has measured both matrices' formats.
+    """The measured times from `hardware.kernel_times`; None: no server of as many threads has measured both
+    matrices' formats.
 
     `dtype`: of the model's activations.
     """

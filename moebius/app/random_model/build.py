@@ -100,8 +100,8 @@ class RandomModelOptions:
     skew: str = "none"
     # "random", or "chain": each token has one successor, whatever came before it.
     head: str = "random"
-    # After how many percent of the tokens layers of multi-token prediction guess right, with a chained head.
-    mtp_right: int = 80
+    # Acceptance rate, in percent, of draft tokens that MTP layers propose for a chained head.
+    mtp_acceptance: int = 80
     seed: int = 0
     threads: int = 0  # 0: one per allowed CPU.
     # Of a token's experts, the percentage that the next token chooses as well, with a chained head; 0: what
@@ -146,8 +146,8 @@ def write_random_model(
     shape = _fitting(shape, options)
     experts = expert_format("bfloat16" if is_gguf else options.weight_format, others=tuple(GGUF_FORMATS))
     chained = _parse_head(options.head)
-    if not 0 <= options.mtp_right <= 100:
-        raise UserError(f"--mtp-right: {options.mtp_right} is not allowed; allowed: 0 to 100")
+    if not 0 <= options.mtp_acceptance <= 100:
+        raise UserError(f"--mtp-acceptance: {options.mtp_acceptance} is not allowed; allowed: 0 to 100")
     if options.routing_from and (options.overlap or options.skew != "none"):
         raise UserError(
             "--routing-from has the trace's routing; --overlap and --skew are not allowed with it"
@@ -161,7 +161,7 @@ def write_random_model(
     fitted_share(topics, shape.num_experts, shape.top_k, skew)  # refused before anything is written
     replay = _replay(shape, options)
     chained = chained or replay is not None
-    draw = ModelDraw(shape, experts, skew, options.seed, chained, options.mtp_right, topics, replay)
+    draw = ModelDraw(shape, experts, skew, options.seed, chained, options.mtp_acceptance, topics, replay)
     write = _write_gguf if is_gguf else _write_safetensors
     path, written = write(directory, draw, options, on_progress)
     return Written(path, written, time.perf_counter() - begin, replay)

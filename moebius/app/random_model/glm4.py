@@ -52,8 +52,8 @@ def glm4_layer(draw: ModelDraw, shape: Glm4Shape, layer: int) -> Iterator[Tensor
 def _projection(draw: ModelDraw, layer: int, size: tuple[int, ...]) -> Array:
     """What the layer of prediction makes of the next token's embedding and of a hidden state.
 
-    With a chained head the embedding stays as it is, so that the guess is the token's successor. Where its
-    element `FLAG` is set, something is added that no token's embedding looks like, and the guess is wrong.
+    With a chained head the embedding stays as it is, so that the draft token is the token's successor. Where
+    its element `FLAG` is set, something is added that no token's embedding looks like, and it is rejected.
     """
     hidden, inputs = size
     rng = generator(draw.seed, VECTORS, layer, 3)

@@ -34,7 +34,7 @@ Floats = NDArray[np.float32]
 # Elements of the residual stream before the codes: the constant one, and the flag of tokens of text.
 FIRST_CODE = 2
 MAX_CODE_ELEMENTS = 64
-# Elements that no code takes tell apart tokens with equal codes: one of so many, and at least 32. They are
+# Elements that no code takes tell apart tokens with equal codes: one in 32, and at least 32. They are
 # larger than the others, so that what layers add to them changes no chained head's answer.
 _FREE, _LEAST_FREE = 32, 32
 FREE_STD = 3.0

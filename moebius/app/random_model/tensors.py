@@ -171,7 +171,7 @@ NUM_SPECIAL = 3
 FIRST_WORD = NUM_SPECIAL + 256
 # Element 0 of the residual stream, over sqrt(hidden): 1/36 of the energy, many deviations of the others.
 CONSTANT = 1 / 6
-# Element of an embedding that says whether layers of multi-token prediction guess wrong after that token; in
+# Element of an embedding that says whether draft tokens of MTP layers are rejected after that token; in
 # a replay, that the token is one of text, after which the trace begins.
 FLAG = 1
 # Of random numbers: attention matrices, which tokens are flagged, what a replay leaves free.
@@ -189,8 +189,8 @@ class ModelDraw:
     seed: int
     # Whether the head answers each token with `successor` of it.
     chained: bool = False
-    # After how many percent of all tokens layers of multi-token prediction guess the same as a chained head.
-    mtp_right: int = 100
+    # Acceptance rate, in percent, of draft tokens that MTP layers propose for a chained head.
+    mtp_acceptance: int = 100
     topics: Topics = NO_TOPICS
     # None: routers choose at random, as `skew` and `topics` say.
     replay: Replay | None = None
@@ -216,11 +216,11 @@ class ModelDraw:
         return CONSTANT * math.sqrt(self.shape.hidden_size)
 
     def normed_constant(self, layer: int) -> float:
-        """The same after a layer's RMSNorm: all layers together add about an embedding's energy."""
+        """The constant after a layer's RMSNorm: all layers together add about an embedding's energy."""
         return self.constant / self.norm(layer)
 
     def normed_topic(self, layer: int) -> float:
-        """Of a topic's elements."""
+        """The size of a topic's elements after a layer's RMSNorm."""
         return self.topic / self.norm(layer)
 
     def norm(self, layer: int) -> float:
@@ -252,7 +252,7 @@ def _embedding_rows(draw: ModelDraw, std: float) -> NDArray[np.uint16]:
     values[:, 0] = constant
     if shape.num_mtp_layers and draw.chained:
         order = generator(draw.seed, _FLAGS).permutation(shape.vocab_size)
-        flagged = order >= draw.mtp_right / 100 * shape.vocab_size
+        flagged = order >= draw.mtp_acceptance / 100 * shape.vocab_size
         values[:, FLAG] = np.where(flagged, constant, np.uint16(0))
     if draw.topics.is_on:
         found = trajectory(shape.vocab_size, draw.topics, draw.seed)[chain_places(shape.vocab_size)]

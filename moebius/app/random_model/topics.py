@@ -38,7 +38,7 @@ class Topics:
 
     @property
     def correlation(self) -> float:
-        """Of the topics of two neighbours."""
+        """The correlation of the topics of two neighbours."""
         return math.exp(-1.0 / self.topic_tokens)
 
     @property

@@ -257,7 +257,7 @@ def fitted_biases(num_experts: int, top_k: int, exponent: float) -> NDArray[np.f
     """Biases by rank, `[num_experts]`, mean 0, for scores of deviation SCORE_STD."""
     if exponent == 0.0 or top_k == num_experts:
         return np.zeros(num_experts)
-    # Nobody can be fitted to always or (in so many samples) never; both ends are held a little inside.
+    # No score gives a share of 1, or of 0 in `_SAMPLES` tokens; both ends are held a little inside.
     wanted = wanted_shares(num_experts, top_k, exponent).clip(1 / _SAMPLES, 0.98)
     noise = generator(0, num_experts, top_k).standard_normal((_SAMPLES, num_experts)) * SCORE_STD
     biases = SCORE_STD * 0.78 * np.log(wanted)

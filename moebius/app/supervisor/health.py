@@ -190,7 +190,7 @@ class Plan:
 
     # Holds the run file and the sockets; removed at the end.
     directory: Path
-    # In the order of their start; nobody waits for another process to start.
+    # In the order of their start; no process waits for another one to start.
     processes: tuple[ProcessSpec, ...]
     segments: tuple[Segment, ...] = ()
     # Memory of the expert servers that outlives them, but not the supervisor.

@@ -203,7 +203,7 @@ def _members(
 
 def _rank_member(config: MoebiusConfig, placed: RankBinding, engine_probe: GrpcProbe, group: str) -> _Member:
     own, stage = rank_settings(config, placed), STOP_RANKS if placed.rank else STOP_GPU
-    # The other ranks answer nobody; that one of them is silent is noticed by the group.
+    # The other ranks answer no probe; that one of them is silent is noticed by the group.
     life = None if placed.rank else engine_probe
     return _Member(placed.name, "gpu", own, engine_probe, stage, placed.cpus, group, life)
 
@@ -304,7 +304,8 @@ def _starts_servers(config: MoebiusConfig, model: MoeGeometry) -> bool:
 
 
 def place_servers(config: MoebiusConfig, cores: HostCores) -> tuple[ServerBinding, ...]:
-    """As many servers as are set, else one per NUMA node. Raises ConfigError for shares that do not fit."""
+    """The places of expert servers: as many servers as are set, else one per NUMA node. Raises ConfigError
+    for shares that do not fit."""
     experts = config.experts
     count = experts.expert_servers or len(cores.nodes)
     if experts.split_shares and len(experts.split_shares) != count:

@@ -30,7 +30,7 @@ STABLE_AFTER_S = 30.0
 MOST_CREDIT = 8
 # The kernel ends a killed process at once, unless it waits for a device that does not answer.
 KILL_WAIT_S = 5.0
-# An error of the user's (a setting, a missing file) may be temporary; after so many in a row it is not.
+# An error of the user's (a setting, a missing file) may be temporary; after this many in a row it is not.
 USER_ERRORS_ALLOWED = 5
 TAIL_LINES = 30
 
@@ -77,7 +77,7 @@ class ManagedProcess:
         self.cause = ""
         # What it is doing and how far that is, by its last word of it; empty: nothing that takes long.
         self.progress = ""
-        # Lines about that are not forwarded: whoever reads `progress` shows it.
+        # Lines about that are not forwarded: the reader of `progress` shows it.
         self.withholds_progress = False
         # Takes the lines that are passed on, in a thread of ours; None: they go to our stderr.
         self.on_line: Callable[[str], None] | None = None
@@ -267,7 +267,7 @@ class ManagedProcess:
             for line in stream:
                 text = line.decode(errors="replace").rstrip()
                 if text.startswith(FAILURE_MARK):
-                    # Whoever reports its end says it, once.
+                    # The report of its end says it, once.
                     self.cause = text.removeprefix(FAILURE_MARK)
                     continue
                 self._tail.append(text)

@@ -4,7 +4,7 @@ A run directory holds `lock` (flock held while the supervisor lives), `run.json`
 memory) and the processes' sockets and settings. The kernel drops the lock with its holder, so "the lock
 is free but run.json exists" means leftovers, and nothing else does.
 
-What a run file lists is killed and deleted, so it is believed only where nobody else can have written it:
+What a run file lists is killed and deleted, so it is believed only where no other user can have written it:
 in a directory (mode 0700) and a file of our own, reached through no link of somebody else's.
 """
 
@@ -29,6 +29,7 @@ import structlog
 
 from moebius.errors import StartupError
 from moebius.mailbox import MAGIC
+from moebius.replace_file import replace_file
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -59,14 +60,9 @@ def own_state_directory(path: Path) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file that nobody else can read, all of it or nothing. Raises StartupError without room."""
-    temporary = path.with_name(f"{path.name}.new")
+    """Writes a file that no other user can read, all of it or nothing. Raises StartupError without room."""
     try:
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.replace(path)
+        replace_file(path, text)
     except OSError as error:
         raise unusable(path.parent, error) from None
 

@@ -142,7 +142,7 @@ class Supervisor:
             self._stop()
 
     def silence_events(self) -> None:
-        """Stops all callbacks: whoever shows the start-up has seen its end."""
+        """Stops all callbacks: the display of the start-up has seen its end."""
         self._on_event = lambda name, state: None
         self._on_waiting = None
         for process in self.processes:
@@ -180,7 +180,7 @@ class Supervisor:
         """Watches and restarts the processes until a signal comes or `until()` is true.
 
         Raises StartupError when a process cannot be brought back: without it no request is answered, and
-        whoever started us is asked to look.
+        the user has to act.
         """
         while not self.stopping and not until():
             now = time.monotonic()
@@ -341,7 +341,7 @@ class Supervisor:
             log.error("run file is out of date", error=str(error))
 
     def _is_incomplete(self, stage: int) -> bool:
-        """Whether a process that members of this stage work through is gone: nobody brings it back now, so
+        """Whether a process that members of this stage work through is gone: it is not restarted now, so
         what still runs cannot end well, and a second SIGTERM tells them not to wait for it."""
         return any(process.spec.stop_stage > stage and process.pid is None for process in self.processes)
 

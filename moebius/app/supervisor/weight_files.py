@@ -36,7 +36,8 @@ class WeightFile:
 
 
 def free_reserved_bytes(node: int = -1, root: Path = SYS) -> int:
-    """In reserved 2 MiB pages (hugetlb) of a NUMA node, or of the machine; 0 where there are none."""
+    """The free bytes in reserved 2 MiB pages (hugetlb) of a NUMA node, or of the machine; 0 where there are
+    none."""
     place = root / "kernel/mm" if node < 0 else root / f"devices/system/node/node{node}"
     try:
         return int((place / "hugepages/hugepages-2048kB/free_hugepages").read_text()) * HUGE_PAGE

@@ -36,7 +36,7 @@ class Figures:
     limit: str  # What limits the step, for people.
     roofline_bytes_per_second: float | None = None
     elapsed: float = 0.0
-    servers: list[ServerRates | None] = field(default_factory=list)  # None: it is away, or began anew
+    servers: list[ServerRates | None] = field(default_factory=list)  # None: it is away, or was restarted
     bytes_per_second: float | None = None
     steps_per_second: float | None = None
     step: float | None = None  # one forward pass
@@ -100,7 +100,7 @@ def figures_between(before: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
 def server_rates(
     before: Mapping[str, Any], now: Mapping[str, Any], elapsed: float
 ) -> list[ServerRates | None]:
-    """In the order of the answer."""
+    """The rates of each server, in the order of the answer."""
     old = {server["index"]: server for server in _servers(before)}
     found: list[ServerRates | None] = []
     for server in _servers(now):
@@ -127,7 +127,7 @@ def _roofline(now: Mapping[str, Any]) -> float | None:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any], part: str, name: str) -> float | None:
-    """None where the server does not say, or began anew."""
+    """What was added to a counter between two readings; None where the server lacks it or was restarted."""
     then, found = (before.get(part) or {}).get(name), (now.get(part) or {}).get(name)
     return None if then is None or found is None or found < then else found - then
 

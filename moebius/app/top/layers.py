@@ -27,7 +27,7 @@ class LayerRates:
 def layer_rates(
     before: Mapping[str, Any], now: Mapping[str, Any], elapsed: float, steps: float | None
 ) -> list[LayerRates]:
-    """By layer, ascending. `steps`: forward passes in the `elapsed` seconds; None: not known."""
+    """The rates by layer, ascending. `steps`: forward passes in the `elapsed` seconds; None: not known."""
     experts = now.get("experts") or {}
     old = {layer["layer"]: layer for layer in (before.get("experts") or {}).get("layers") or []}
     total = max(1, experts.get("num_experts") or 1)
@@ -60,7 +60,7 @@ def layer_rates(
 
 
 def _difference(then: Mapping[str, Any] | None, now: Mapping[str, Any], part: str, name: str) -> float | None:
-    """None where one of them does not say, or counts anew."""
+    """What was added to a counter between two readings; None where one lacks it or the count was reset."""
     if then is None:
         return None
     old, new = ((found.get(part) or {} if part else found).get(name) for found in (then, now))

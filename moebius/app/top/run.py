@@ -125,7 +125,7 @@ def watch(source: Source, interval_s: float, console: Console | None = None) -> 
                 before, now = now, source.ask()
                 figures, problem = figures_between(before, now), ""
             except Unreachable as error:
-                # The figures of a server that comes back begin anew.
+                # A server that comes back counts from zero.
                 problem, pause_s = f"{error}; trying again", max(interval_s, _RETRY_S)
             if now is None:
                 shown = Text(problem, style="bold red")
@@ -166,7 +166,7 @@ def _suspended_by_keys(live: Live) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[Any]:
-    """A function that waits for a key for so many seconds and returns it; "" without one, or a terminal."""
+    """A function of a number of seconds, which waits that long for a key; "" without one, or a terminal."""
     if not sys.stdin.isatty():
 
         def wait(seconds: float) -> str:

@@ -21,8 +21,8 @@ _ALL_FLOAT32 = 0
 def gguf_config(model: GgufModel, model_type: str, family: GgufFamily) -> dict[str, Any]:
     """What config.json of a family would say. Raises CheckpointError naming file, key and what is allowed.
 
-    Keys of the architecture that nothing here understands are kept under their own names, so that whoever
-    reads the result can report them.
+    Keys of the architecture that nothing here understands are kept under their own names, so that a
+    reader of the result can report them.
     """
     keys = MetadataKeys(model)
     config: dict[str, Any] = {"model_type": model_type}

@@ -32,7 +32,7 @@ def companion_directory(model_path: str | Path) -> Path:
 
 
 def served_name(model_path: Path) -> str:
-    """What clients call a model that nobody named: its directory's name, or its file's without the ending."""
+    """The name of a model that was given none: its directory's, or its file's without the ending."""
     name = model_path.name
     match = _SPLIT.fullmatch(name)
     return match["stem"] if match else name.removesuffix(SUFFIX)

@@ -43,7 +43,8 @@ class MetadataKeys:
         return value
 
     def listed(self, name: str, count: int) -> list[int]:
-        """Of the first `count` layers; one value is that of all. Raises CheckpointError naming the key."""
+        """The values of the first `count` layers; one value is that of all. Raises CheckpointError naming the
+        key."""
         self.skip(name)
         value = self.model.value(name)
         values = [value] * count if isinstance(value, int) else value
@@ -53,7 +54,8 @@ class MetadataKeys:
         return [int(entry) for entry in values[:count]]
 
     def numbers(self, name: str, count: int) -> list[float]:
-        """Of the first `count` layers, spelled as in `get`; none without a key. Raises CheckpointError."""
+        """The numbers of the first `count` layers, spelled as in `get`; none without a key. Raises
+        CheckpointError."""
         self.skip(name)
         values = self.model.value(name)
         if values is None:
@@ -63,7 +65,8 @@ class MetadataKeys:
         return [float(str(np.float32(value))) for value in values[:count]]
 
     def flags(self, name: str, count: int) -> list[bool]:
-        """Of the first `count` layers; none without a key. Raises CheckpointError naming the key."""
+        """The flags of the first `count` layers; none without a key. Raises CheckpointError naming the
+        key."""
         self.skip(name)
         values = self.model.value(name)
         if values is None:
@@ -88,7 +91,7 @@ class MetadataKeys:
 
     @property
     def unread(self) -> list[str]:
-        """Keys of the architecture that nobody asked for."""
+        """Keys of the architecture that no reader asked for."""
         return sorted(
             key for key in self.model.metadata if key.startswith(self._prefix) and key not in self._asked
         )

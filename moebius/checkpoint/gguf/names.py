@@ -72,7 +72,7 @@ class GgufRule:
 
     pattern: str  # Matched against the whole name.
     # `re` replacement template, in which `<key>` is the number, or the only one of a list, that the metadata
-    # has under this key; None: the tensor is nobody's (left out on purpose).
+    # has under this key; None: the tensor is left out on purpose.
     replacement: str | None
     # A published name that the rule applies to, and what becomes of it.
     example: tuple[str, str | None]
@@ -91,7 +91,7 @@ def gguf_layer(name: str, canonical: str, change: Change = "same") -> GgufRule:
 
 
 def gguf_linear(name: str, canonical: str, *suffixes: str) -> Iterator[GgufRule]:
-    """Of a module in each layer; without `suffixes`, of its weight."""
+    """The rules of a module in each layer; without `suffixes`, of its weight."""
     for suffix in suffixes or ("weight",):
         yield gguf_layer(f"{name}.{suffix}", f"{canonical}.{suffix}")
 
@@ -192,7 +192,8 @@ HYPER_RULES = (
 
 
 def gguf_mamba2(module: str) -> tuple[GgufRule, ...]:
-    """Of the layers' modules of this name; per-head numbers are columns, and the norm has a row per group."""
+    """The rules of the layers' modules of this name; per-head numbers are columns, and the norm has a row per
+    group."""
     return (
         *gguf_linear("ssm_in", f"{module}.in_proj"),
         gguf_layer("ssm_conv1d.weight", f"{module}.conv1d.weight", "taps"),

@@ -221,7 +221,7 @@ def _packed(
             continue
         part = parts[role.role]
         shape = (*outer, cols // part.step)
-        # They share their blocks: whoever counts bytes counts them with the codes.
+        # They share their blocks: bytes are counted with the codes.
         nbytes = stored.nbytes if role.role == "codes" else 0
         values = PartOfBlocks(stored.type, raw, role.role, part)
         found[side] = _derived(stored, side, part.dtype, shape, values, nbytes=nbytes)

@@ -44,7 +44,7 @@ _TOWER = (
 def read_kimi_k25(hf: HfKeys) -> ModelConfig:
     """Kimi-K2.5: DeepSeek-V3, as Kimi-K2; images take one position each token as text does."""
     config = read_deepseek_v3(hf)
-    # The family's class, unlike its checkpoints, takes the embedding for the head where nobody says so.
+    # The family's class, unlike its checkpoints, takes the embedding for the head where the key is absent.
     return replace(config, tie_word_embeddings=hf.boolean("tie_word_embeddings", default=True))
 
 

@@ -59,7 +59,8 @@ class Bound:
 
 
 def bound_of(traffic: StepTraffic, bandwidths: Bandwidths) -> Bound:
-    """Without a GPU, what it would read comes from the same memory as the experts."""
+    """The time that a step takes at least. Without a GPU, what it would read comes from the same memory as
+    the experts."""
     if bandwidths.gpu is None:
         same = (traffic.cpu_experts + traffic.gpu_experts) / bandwidths.cpu
         return Bound(same, 0.0, traffic.dense / bandwidths.cpu)
@@ -80,7 +81,8 @@ _GPU_PASSES = 10
 
 
 def measure_bandwidths(device: torch.device, cpu_bytes: int = 0, gpus: int = 1) -> Bandwidths:
-    """Of all allowed CPUs, best of many ways to read; and of the memory of `gpus` GPUs. Prints both.
+    """Measures read bandwidths of all allowed CPUs, best of many ways to read; and of the memory of `gpus`
+    GPUs. Prints both.
 
     Tensor-parallel ranks read at once, stages one after another, so `gpus` is the number of the former.
     `cpu_bytes`: size of the buffer read; 0: several times the caches.
@@ -118,7 +120,7 @@ _PACKAGES = ("torch", "triton", "flashinfer-python")
 
 
 def facts(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """For the JSON files of benches on an engine."""
+    """What is known of the host, for the JSON files of benches on an engine."""
     import torch
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None

@@ -47,7 +47,8 @@ class Streams:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def wait(self, minimum: int) -> float:
-        """Until every stream has `minimum` tokens or has ended; returns when the last one had. UserError."""
+        """Waits until every stream has `minimum` tokens or has ended; returns when the last one had.
+        Raises UserError."""
         end = time.perf_counter() + STEP_TIMEOUT_S
         with self.changed:
             while self._reached(minimum) < self.count:
@@ -183,7 +184,7 @@ class DecodeWindow:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all streams together, tokens/s."""
+        """The rate of all streams together, tokens/s."""
         return self.tokens / self.seconds
 
     @property
@@ -193,7 +194,7 @@ class DecodeWindow:
 
 
 def decode_window(events: Sequence[TokenEvent], streams: int) -> DecodeWindow:
-    """From the moment every stream has its first token to the first stream's end.
+    """The tokens and seconds from the moment every stream has its first token to the first stream's end.
 
     What the first moment's own step gave is not counted: it was computed before. Raises ValueError when a
     stream ended before another had begun.

@@ -57,7 +57,7 @@ class ExpertServers:
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Of all servers, by share; empty when the engine computes experts itself."""
+        """The gRPC addresses of all servers, by share; empty when the engine computes experts itself."""
         return self.config.experts.expert_addresses
 
     def counters(self) -> list[ServerCounters]:
@@ -126,7 +126,7 @@ def running_servers(config: MoebiusConfig) -> Iterator[ExpertServers]:
 
 @contextlib.contextmanager
 def _watched(processes: Sequence[ManagedProcess], segments: Sequence[str]) -> Iterator[None]:
-    """Ends this process when one of the others ends: nobody restarts them, and an engine waits for long."""
+    """Ends this process when one of the others ends: they are not restarted, and an engine waits for long."""
     over = threading.Event()
 
     def watch() -> None:

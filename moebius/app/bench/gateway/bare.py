@@ -24,7 +24,7 @@ class Pace:
         self._at = 0.0
 
     async def step(self) -> None:
-        """Until the next step of the common pace."""
+        """Waits until the next step of the common pace."""
         if self._woken is None:
             loop = asyncio.get_running_loop()
             self._woken = loop.create_future()

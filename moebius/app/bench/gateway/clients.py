@@ -65,10 +65,10 @@ class StreamClient(asyncio.Protocol):
         for future in (self.began, self.done):
             if not future.done():
                 future.set_exception(ConnectionError(f"the server closed a stream: {exc}"))
-                future.exception()  # whoever waits for it gets it; nobody has to
+                future.exception()  # marks it as retrieved: not every caller waits for it
 
     def forget_gaps(self) -> None:
-        """Begins to look for the longest gap anew."""
+        """Begins again to look for the longest gap."""
         self.longest_gap_s, self.last_at = 0.0, time.perf_counter()
 
     def close(self) -> None:

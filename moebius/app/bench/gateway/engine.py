@@ -140,7 +140,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
 
 
 async def serve(address: str, directory: Path, step_s: float) -> None:
-    """Until standard input ends."""
+    """Serves until standard input ends."""
     engine = ScriptedEngine(directory, step_s)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
     cast(Any, engine_pb2_grpc.add_EngineServicer_to_server)(engine, server)

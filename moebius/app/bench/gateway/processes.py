@@ -29,7 +29,7 @@ sys.exit(run(MoebiusConfig.model_validate_json(Path(sys.argv[1]).read_bytes())))
 
 
 def free_port() -> int:
-    """A port that nobody has at this moment."""
+    """A TCP port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -84,7 +84,7 @@ def bare_server(port: int, directory: Path, step_ms: float) -> Iterator[int]:
 
 
 def wait_for(port: int, path: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until `path` is answered with 200. Raises UserError with the process's last words."""
+    """Waits until `path` is answered with 200. Raises UserError with the process's last words."""
     end = time.monotonic() + _START_S
     while time.monotonic() < end and process.poll() is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)

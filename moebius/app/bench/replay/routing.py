@@ -97,7 +97,7 @@ def rows_that_chose(chosen: NDArray[np.integer], num_experts: int) -> NDArray[np
 
 
 def random_routing(drawn: RandomRouting, steps: int) -> Routing:
-    """Of `steps` decode steps, whatever the number of streams."""
+    """Draws the routing of `steps` decode steps, whatever the number of streams."""
     topics = drawn.topics
     skew = ",".join(f"zipf:{each:g}" if each else "none" for each in drawn.exponents)
     name = (

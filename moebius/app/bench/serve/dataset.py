@@ -56,11 +56,11 @@ class TokenScale:
 
     @property
     def per_character(self) -> float:
-        """Of English text."""
+        """Tokens per character of English text."""
         return self.per_word / _CHARACTERS_PER_WORD
 
     def words_for(self, tokens: float) -> int:
-        """How many words make a prompt of so many tokens; at least one."""
+        """How many words make a prompt of about `tokens` tokens; at least one."""
         return max(1, round((tokens - self.overhead) / self.per_word))
 
 
@@ -128,7 +128,7 @@ class Dataset:
 
 
 def words(rng: np.random.Generator, count: int) -> str:
-    """So many words in a random order."""
+    """A number of words in a random order."""
     return " ".join(_WORDS[index] for index in rng.integers(0, len(_WORDS), count).tolist())
 
 

@@ -1,4 +1,4 @@
-"""The rows of a sweep: requests arriving at a rate, at most so many at once, and what they add up to."""
+"""The rows of a sweep: requests that arrive at a rate or wait for a free place, and what they add up to."""
 
 from __future__ import annotations
 
