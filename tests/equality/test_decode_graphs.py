@@ -19,7 +19,10 @@ import torch
 
 from gpu_service.device.stream import DeviceEvent, HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
+from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.step import StepPlan
+from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.fetching.step import FetchedStep
 from gpu_service.models.common import CausalLM
 from gpu_service.request import Request, SamplingParams
 from tests.helpers.capturable_attention import CapturableAttention
@@ -108,6 +111,30 @@ def test_replayed_equals_eager(tiny: Tiny, params: dict[str, Any], monkeypatch: 
     assert {(5, 6), (3, 4), (2, 2), (1, 1)} <= set(replayed)
     if params == SAMPLED:
         assert all(len(request.output_logprobs) == len(request.output_token_ids) for request in wanted)
+
+
+@pytest.mark.parametrize("tiny", [("qwen3_moe", 7)], indirect=True, ids=lambda p: str(p[0]))
+def test_replays_that_fetch_are_checked(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begun before the launch, checked after the end; a step whose experts were replaced is run again."""
+    wanted = run(tiny, Setup(), requests(3, GREEDY))
+    noted: list[str] = []
+
+    class Step(FetchedStep):
+        def check(self) -> None:
+            noted.append("checked")
+            if noted.count("checked") == 5:
+                raise ExpertUnavailable(-1, "experts were replaced")
+
+    def fetch(runner: ModelRunner, rows: int) -> FetchedStep:
+        noted.append("begun")
+        nothing: Any = None
+        return Step({}, nothing, nothing, None, lambda: noted.append("launched"))
+
+    monkeypatch.setattr(ModelRunner, "fetch", fetch)
+    assert run(tiny, Setup(largest_graph=4, overlap=False), requests(3, GREEDY)) == wanted
+    steps = noted.count("begun")
+    assert steps > 5
+    assert noted == ["begun", "launched", "checked"] * steps
 
 
 @pytest.mark.parametrize("tiny", [("qwen3_moe", 7), ("glm4_moe", 10)], indirect=True, ids=lambda p: str(p[0]))
@@ -245,7 +272,7 @@ def test_a_step_that_can_not_be_captured_is_named(tiny: Tiny, monkeypatch: pytes
     def forward(*_: Any) -> torch.Tensor:
         raise NotImplementedError("no kernel")
 
-    monkeypatch.setattr(CapturableAttention, "forward", forward)
+    monkeypatch.setattr(CapturableAttention, "_attend", forward)
     with pytest.raises(RuntimeError, match=r"2 rows .*no kernel.* cuda_graphs: false"):
         run(tiny, Setup(largest_graph=2), [])
 

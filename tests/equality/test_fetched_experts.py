@@ -18,6 +18,8 @@ from gpu_service.experts.fetching import metrics
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.fetching.kernels import TorchFetchKernels
 from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, TorchResidentKernels
+from gpu_service.experts.streaming.segments import ExpertSegments
+from gpu_service.experts.streaming.source import NullRegistrar, SegmentSource
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.layers.deferral import late_choices
 from gpu_service.layers.moe import ask_experts
@@ -227,6 +229,32 @@ def test_memory_is_given_up_when_no_step_reads_it() -> None:
     world.fetcher.close()
     thread.join(10.0)
     assert not thread.is_alive()
+
+
+def test_segments_are_unregistered_after_their_readers_said_so() -> None:
+    """Before memory is taken back from the device, whoever reads it by address is asked."""
+    world, noted = fetching(tensor_split), list[str]()
+
+    class Noting(NullRegistrar):
+        def unregister(self, address: int) -> None:
+            noted.append("unregistered")
+
+    made, layers = world.found.source.made, range(LAYERS)
+    source = SegmentSource(
+        lambda: ExpertSegments(made, layers),
+        world.found.streamer.device,
+        Noting(),
+        on_release=lambda: noted.append("released"),
+    )
+    assert source.wait_ready(30.0)
+    assert not noted
+    made[0].generation += 1
+    assert source.segments() is None
+    assert source.wait_ready(30.0)
+    parts = ["unregistered"] * 2 * LAYERS
+    assert noted == ["released", *parts]
+    source.close()
+    assert noted == 2 * ["released", *parts]
 
 
 def test_a_lane_has_the_link_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:

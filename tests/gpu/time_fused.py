@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from gpu_service.ops.triton import gemv, norm
@@ -33,7 +34,10 @@ WEIGHT_BYTES = 400 << 20
 
 def _weights(features: int, columns: int) -> list[torch.Tensor]:
     count = max(2, min(64, WEIGHT_BYTES // (2 * features * columns)))
-    return [torch.randn(features, columns, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    # As a model's: kernels may read parameters before the kernel before them ends.
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    weights = (torch.randn(features, columns, **kind) for _ in range(count))
+    return [nn.Parameter(weight, requires_grad=False) for weight in weights]
 
 
 def _separate(residual: torch.Tensor, update: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> Any:

@@ -165,6 +165,8 @@ def test_room_for_all_streams() -> None:
     assert with_room(MoebiusConfig(), EngineBenchOptions(streams=(1,))).gpu == MoebiusConfig().gpu.model_copy(
         update={"max_num_seqs": 64}
     )
+    with pytest.raises(UserError, match=r"--fetch: \['on'\] are not allowed; allowed: auto, off"):
+        with_room(MoebiusConfig(), EngineBenchOptions(streams=(1,), fetch=("auto", "on")))
     with pytest.raises(UserError, match="--max-tokens: 4"):
         with_room(MoebiusConfig(), cast("EngineBenchOptions", replace(options, max_tokens=4)))
 

@@ -18,7 +18,9 @@ DTYPES = [torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns", "features"), [(1, 64, 16), (2, 40, 600), (4, 130, 3)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "features"), [(1, 64, 16), (1, 40, 5000), (2, 40, 1200), (4, 130, 3)]
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear(dtype: torch.dtype, rows: int, columns: int, features: int, has_bias: bool) -> None:
     """Sizes that fill no block, and several features a program; rows inside of wider ones."""
@@ -95,6 +97,9 @@ def test_other_products_are_left_to_others(rows: int) -> None:
     assert not gemv.can_linear(torch.zeros(rows, 32), weight, None)
     x = torch.zeros(1, 32)
     assert gemv.can_linear(x, weight, None)
+    # Several rows only where a program has few features.
+    assert gemv.can_linear(torch.zeros(4, 32), weight, None)
+    assert not gemv.can_linear(torch.zeros(2, 32), torch.zeros(5000, 32), None)
     assert not gemv.can_linear(x, weight.half(), None)
     assert not gemv.can_linear(x, torch.zeros(32, 8).t(), None)
     assert not gemv.can_linear(
@@ -104,6 +109,7 @@ def test_other_products_are_left_to_others(rows: int) -> None:
 
 def test_few_features_are_spread_over_the_processors() -> None:
     """A router of 128 experts takes 128 programs, a wide projection tiles of the largest size."""
-    assert gemv.features_per_program(128, 2048) == 1
-    assert gemv.features_per_program(5120, 2048) == 8
-    assert gemv.features_per_program(5120, 8192) == 2
+    assert gemv.features_per_program(128, 4096) == 1
+    assert gemv.features_per_program(5120, 4096) == 16
+    assert gemv.features_per_program(2048, 8192) == 8
+    assert gemv.features_per_program(5120, 16384) == 4

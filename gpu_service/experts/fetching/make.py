@@ -80,8 +80,9 @@ def plan_fetching(
 def make_fetcher(
     plan: FetchPlan, geometry: MoeGeometry, streamer: ExpertStreamer, costs: ExpertCosts
 ) -> ExpertFetcher | None:
-    """With empty slots, and kernels that have run once; None, with a warning: these do not run here. Also
-    None where all layers are resident as a whole.
+    """With empty slots, and kernels that have run, in a graph, too; None, with a warning: they did not.
+
+    None as well where all layers are resident as a whole.
 
     `streamer`: whose kernels multiply what is in slots.
     """
@@ -116,9 +117,19 @@ def _kernels_that_run(state: FetchState, geometry: MoeGeometry, streamer: Expert
 
     kernels = TritonFetchKernels(device)
     ids = torch.full((1, geometry.top_k), -1, dtype=torch.int32, device=device)
-    for layer in state.layers.values():
-        kernels.choose(layer, ids)
-        kernels.copy(layer)
-        kernels.join()
+
+    def run() -> None:
+        for layer in state.layers.values():
+            kernels.choose(layer, ids)
+            kernels.copy(layer)
+            kernels.join()
+
+    run()
+    # A driver that does not capture the fork would else fail the capture of every decode step.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    graph.replay()
     torch.cuda.synchronize(device)
+    graph.reset()
     return kernels

@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
+from torch import nn
 
 from gpu_service.ops.triton.jit import jit, next_power_of_2, overlap, wait_for_previous
 from gpu_service.ops.triton.norm import rounded_norm
 
-# Above, tensor cores are faster.
-MAX_ROWS = 4
-# Elements of a row that a program holds, and of its part of the weight.
-MAX_COLUMNS, TILE = 8192, 16384
-MAX_FEATURES = 8
+# Of several rows, and sums that a program makes for them; above, torch's product is faster. On an H200, one
+# row of 5120 x 2048 took 7.9 us with the seam and 9.9 apart, two 12.4 and 9.8: `tests/gpu/time_fused.py`.
+MAX_ROWS, MAX_SUMS = 4, 8
+# Elements of a row that a program holds, and bytes of its part of the weight.
+MAX_COLUMNS, TILE_BYTES = 8192, 65536
+MAX_FEATURES = 16
 # Programs that keep all processors of a large device reading.
-MIN_PROGRAMS = 264
+MIN_PROGRAMS = 256
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -76,9 +78,9 @@ def gemv_kernel(
         tl.store(target, product.to(output_ptr.dtype.element_ty), mask=has_feature)
 
 
-def features_per_program(num_features: int, columns: int) -> int:
-    """As many as fit into a program's tile and leave enough programs."""
-    features = min(MAX_FEATURES, max(1, TILE // columns))
+def features_per_program(num_features: int, row_bytes: int) -> int:
+    """As many rows of a weight as fit into a program's tile and leave enough programs."""
+    features = min(MAX_FEATURES, max(1, TILE_BYTES // row_bytes))
     while features > 1 and num_features < features * MIN_PROGRAMS:
         features //= 2
     return features
@@ -86,12 +88,14 @@ def features_per_program(num_features: int, columns: int) -> int:
 
 def is_few(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a product is one of few rows that a program can hold."""
+    if weight.is_mkldnn or not rows.dim() == weight.dim() == 2:
+        return False
+    num_rows, columns = rows.shape
+    features = features_per_program(weight.shape[0], next_power_of_2(columns) * weight.itemsize)
     return (
-        not weight.is_mkldnn
-        and rows.dim() == weight.dim() == 2
-        and 0 < rows.shape[0] <= MAX_ROWS
+        (num_rows == 1 or (1 < num_rows <= MAX_ROWS and num_rows * features <= MAX_SUMS))
         and rows.stride(1) == 1
-        and rows.shape[1] <= MAX_COLUMNS
+        and columns <= MAX_COLUMNS
         and weight.is_contiguous()
         and weight.dtype in _DTYPES
         and rows.dtype in _DTYPES
@@ -170,7 +174,7 @@ def _launch(
     """`seam`: what belongs to the norm; None: there is none."""
     num_features, num_columns = weight.shape
     columns = next_power_of_2(num_columns)
-    features = features_per_program(num_features, columns)
+    features = features_per_program(num_features, columns * weight.itemsize)
     unused = {"norm_weight_ptr": rows, "total_ptr": rows, "normed_ptr": rows, "eps": 0.0}
     arguments = {
         "rows_ptr": rows,
@@ -189,10 +193,12 @@ def _launch(
         "FEATURES": features,
         "COLUMNS": columns,
     }
-    options = {"num_warps": warps(features * columns), **overlap(rows.device)}
+    # What is not a parameter may be what the kernel before writes.
+    overlaps = overlap(rows.device, isinstance(weight, nn.Parameter))
+    options = {"num_warps": warps(columns), **overlaps}
     return Launch((-(-num_features // features),), arguments | (seam or unused), options)
 
 
-def warps(elements: int) -> int:
-    """64 elements a thread in a whole tile, fewer where the tile is small."""
-    return min(8, max(1, elements // 512))
+def warps(columns: int) -> int:
+    """16 elements of a row a thread."""
+    return min(8, max(1, columns // 512))

@@ -46,12 +46,13 @@ def num_warps(block: int) -> int:
     return min(16, max(1, block // 256))
 
 
-def overlap(device: torch.device) -> dict[str, bool]:
+def overlap(device: torch.device, allowed: bool = True) -> dict[str, bool]:
     """Launch options of a kernel with `wait_for_previous`: whether it may begin before the last one ends.
 
-    Programmatic dependent launch (CUDA programming guide), from Hopper on.
+    Programmatic dependent launch (CUDA programming guide), from Hopper on. `allowed`: whether all that the
+    kernel reads before it waits was there long before.
     """
-    overlaps = device_limits(device).architecture >= 90 and not triton.knobs.runtime.interpret
+    overlaps = allowed and device_limits(device).architecture >= 90 and not triton.knobs.runtime.interpret
     return {"OVERLAPS": overlaps, "launch_pdl": overlaps}
 
 

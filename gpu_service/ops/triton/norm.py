@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from gpu_service.ops.triton.jit import jit, next_power_of_2, num_warps
+from gpu_service.ops.triton.jit import jit, next_power_of_2, num_warps, overlap, wait_for_previous
 
 
 @jit
@@ -52,8 +52,10 @@ def fused_add_rms_norm_kernel(
     size: int,
     eps: float,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """The sum replaces the residual; its norm may replace the update, which a program reads before."""
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -112,5 +114,6 @@ def fused_add_rms_norm(
             eps,
             BLOCK=block,
             num_warps=num_warps(block),
+            **overlap(residual.device),
         )
     return output
