@@ -66,6 +66,7 @@ def test_what_is_not_mapped_cannot_be_touched() -> None:
 
 def test_memory_goes_back_with_its_last_tensor() -> None:
     """A range ends with its tensors, and a pool's free chunks with the pool."""
+    gc.collect()  # pools of other tests
     pool = pool_of(3)
     before = pooled_bytes(CPU)
     held = VirtualRange(pool, 2 * CHUNK)
