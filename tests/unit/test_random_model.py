@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 from tokenizers import Tokenizer
 
 from gpu_service.experts.local_client import LocalExpertClient
-from gpu_service.layers.moe import Router
+from gpu_service.layers.moe import MoE
 from moebius.app.random_model import RandomModelOptions, write_random_model
 from moebius.app.random_model.build import CHAT_TEMPLATE, shards, write_tokenizer
 from moebius.app.random_model.gguf import GGUF_FORMATS
@@ -184,12 +184,9 @@ def test_skew_survives_in_the_model(tmp_path: Path) -> None:
         runner = runner_on(directory)
         chosen: list[torch.Tensor] = []
 
-        def keep(module: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-            chosen.append(output[1])
-
         for module in runner.model.modules():
-            if isinstance(module, Router):
-                module.register_forward_hook(cast("object", keep))  # type: ignore[arg-type]
+            if isinstance(module, MoE):
+                module.on_routed = lambda rows, ids, weights: chosen.append(ids)
         tokens = torch.randint(3, 512, (200,), generator=torch.Generator().manual_seed(1)).tolist()
         runner.prefill(tokens)
         shares = [torch.bincount(ids.flatten().long(), minlength=8) / 200 for ids in chosen]
@@ -209,8 +206,8 @@ def test_neighbours_share_experts_as_asked(tmp_path: Path, overlap: int) -> None
     geometry = read_geometry(tmp_path / "model")
     runner, chosen = runner_on(tmp_path / "model"), list[torch.Tensor]()
     for module in runner.model.modules():
-        if isinstance(module, Router):
-            module.register_forward_hook(lambda module, inputs, output: chosen.append(output[1]))
+        if isinstance(module, MoE):
+            module.on_routed = lambda rows, ids, weights: chosen.append(ids)
     vocab_size, tokens = runner.model.config.vocab_size, [FIRST_WORD]
     for _ in range(300):
         tokens.append(int(successor(np.array([tokens[-1]]), vocab_size)[0]))
