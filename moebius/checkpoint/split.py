@@ -39,7 +39,7 @@ def block_bounds(size: int, shares: Sequence[int], multiple: int) -> list[tuple[
     """As `split_bounds`, for weights in blocks of 256 that share a number, as GGUF's types have them.
 
     Of whole blocks every part begins at a multiple of the largest divisor of 256 that its length has: packed
-    formats have a number for so many weights (kernels/format/panel_layout.h). For that, longer parts come
+    formats have one number for that many weights (kernels/format/panel_layout.h). For that, longer parts come
     first, or parts are less equal. Where no bounds are so, they are those of `split_bounds`.
     """
     bounds = split_bounds(size, shares, multiple)

@@ -232,7 +232,7 @@ def test_memory_is_given_up_when_no_step_reads_it() -> None:
 
 
 def test_segments_are_unregistered_after_their_readers_said_so() -> None:
-    """Before memory is taken back from the device, whoever reads it by address is asked."""
+    """Before memory is taken back from the device, what reads it by address is asked."""
     world, noted = fetching(tensor_split), list[str]()
 
     class Noting(NullRegistrar):

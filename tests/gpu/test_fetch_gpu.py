@@ -148,7 +148,8 @@ def settings(cluster: Cluster, **gpu: Any) -> MoebiusConfig:
     """A small engine on the GPU."""
     small = {"num_pages": 128, "page_size": 4, "max_num_seqs": 8, "cuda_graph_max_batch_size": 8}
     document = cluster.config.model_dump()
-    document["gpu"] |= small | {"device": "cuda", "max_num_batched_tokens": 32, "prefix_caching": False} | gpu
+    ours = {"device": "cuda", "max_num_batched_tokens": 32, "prefix_caching": False, "fetch_experts": "auto"}
+    document["gpu"] |= small | ours | gpu
     return MoebiusConfig.model_validate(document)
 
 

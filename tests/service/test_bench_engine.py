@@ -256,7 +256,7 @@ def test_memory_bench_end_to_end(tmp_path: Path) -> None:
     write_random_model(model, RandomModelOptions("small"))
     command = [sys.executable, "-m", "moebius", "bench", "memory", str(model), "--prompt-len", "2000"]
     command += ["--streams", "2", "--before", "0.5", "--after", "0.5", "--gpu-experts-ratio", "0.9"]
-    command += ["--kv-cache-gib", "0.002", "--elastic-memory", "on", "--max-num-batched-tokens", "64"]
+    command += ["--kv-cache-gib", "0.002", "--max-num-batched-tokens", "64"]
     command += ["--expert-servers", "1", "--no-calibrate-kernels", "--device", "cpu", "--json", str(target)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -63,7 +63,8 @@ def test_fetched_decode_steps(
         )
         with running_engine(settings(cluster, prefill_experts="stream", fetch_experts="off")) as engine:
             assert engine.built.fetcher is None
-        with running_engine(settings(cluster, prefill_experts="stream", stream_min_rows=1000)) as engine:
+        fetching = settings(cluster, prefill_experts="stream", stream_min_rows=1000, fetch_experts="auto")
+        with running_engine(fetching) as engine:
             wait_until_streaming(engine)
             assert engine.run(requests()) == wanted
             fetcher = engine.built.fetcher

@@ -92,7 +92,8 @@ def run(config: MoebiusConfig, options: MemoryOptions, json_file: Path | None = 
     device = resolve_device(config.gpu)
     results, points = list[MemoryResult](), list[MemoryPoint]()
     placement = config.placement.model_copy(update={"drop_resident": "keep"})
-    config = config.model_copy(update={"placement": placement})
+    gpu = config.gpu.model_copy(update={"elastic_memory": "on"})
+    config = config.model_copy(update={"placement": placement, "gpu": gpu})
     with running_servers(config) as servers:
         _TABLE.print_header()
         own, page_bytes = servers, 0
@@ -126,7 +127,7 @@ def _page_bytes(engine: EngineUnderTest) -> int:
     if engine.built.elastic is None:
         raise UserError(
             "memory is not shared here: it needs experts on the GPU that follow traffic "
-            "(`gpu_experts_ratio`), elastic_memory that is not off, and no num_pages"
+            "(`gpu_experts_ratio`), and no num_pages"
         )
     return engine.built.elastic.page_bytes
 
