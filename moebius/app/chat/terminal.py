@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,13 @@ def _session() -> PromptSession[str]:
         """A disk that is full, or has gone, ends no dialogue: it is said once."""
 
         is_lost = False
+
+        def load_history_strings(self) -> Iterable[str]:
+            try:
+                # Read here: the file may go between the look whether it is there and its opening.
+                return list(super().load_history_strings())
+            except OSError:
+                return []
 
         def store_string(self, string: str) -> None:
             try:
