@@ -225,6 +225,15 @@ def test_the_command_repeats_what_was_given(
     assert again["residency"]["count"] == planned["residency"]["count"] > 0
 
 
+def test_a_printed_command_has_no_key(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    """`serve --dry-run` repeats what was given, but an API key does not appear on a terminal or in a log."""
+    given = ("--kv-cache-gib", "0.1", "--api-key", "not-for-others", "--port", "8123")
+    status, out, err = run_cli(capsys, "serve", model, "--dry-run", *given)
+    assert status == 0
+    assert "--port 8123" in out
+    assert "not-for-others" not in out + err
+
+
 def test_a_host_is_detected_from_its_files(tmp_path: Path) -> None:
     """Two GPUs by the driver's files, memory by the kernel's estimate within what the cgroup leaves."""
     for index, address in enumerate(("0000:01:00.0", "0000:02:00.0")):

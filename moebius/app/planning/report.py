@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moebius.app.bench.output import write_json
+from moebius.app.cli_options import MODEL_LEAF
 from moebius.app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from moebius.app.planning.chart_values import chart_values, write_values
 from moebius.app.planning.hardware import HardwareOptions, hardware
@@ -25,7 +26,7 @@ from moebius.app.planning.planner import plan_capacity
 from moebius.app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, Speed
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
-from moebius.config_loader import leaves
+from moebius.config_loader import SECRET_LEAVES, leaves
 from moebius.served_model import read_served_geometry, read_served_model
 
 GIB = 2**30
@@ -87,16 +88,13 @@ def summary(plan: CapacityPlan) -> list[str]:
 def serve_command(asked: MoebiusConfig, plan: CapacityPlan) -> str:
     """What does on such hardware what was planned: the settings that were given, then those that were found.
 
-    `asked`: as the user gave it, before names were resolved and anything was decided.
+    `asked`: as the user gave it, before names were resolved and anything was decided. Secrets are left out.
     """
     found, given = plan.serve_flags.split(), list[str]()
     for leaf in leaves():
         value = getattr(getattr(asked, leaf.section), leaf.name)
-        if (
-            (leaf.section, leaf.name) != ("model", "model")
-            and value != leaf.default
-            and leaf.flag not in found
-        ):
+        is_shown = leaf.name != MODEL_LEAF and leaf.name not in SECRET_LEAVES
+        if is_shown and value != leaf.default and leaf.flag not in found:
             given += leaf.arguments(value)
     return shlex.join(["moebius", "serve", asked.model.model, *given, *found])
 
