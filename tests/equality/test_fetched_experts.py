@@ -21,8 +21,8 @@ from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, To
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.source import NullRegistrar, SegmentSource
 from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.layers.asked_experts import ask_experts
 from gpu_service.layers.deferral import late_choices
-from gpu_service.layers.moe import ask_experts
 from tests import tolerances
 from tests.helpers.exchanging_rank import PackedSource
 from tests.helpers.fetching_layers import check_layer, fetch_state

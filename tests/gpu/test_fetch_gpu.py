@@ -18,15 +18,14 @@ from gpu_service.experts.fetching.triton_kernels import TritonFetchKernels
 from gpu_service.experts.resident.experts import make_kernels
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.source import CudaRegistrar, SegmentSource
-from moebius.config import MoebiusConfig
 from tests import tolerances
 from tests.gpu.test_streaming_gpu import on_gpu
 from tests.helpers.built_engine import running_engine
-from tests.helpers.expert_cluster import Cluster, running_cluster
+from tests.helpers.expert_cluster import Cluster
 from tests.helpers.fetching_layers import check_layer, fetch_state
+from tests.helpers.mapped_experts import gpu_settings, mapped_cluster
 from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed
 from tests.helpers.stored_experts import MadeExperts, MadeServer, expert_split, tensor_split
-from tests.helpers.tiny_models import make_tiny_model
 from tests.service.test_streaming_engine import requests, wait_until_streaming
 
 pytestmark = pytest.mark.gpu
@@ -129,28 +128,8 @@ def test_memory_is_registered_until_no_step_reads_it() -> None:
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two servers whose experts others can map."""
     directory = tmp_path_factory.mktemp("fetched")
-    make_tiny_model("qwen3_moe", directory / "model")
-    memory: Path = directory / "memory"
-    memory.mkdir()
-    with running_cluster(
-        directory / "model",
-        directory,
-        dtype="float32",
-        split_count=2,
-        expert_split=request.param,
-        expert_weights_dir=str(memory),
-        mailbox_deadline_ms=5000,
-    ) as running:
+    with mapped_cluster(directory, request.param, mailbox_deadline_ms=5000) as running:
         yield running
-
-
-def settings(cluster: Cluster, **gpu: Any) -> MoebiusConfig:
-    """A small engine on the GPU."""
-    small = {"num_pages": 128, "page_size": 4, "max_num_seqs": 8, "cuda_graph_max_batch_size": 8}
-    document = cluster.config.model_dump()
-    ours = {"device": "cuda", "max_num_batched_tokens": 32, "prefix_caching": False, "fetch_experts": "auto"}
-    document["gpu"] |= small | ours | gpu
-    return MoebiusConfig.model_validate(document)
 
 
 def cheap_copies(fetcher: ExpertFetcher, segments: ExpertSegments | None) -> None:
@@ -161,11 +140,11 @@ def cheap_copies(fetcher: ExpertFetcher, segments: ExpertSegments | None) -> Non
 @pytest.mark.parametrize("changes", [{}, {"cuda_graphs": False}, {"overlap_scheduling": False}], ids=str)
 def test_engines_agree(cluster: Cluster, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured and eager; a server that is killed and replaced in the middle does not show."""
-    with running_engine(settings(cluster, fetch_experts="off")) as engine:
+    with running_engine(gpu_settings(cluster, fetch_experts="off")) as engine:
         assert engine.built.fetcher is None
         wanted = engine.run(requests())
     monkeypatch.setattr(ExpertFetcher, "_set_prices", cheap_copies)
-    with running_engine(settings(cluster, **changes)) as engine:
+    with running_engine(gpu_settings(cluster, fetch_experts="auto", **changes)) as engine:
         wait_until_streaming(engine)
         fetcher, client = engine.built.fetcher, engine.built.experts
         assert fetcher is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,10 @@ from gpu_service.experts.streaming.ring import CudaTransfers
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.source import CudaRegistrar, Registrar, SegmentSource
 from gpu_service.layers.asked_experts import ask_experts
-from moebius.config import MoebiusConfig
 from tests import tolerances
 from tests.helpers.built_engine import RunningEngine, running_engine
-from tests.helpers.expert_cluster import Cluster, running_cluster
+from tests.helpers.expert_cluster import Cluster
+from tests.helpers.mapped_experts import gpu_settings, mapped_cluster
 from tests.helpers.resident_layers import ALL_FORMATS, Shape, resident_layer, routed
 from tests.helpers.stored_experts import (
     MadeExperts,
@@ -29,7 +28,6 @@ from tests.helpers.stored_experts import (
     streaming,
     tensor_split,
 )
-from tests.helpers.tiny_models import make_tiny_model
 from tests.service.test_streaming_engine import requests, wait_until_streaming
 
 pytestmark = pytest.mark.gpu
@@ -150,35 +148,16 @@ def test_copies_run_under_other_work() -> None:
 @pytest.fixture(scope="module", params=["tensor", "expert"])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two servers whose experts others can map."""
-    directory = tmp_path_factory.mktemp("streamed")
-    make_tiny_model("qwen3_moe", directory / "model")
-    memory: Path = directory / "memory"
-    memory.mkdir()
-    with running_cluster(
-        directory / "model",
-        directory,
-        dtype="float32",
-        split_count=2,
-        expert_split=request.param,
-        expert_weights_dir=str(memory),
-    ) as running:
+    with mapped_cluster(tmp_path_factory.mktemp("streamed"), request.param) as running:
         yield running
-
-
-def settings(cluster: Cluster, **gpu: Any) -> MoebiusConfig:
-    """A small engine on the GPU."""
-    small = {"num_pages": 128, "page_size": 4, "max_num_seqs": 8, "cuda_graph_max_batch_size": 8}
-    document = cluster.config.model_dump()
-    document["gpu"] |= small | {"device": "cuda", "max_num_batched_tokens": 32, "prefix_caching": False} | gpu
-    return MoebiusConfig.model_validate(document)
 
 
 @pytest.mark.parametrize("mode", ["stream", "auto"])
 def test_engines_agree(cluster: Cluster, mode: str) -> None:
     """Prompts whose experts are streamed, decode graphs as before; auto measures, and streams what pays."""
-    with running_engine(settings(cluster, prefill_experts="cpu")) as engine:
+    with running_engine(gpu_settings(cluster, prefill_experts="cpu")) as engine:
         wanted = engine.run(requests())
-    with running_engine(settings(cluster, prefill_experts=mode)) as engine:
+    with running_engine(gpu_settings(cluster, prefill_experts=mode)) as engine:
         wait_until_streaming(engine)
         assert engine.run(requests()) == wanted
         assert streamed_steps(engine) > 0 or mode == "auto"

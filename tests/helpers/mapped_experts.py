@@ -1,0 +1,31 @@
+"""Two expert servers whose experts an engine on a GPU can map, and that engine's settings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moebius.config import MoebiusConfig
+from tests.helpers.expert_cluster import Cluster, running_cluster
+from tests.helpers.tiny_models import make_tiny_model
+
+
+@contextlib.contextmanager
+def mapped_cluster(directory: Path, split: str, **experts: Any) -> Iterator[Cluster]:
+    """Servers of a tiny model, divided by `split` ("tensor", "expert"); `experts`: more of their settings."""
+    make_tiny_model("qwen3_moe", directory / "model")
+    memory = directory / "memory"
+    memory.mkdir()
+    division: dict[str, Any] = {"split_count": 2, "expert_split": split, "expert_weights_dir": str(memory)}
+    with running_cluster(directory / "model", directory, dtype="float32", **division, **experts) as running:
+        yield running
+
+
+def gpu_settings(cluster: Cluster, **gpu: Any) -> MoebiusConfig:
+    """The settings of a small engine on the GPU; `gpu`: more of them."""
+    small = {"num_pages": 128, "page_size": 4, "max_num_seqs": 8, "cuda_graph_max_batch_size": 8}
+    document = cluster.config.model_dump()
+    document["gpu"] |= small | {"device": "cuda", "max_num_batched_tokens": 32, "prefix_caching": False} | gpu
+    return MoebiusConfig.model_validate(document)
