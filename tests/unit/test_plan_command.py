@@ -167,6 +167,18 @@ def test_every_gpu_is_found_by_its_own_name() -> None:
     assert all(parse_gpus(name) == (1, model) for name, model in GPU_MODELS.items())
 
 
+@pytest.mark.parametrize(
+    ("gpus", "note"), [("4090+3090", "ranks share every layer evenly"), ("3x4090", "of 3 GPUs 2")]
+)
+def test_a_plan_says_what_it_makes_of_such_gpus(
+    capsys: pytest.CaptureFixture[str], model: Path, gpus: str, note: str
+) -> None:
+    """Unequal cards, and more than divide the model's heads, are not planned without a word."""
+    status, out, _ = run_cli(capsys, "plan", model, "--gpus", gpus, *HOST)
+    assert status == 0
+    assert f"note: {note}" in " ".join(out.split())
+
+
 def test_numbers_of_gpus() -> None:
     """A number is one of GPUs unless it is a GPU's name; there are none by name."""
     assert parse_gpus("none") == (0, None)

@@ -168,7 +168,7 @@ def make_notes(
         notes.append(
             f"of {hardware.gpus} GPUs {ranks} are used: tensor_parallel_size has to divide the model's heads"
         )
-    if hardware.gpu is not None and " + " in hardware.gpu.name:
+    if hardware.gpu is not None and hardware.gpu.is_mixed:
         notes.append("ranks share every layer evenly: each GPU counts with the least that one of them has")
     if kv.tokens < context:
         notes.append(f"the KV cache holds {kv.tokens} tokens, less than one stream of {context}")

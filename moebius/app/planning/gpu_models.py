@@ -28,6 +28,7 @@ class GpuModel:
     bandwidth: float
     link: float
     flops: float  # Operations per second, a multiplication and an addition being two.
+    is_mixed: bool = False  # Whether it stands for several kinds, with the least of each figure.
 
 
 # Name | other names, each as people write it | MiB | GB/s | TFLOP/s | link, GB/s.
@@ -184,7 +185,7 @@ def _counted(part: str) -> tuple[int, str]:
 
 
 def least_of(models: list[GpuModel]) -> GpuModel:
-    """One kind with the least of each figure of all."""
+    """The kind that all are, or one with the least of each figure."""
     kinds = list(dict.fromkeys(models))
     if len(kinds) == 1:
         return kinds[0]
@@ -194,6 +195,7 @@ def least_of(models: list[GpuModel]) -> GpuModel:
         min(kind.bandwidth for kind in kinds),
         min(kind.link for kind in kinds),
         min(kind.flops for kind in kinds),
+        is_mixed=True,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moebius.app.planning.gpu_models import GpuModel, find_gpu_model, least_of, parse_gpus
@@ -133,12 +133,12 @@ def _with_given(model: GpuModel | None, options: HardwareOptions) -> GpuModel:
     def of(value: float | None, unit: float, default: float) -> float:
         return default if value is None else value * unit
 
-    return GpuModel(
-        base.name,
-        int(of(options.gpu_memory_gib, GIB, base.memory_bytes)),
-        of(options.gpu_bandwidth_gbs, 1e9, base.bandwidth),
-        of(options.pcie_gbs, 1e9, base.link),
-        of(options.gpu_tflops, 1e12, base.flops),
+    return replace(
+        base,
+        memory_bytes=int(of(options.gpu_memory_gib, GIB, base.memory_bytes)),
+        bandwidth=of(options.gpu_bandwidth_gbs, 1e9, base.bandwidth),
+        link=of(options.pcie_gbs, 1e9, base.link),
+        flops=of(options.gpu_tflops, 1e12, base.flops),
     )
 
 
