@@ -45,7 +45,7 @@ from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
 from moebius.model_identity import identity_digest
 from moebius.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
-from moebius.progress import note_imports, phase, take_phases
+from moebius.progress import note_imports, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
 from moebius.tls import configure_tls
 from protos import engine_pb2, engine_pb2_grpc, vllm_engine_pb2_grpc
@@ -327,8 +327,7 @@ def _warm_up(
         metrics.describe_self_test(built.self_test.worst_by_layer)
     built.engine.start()
     timeout_s = config.supervisor.ready_timeout_s
-    with phase("running the first steps"):
-        gate.run(built.engine, built.model_config.vocab_size, timeout_s, built.warm_up_tokens)
+    gate.run(built.engine, built.model_config.vocab_size, timeout_s, built.warm_up_tokens)
     if built.recorder is not None and config.placement.expert_recorder != "off":
         # What the warm-up chose is no request's.
         built.recorder.start(config.placement.expert_recorder)
