@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from gpu_service.core.interface import OutputDelta
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.engine.engine import Engine
-from gpu_service.engine.interface import OutputDelta
-from gpu_service.request import Request, SamplingParams
 from moebius.errors import UserError
 from moebius.progress import phase
 
