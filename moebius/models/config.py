@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from moebius.checkpoint.errors import CheckpointError
 from moebius.models.attention_config import (
     AttentionShape,
     BlockIndexerConfig,
@@ -24,6 +23,9 @@ from moebius.models.attention_config import (
     NGramConfig,
     NormedResidualConfig,
 )
+from moebius.models.errors import ModelConfigError as ModelConfigError
+from moebius.models.layers.layer import Layer
+from moebius.models.layers.of_config import layers_of
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "sparse_mixer", "none"]
 GroupScore = Literal["max", "top2_sum"]
@@ -36,10 +38,6 @@ LayerHalf = Literal["attention", "mlp"]
 DTYPE_BYTES: Mapping[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Positions of a token with mRoPE: time, height, width.
 NUM_AXES = 3
-
-
-class ModelConfigError(CheckpointError):
-    """A checkpoint's config.json asks for something we do not know, do not support, or that is absurd."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +376,11 @@ class ModelConfig:
     remarks: tuple[str, ...] = field(default=(), compare=False)
     # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
     unread_keys: tuple[str, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """What the model is, layer by layer; raises ModelConfigError for what no layer can be."""
+        return layers_of(self)
 
     @property
     def dtype_bytes(self) -> int:
