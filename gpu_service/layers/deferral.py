@@ -132,13 +132,5 @@ def deferral_rule(config: MoebiusConfig, model: ModelConfig) -> DeferralRule | N
 
 def _unsupported(model: ModelConfig) -> str:
     """Why no late answer can be added to this model's stream; empty: it can."""
-    moe = model.moe
-    if model.output_norms or model.moe_output_norms or moe.own_norms:
-        return "which norms what experts add: sums of two layers would be normed together"
-    if model.layer_scales or model.normed_residuals is not None:
-        return "whose layers scale the residual stream, each by a number of its own"
-    if model.hyper is not None:
-        return "which has several residual streams, and weighs for each layer what they get"
-    if moe.kinds is not None or moe.router.num_zero_experts:
-        return "whose router does not choose among experts with weights alone"
-    return ""
+    reasons = (layer.late_refusal for layer in model.layers)
+    return next((reason for reason in reasons if reason), "")

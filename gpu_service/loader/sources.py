@@ -24,13 +24,13 @@ from gpu_service.device.stream import own_pages
 from gpu_service.layers.linear import HostMemory, Linear
 from gpu_service.loader.names import Target
 from gpu_service.ops.linear import GROUP
-from gpu_service.parallel.partition import ShardRange
 from moebius import _kernels
 from moebius.checkpoint.index import TensorInfo
 from moebius.checkpoint.reader import Array, SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
 from moebius.checkpoint.stored_values import check_values
 from moebius.kernels_source import SourceMatrix
+from moebius.models.layers.ranks import ShardRange
 
 # Elements that are dequantised at once by a thread: their float32 values stay in its cache.
 _BLOCK_ELEMENTS = 1 << 18

@@ -17,9 +17,19 @@ from gpu_service.ops.ngrams import ngram_table
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from moebius.models.attention_config import HyperConnectionConfig, NGramConfig
-from moebius.models.config import LinearAttentionConfig, ModelConfig, RouterConfig
+from moebius.models.config import ModelConfig, RouterConfig
+from moebius.models.layers.compressed import CompressedAttention
+from moebius.models.layers.ffn import Dense, MoE, Routed
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.latent import MLA
+from moebius.models.layers.layer import Layer, Layers, mixers
+from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Recurrent, SelectiveScan, ShortConv
+from moebius.models.layers.residual import GatedStreams, HyperConnections
 
-_SMALL_LINEAR = LinearAttentionConfig(2, 4, 16, 64, 4, frozenset())
+_SMALL_LINEAR = GatedDeltaNet(
+    num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=64, conv_width=4, eps=1e-6
+)
 _SMALL_HYPER = HyperConnectionConfig(3, 4, 1e-6)
 _SMALL_NGRAMS = NGramConfig((0, 1), 3, 3, 12, 50, 8, 4, 1234, 2, 4)
 _SMALL_ROUTER = RouterConfig(
@@ -42,7 +52,8 @@ class Sizes:
     index_dim: int = 48  # Of a key of sparse attention's indexer.
     # Of a gated activation's output.
     intermediate: int = 128
-    linear: LinearAttentionConfig = _SMALL_LINEAR
+    linear: Recurrent = _SMALL_LINEAR
+    decay_bound: float | None = None  # Of Kimi Delta Attention.
     # Channels of Mamba, and elements of the state of each.
     scan: tuple[int, int] = (40, 12)
     # Channels of the convolution; None: those of `linear`.
@@ -61,41 +72,21 @@ SMALL = Sizes()
 _DECODE, _CHUNK = 3, 128
 
 
-def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[Sizes, ...]:
-    """Of a rank's own configuration: few tokens, many tokens; for each kind of its layers.
+def sizes_of(config: ModelConfig, layers: Layers, storage: torch.dtype | None = None) -> tuple[Sizes, ...]:
+    """Of a rank's own `layers`: few tokens, many tokens; for each kind of mixer that rotates.
 
     `storage`: `kv_cache_dtype`, None for the activations' own type.
     """
     sizes = Sizes(
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size or config.moe.intermediate_size,
-        router=config.moe.router,
         fp8_columns=config.hidden_size,
         fp8_first_column=0,
         vocabulary=config.vocab_size,
         storage=storage,
     )
-    of_kinds, linear = config.moe.kinds, config.linear
-    if of_kinds is not None:
-        router = replace(sizes.router, num_experts=of_kinds.num_experts, top_k=of_kinds.top_k)
-        sizes = replace(sizes, router=router)
-    if linear is not None and linear.step_rank:
-        scan = linear.num_value_heads, linear.key_head_dim
-        sizes = replace(sizes, scan=scan, channels=linear.conv_size)
-    elif linear is not None and linear.short_conv:
-        width = replace(sizes.linear, conv_width=linear.conv_width)
-        sizes = replace(sizes, linear=width, channels=linear.conv_size)
-    elif linear is not None:
-        # Where there is no convolution, one of the usual width is tried.
-        linear = replace(linear, conv_width=linear.conv_width if linear.conv_width > 1 else 4)
-        sizes = replace(sizes, linear=linear, channels=None)
-    if config.mla is not None and config.mla.indexer is not None:
-        sizes = replace(sizes, index_dim=config.mla.indexer.head_dim)
-    if config.block_indexer is not None:
-        sizes = replace(sizes, index_dim=config.block_indexer.head_dim)
-    if config.hyper is not None:
-        sizes = replace(sizes, hyper=config.hyper)
-    kinds = _rotated_kinds(config)
+    for layer in reversed(layers):
+        sizes = _of_ffn(_of_mixer(_of_residual(sizes, layer), layer), layer)
+    kinds = dict.fromkeys(kind for mixer in mixers(layers) if (kind := _rotated(mixer)) is not None)
     # Where no layer rotates, what would is tried with sizes of no model.
     small = SMALL.queries, SMALL.keys, SMALL.head_dim, SMALL.rotary_dim, SMALL.interleaved
     kinds = kinds or dict.fromkeys([small])
@@ -114,32 +105,64 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
     )
 
 
-def _rotated_kinds(config: ModelConfig) -> dict[tuple[int, int, int, int, bool], None]:
-    """Query and key heads, elements of a head and of them rotated, and the pairing, of each kind of layer."""
-    kinds: dict[tuple[int, int, int, int, bool], None] = {}
-    if config.compressed is not None:
+def _of_ffn(sizes: Sizes, layer: Layer) -> Sizes:
+    ffn = layer.ffn
+    if isinstance(ffn, Dense):
+        return replace(sizes, intermediate=ffn.intermediate_size)
+    if not isinstance(ffn, Routed):
+        return sizes
+    router = ffn.router
+    if isinstance(ffn, MoE) and ffn.kinds is not None:
+        router = replace(router, num_experts=ffn.kinds.num_experts, top_k=ffn.kinds.top_k)
+    width = ffn.experts.intermediate_size if ffn.shared is None else ffn.shared.intermediate_size
+    return replace(sizes, router=router, intermediate=width)
+
+
+def _of_residual(sizes: Sizes, layer: Layer) -> Sizes:
+    residual = layer.residual
+    if isinstance(residual, HyperConnections | GatedStreams):
+        return replace(sizes, hyper=residual.sizes)
+    return sizes
+
+
+def _of_mixer(sizes: Sizes, layer: Layer) -> Sizes:
+    """Sizes that the ops of a mixer are called with."""
+    mixer = layer.mixer
+    if isinstance(mixer, SelectiveScan):
+        scan = mixer.num_value_heads, mixer.key_head_dim
+        return replace(sizes, scan=scan, channels=mixer.conv_size)
+    if isinstance(mixer, ShortConv):
+        linear = replace(sizes.linear, conv_width=mixer.conv_width)
+        return replace(sizes, linear=linear, channels=mixer.conv_size)
+    if isinstance(mixer, KDA):
+        sizes = replace(sizes, decay_bound=mixer.decay_bound)
+    if isinstance(mixer, Recurrent):
+        # Where there is no convolution, one of the usual width is tried.
+        mixer = replace(mixer, conv_width=mixer.conv_width if mixer.conv_width > 1 else 4)
+        return replace(sizes, linear=mixer, channels=None)
+    if isinstance(mixer, MLA) and mixer.indexer is not None:
+        return replace(sizes, index_dim=mixer.indexer.head_dim)
+    if isinstance(mixer, GQA) and mixer.blocks is not None:
+        return replace(sizes, index_dim=mixer.blocks.head_dim)
+    return sizes
+
+
+def _rotated(mixer: Mixer) -> tuple[int, int, int, int, bool] | None:
+    """Query and key heads, elements of a head and of them rotated, and the pairing; None: nothing rotates."""
+    rope = mixer.rope
+    if isinstance(mixer, CompressedAttention):
         # The ends of heads are rotated.
-        rotated = config.compressed.rope_dim
-        kinds = dict.fromkeys([(config.num_heads, 1, rotated, rotated, True)])
-    elif config.mla is None:
-        layer_ropes = config.layer_ropes or (config.rope,) * config.num_layers
-        ropes = (layer_ropes[layer] or config.rope for layer in config.attention_layers)
-        # Where nothing is rotated, what would rotate is tried with whole heads.
-        kinds = dict.fromkeys(
-            (
-                shape.num_heads,
-                shape.num_kv_heads,
-                shape.head_dim,
-                rope.rotary_dim if rope is not None else shape.head_dim,
-                rope is not None and rope.interleaved,
-            )
-            for shape, rope in zip(config.attention_shapes, ropes, strict=True)
-        )
-    elif config.rope is not None:
+        return mixer.num_heads, 1, mixer.rope_dim, mixer.rope_dim, True
+    if isinstance(mixer, MLA) and rope is not None:
         # Only the parts that carry a position are rotated, of all heads' queries and of one key.
-        rotated = config.mla.qk_rope_head_dim
-        kinds = dict.fromkeys([(config.num_heads, 1, rotated, rotated, config.rope.interleaved)])
-    return kinds
+        rotated = mixer.qk_rope_head_dim
+        return mixer.num_heads, 1, rotated, rotated, rope.interleaved
+    if not isinstance(mixer, GQA):
+        return None
+    # Where nothing is rotated, what would rotate is tried with whole heads.
+    rotated = mixer.head_dim if rope is None else rope.rotary_dim
+    heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    return *heads, rotated, rope is not None and rope.interleaved
 
 
 class _Maker:
@@ -461,7 +484,7 @@ class _Maker:
         a_log, dt_bias = (self._random(size, dtype=torch.float32) for size in (heads, heads * key_dim))
         states = self._random(5, heads, key_dim, linear.value_head_dim, dtype=torch.float32)
         qkv = self._random(tokens, heads * (2 * key_dim + linear.value_head_dim))
-        return qkv, a, b, a_log, dt_bias, linear.decay_bound, states, *self._slots()
+        return qkv, a, b, a_log, dt_bias, self._sizes.decay_bound, states, *self._slots()
 
 
 _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {

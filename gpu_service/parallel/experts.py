@@ -19,7 +19,7 @@ from gpu_service.experts.client import (
     Ticket,
 )
 from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import even_shard
+from moebius.models.layers.ranks import even_shard
 
 Failure = ExpertUnavailable | ExpertComputeFailed
 Agree = Callable[[int], int]

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from gpu_service.cache.kv_cache import MlaCache, make_cache, page_bytes
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.ops.rope import learned_query_scales
 from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import check_divisible, shard_config
+from gpu_service.parallel.partition import check_divisible, rank_layers
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.layer import cached
 from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.published_checkpoints import Published
 
@@ -188,8 +190,8 @@ def test_longcat_has_two_attentions_a_layer_and_choices_without_weights(tmp_path
     assert (mla.softmax_scale, mla.latent_scale) == (pytest.approx(2 * 16**-0.5), 4.0)
     geometry = read_geometry(tmp_path)
     assert (geometry.num_experts, geometry.top_k, geometry.mean_top_k) == (8, 3, 2.0)
-    own = shard_config(config, ParallelContext(stage=1, num_stages=2))
-    assert own.attention_layers == (0, 0, 1, 1)
+    own = rank_layers(config, ParallelContext(stage=1, num_stages=2))
+    assert [len(cached([layer])) for layer in own] == [2, 2]
     plain = _read(tmp_path, LONGCAT, mla_scale_q_lora=False, mla_scale_kv_lora=False).mla
     assert plain is not None
     assert (plain.softmax_scale, plain.latent_scale) == (16**-0.5, 1.0)
@@ -248,10 +250,13 @@ def test_mistral_large4_shares_latents_of_layers_that_rotate_alike(tmp_path: Pat
     assert [rope is not None for rope in alone.layer_ropes] == [True, True, True, False] * 2
     assert (alone.rope.learned, alone.final_logit_softcap) == (True, 30.0)  # type: ignore[union-attr]
     shared = _read_large4(tmp_path, kv_source_layers=[0, 0, 0, 3, 0, 0, 6, 3])
-    assert shared.latent_layers == (0, 3, 6)
-    sizes = [page_bytes(config, 16, torch.bfloat16) for config in (alone, shared)]
+    assert [i for i, layer in enumerate(shared.layers) if cached([layer])] == [0, 3, 6]
+    sizes = [
+        page_bytes(config.layers, 16, torch.bfloat16, TORCH_DTYPES[config.dtype])
+        for config in (alone, shared)
+    ]
     assert sizes[0] - sizes[1] == 5 * 16 * 576 * 2
-    cache = make_cache(shared, 2, 16, torch.bfloat16)
+    cache = make_cache(shared.layers, 2, 16, torch.bfloat16)
     assert isinstance(cache, MlaCache)
     assert cache.num_layers == 3
     assert cache.index_keys is not None

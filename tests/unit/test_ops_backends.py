@@ -117,12 +117,12 @@ def test_attention_is_compiled_with_the_ops(
     """What the model's attention calls is compiled from the start on, not at the first step."""
     install_fake_flashinfer(monkeypatch)
     config = Geometry(num_heads=heads, num_kv_heads=2, head_dim=64).config()
-    load_tables(["flashinfer"], lambda: attention_modules(config, torch.float16, storage))
+    load_tables(["flashinfer"], lambda: attention_modules(config.layers, torch.float16, storage))
     for thread in threading.enumerate():
         if thread.name == "flashinfer-attention":
             thread.join()
     assert sorted(BUILT) == sorted([*modules, "norm", "sampling", "silu"])
-    assert attention_modules(config, torch.float32, torch.float32) == []
+    assert attention_modules(config.layers, torch.float32, torch.float32) == []
 
 
 def test_ops_do_not_wait_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_an_op_is_tried_with_the_sizes_of_the_model() -> None:
 def test_sizes_of_a_model_are_its_own(name: str) -> None:
     """The start-up try-out compiles what the service will: decode steps and chunks of every kind of layer."""
     config = published(name)
-    sizes = examples.sizes_of(config)
+    sizes = examples.sizes_of(config, config.layers)
     assert {each.tokens > 16 for each in sizes} == {False, True}
     heads = set(config.layer_num_heads or (config.num_heads,))
     assert {each.queries for each in sizes} == heads

@@ -186,7 +186,7 @@ OTHERS = {
 }
 # What the one family with compressed attention has besides; its tests compare it with transformers.
 WITH_COMPRESSED = {
-    *("embedding_scale", "logit_scale", "mlp_limits", "final_logit_softcap", "head_bias", "layer_ropes"),
+    *("embedding_scale", "logit_scale", "mlp_limits", "final_logit_softcap", "head_bias"),
     *("tie_word_embeddings", "hyper", "rope.interleaved", "rope.query_growth"),
     # Of any mixer: how its answer is added to the stream.
     *("input_norms", "output_norms", "moe_output_norms", "residual_scale", "layer_scales", "layer_halves"),

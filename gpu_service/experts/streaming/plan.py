@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpu_service.experts.resident.panels import LayerFormat
-from gpu_service.parallel.partition import even_shard
+from moebius.models.layers.ranks import even_shard
 
 # A split is chosen in steps of so many parts of a layer's experts, so that ranks can agree on a number.
 SHARES = 64

@@ -14,7 +14,7 @@ from gpu_service.experts.streaming.plan import CopyRun, LayerStream, Piece, Stre
 from gpu_service.experts.streaming.routing import count_chosen
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.step import StreamedExperts
-from gpu_service.parallel.partition import even_shard
+from moebius.models.layers.ranks import even_shard
 
 if TYPE_CHECKING:
     from gpu_service.experts.streaming.streamer import ExpertStreamer

@@ -305,7 +305,10 @@ def verify_model(
     ours = StagedModel.open(config, Path(config.model.model), device)
     reference = _reference(config, options.against, ours)
     backends.install(
-        device, config.gpu.attention_backend, TORCH_DTYPES[ours.config.dtype], sizes_of(ours.config)
+        device,
+        config.gpu.attention_backend,
+        TORCH_DTYPES[ours.config.dtype],
+        sizes_of(ours.config, ours.config.layers),
     )
     geometry = read_geometry(ours.directory, config.model.experts_per_token)
     if not geometry.moe_layers:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from moebius.models.layers.mixer import Mixer
-from moebius.models.layers.ranks import divisors, even_shard
+from moebius.models.layers.ranks import even_shard
 from moebius.models.layers.tensors import CacheTensor, StateTensor
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class CompressedAttention(Mixer):
     head_dim: int
     q_lora_rank: int  # Rank of the queries' projection.
     rope_dim: int  # Last elements of a head, which are rotated.
-    rope: RopeConfig | None
+    rope: RopeConfig
     window: int  # Latest tokens that a query sees as they are, its own included.
     rate: int  # Consecutive tokens that one entry stands for; 0: there are no entries.
     # Groups of heads in the output projection: each to `output_rank` elements by itself, then all together.
@@ -50,8 +50,6 @@ class CompressedAttention(Mixer):
     @property
     def cache(self) -> tuple[CacheTensor, ...]:
         """Entries, and those that they are chosen by."""
-        if not self.rate:
-            return ()
         entries = CacheTensor((self.head_dim,), self.rate)
         if self.indexer is None:
             return (entries,)
@@ -81,13 +79,8 @@ class CompressedAttention(Mixer):
     def indivisible(self, num_ranks: int) -> str:
         heads, groups = self.num_heads, self.output_groups
         if heads % num_ranks:
-            return f"{heads} attention heads and 1 KV heads; allowed for this model: {divisors(heads)}"
-        if groups % num_ranks:
-            return (
-                f"the {groups} groups of heads that are projected together; allowed for this model: "
-                f"{divisors(groups)}"
-            )
-        return ""
+            return f"{heads} attention heads and 1 KV heads"
+        return f"the {groups} groups of heads that are projected together" if groups % num_ranks else ""
 
     @property
     def row_elements(self) -> int:

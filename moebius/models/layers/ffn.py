@@ -15,10 +15,18 @@ if TYPE_CHECKING:
     from moebius.models.config import RouterConfig
 
 
+_MIXED_CHOICES = "whose router does not choose among experts with weights alone"
+
+
 class FeedForward(ABC):
     """Base of frozen values; sizes are of the whole model, or of a rank after `on_rank`."""
 
     __slots__ = ()
+
+    @property
+    def late_refusal(self) -> str:
+        """Why what experts answer can not be added a layer late; empty: it can."""
+        return ""
 
     @abstractmethod
     def on_rank(self, rank: int, num_ranks: int) -> Self:
@@ -97,6 +105,10 @@ class Routed(FeedForward):
         chosen = self.router.top_k * self.experts.intermediate_size
         return shared + 3 * self.expert_input_size(hidden_size) * chosen
 
+    @property
+    def late_refusal(self) -> str:
+        return _MIXED_CHOICES if self.router.num_zero_experts else ""
+
     def expert_input_size(self, hidden_size: int) -> int:
         """Elements that an expert is given of a token."""
         return hidden_size
@@ -112,6 +124,11 @@ class MoE(Routed):
     hashed_tokens: int = 0  # Token ids that choose their experts by a table; 0: the router chooses.
     # None: one kind of experts. Else the router counts parts of them.
     kinds: ExpertKindsConfig | None = None
+
+    @property
+    def late_refusal(self) -> str:
+        has_kinds = self.kinds is not None or self.router.num_zero_experts
+        return _MIXED_CHOICES if has_kinds else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +152,7 @@ class NormedMoE(Routed):
 
     norm: Norm
     router_eps: float
+
+    @property
+    def late_refusal(self) -> str:
+        return "which norms what experts add: sums of two layers would be normed together"

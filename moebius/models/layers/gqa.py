@@ -135,14 +135,9 @@ class GQA(Mixer):
 
     def indivisible(self, num_ranks: int) -> str:
         heads, kv_heads = self.num_heads, self.num_kv_heads
-
-        def fits(count: int) -> bool:
-            return not heads % count and (not kv_heads % count or not count % kv_heads)
-
-        if fits(num_ranks):
+        if not heads % num_ranks and (not kv_heads % num_ranks or not num_ranks % kv_heads):
             return ""
-        allowed = ", ".join(str(count) for count in range(1, heads + 1) if fits(count))
-        return f"{heads} attention heads and {kv_heads} KV heads; allowed for this model: {allowed}"
+        return f"{heads} attention heads and {kv_heads} KV heads"
 
     @property
     def row_elements(self) -> int:

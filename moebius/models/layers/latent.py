@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
 from moebius.models.layers.mixer import Mixer
-from moebius.models.layers.ranks import divisors, even_shard
+from moebius.models.layers.ranks import even_shard
 from moebius.models.layers.tensors import CacheTensor
 
 if TYPE_CHECKING:
@@ -92,9 +92,15 @@ class MLA(Mixer):
 
     def indivisible(self, num_ranks: int) -> str:
         heads = self.num_heads
-        if not heads % num_ranks:
-            return ""
-        return f"{heads} attention heads and {heads} KV heads; allowed for this model: {divisors(heads)}"
+        return f"{heads} attention heads and {heads} KV heads" if heads % num_ranks else ""
+
+    @property
+    def attends_back(self) -> int:
+        return self.latents_back
+
+    @property
+    def awaits_choice(self) -> bool:
+        return self.is_sparse and self.indexer is None
 
     @property
     def row_elements(self) -> int:

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from moebius.models.layers.ffn import FeedForward, Routed
-from moebius.models.layers.latent import MLA
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.norms import Norm
-from moebius.models.layers.residual import GatedStreams, NextToken, Residual, Shortcut
+from moebius.models.layers.residual import GatedStreams, HyperConnections, NextToken, Residual, Shortcut
 from moebius.models.layers.tensors import CacheTensor, StateTensor
 
 
@@ -41,10 +40,33 @@ class Layer:
             own.append(self.residual.ngrams.state)
         return tuple(state for state in own if state)
 
+    def weight_elements(self, hidden_size: int) -> int:
+        """Elements of the weights that a token meets, chosen experts' included, up to norms and biases."""
+        mixed = sum(mixer.weight_elements(hidden_size) for mixer in self.mixers)
+        return mixed + sum(ffn.weight_elements(hidden_size) for ffn in self.ffns)
+
+    def stream_bytes(self, hidden_size: int, activation_bytes: int) -> int:
+        """Bytes of one token that live through the layer next to the stream that every layer has."""
+        total, residual = 0, self.residual
+        if isinstance(residual, HyperConnections | GatedStreams):
+            # The streams, and the same once more in float32 where weights are computed and streams mixed.
+            total += residual.sizes.num_streams * hidden_size * (activation_bytes + 2 * 4)
+        if isinstance(residual, Shortcut):
+            # What experts are given, which waits until the layer's end; next to it the halves run.
+            total += hidden_size * activation_bytes
+        if isinstance(self.ffn, Routed) and self.ffn.router.num_zero_experts:
+            total += hidden_size * 4
+        return total
+
     @property
     def passed(self) -> bool:
         """Whether every token passes it: it is not of multi-token prediction."""
         return not isinstance(self.residual, NextToken)
+
+    @property
+    def late_refusal(self) -> str:
+        """Why what its experts answer can not be added a layer late; empty: it can."""
+        return self.residual.late_refusal or ("" if self.ffn is None else self.ffn.late_refusal)
 
     def on_rank(self, rank: int, num_ranks: int) -> Layer:
         """The part of one of `num_ranks` tensor-parallel ranks."""
@@ -114,8 +136,8 @@ def places(layers: Layers) -> list[list[Places]]:
             cache = num_cached if any(not part.is_index for part in kept) else None
             chooses = num_indexed if any(part.is_index for part in kept) else None
             state = num_states if mixer.state else None
-            if isinstance(mixer, MLA) and mixer.latents_back:
-                cache = found[index - mixer.latents_back][0].cache
+            if mixer.attends_back:
+                cache = found[index - mixer.attends_back][0].cache
             else:
                 num_cached += cache is not None
             num_indexed += chooses is not None

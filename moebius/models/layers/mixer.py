@@ -38,7 +38,22 @@ class Mixer(ABC):
 
     @abstractmethod
     def indivisible(self, num_ranks: int) -> str:
-        """What `num_ranks` do not divide, and what is allowed; empty: they divide it."""
+        """What `num_ranks` do not divide, for messages; empty: they divide all."""
+
+    @property
+    def attends_back(self) -> int:
+        """How many layers before this one the cache is that it attends to; 0: its own."""
+        return 0
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it chooses what it, and maybe later layers, attend to."""
+        return any(part.is_index for part in self.cache)
+
+    @property
+    def awaits_choice(self) -> bool:
+        """Whether it attends to what the nearest earlier layer chose."""
+        return False
 
     @property
     @abstractmethod

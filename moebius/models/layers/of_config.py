@@ -151,6 +151,9 @@ def _compressed(config: ModelConfig, index: int) -> CompressedAttention:
     _refuse(config, "compressed", mla=config.mla is not None)
     if config.hyper is not None and config.hyper.rank:
         raise _refusal(config, "compressed", "hyper", " where its streams are gated")
+    rope = config.layer_ropes[index] if config.layer_ropes else config.rope
+    if rope is None:
+        raise _refusal(config, "compressed", "layer_ropes", " in layers that do not rotate")
     indexer = None
     if index in sizes.sparse_layers:
         indexer = EntryIndexer(sizes.index_num_heads, sizes.index_head_dim, sizes.top_k)
@@ -159,7 +162,7 @@ def _compressed(config: ModelConfig, index: int) -> CompressedAttention:
         head_dim=config.head_dim,
         q_lora_rank=sizes.q_lora_rank,
         rope_dim=sizes.rope_dim,
-        rope=config.layer_ropes[index] if config.layer_ropes else config.rope,
+        rope=rope,
         window=sizes.window,
         rate=sizes.rates[index],
         output_groups=sizes.output_groups,

@@ -58,8 +58,3 @@ def kv_shard(num_heads: int, rank: int, count: int) -> ShardRange:
         return even_shard(num_heads, rank, count)
     head = rank * num_heads // count
     return ShardRange(head, head + 1, num_heads)
-
-
-def divisors(total: int) -> str:
-    """The numbers of ranks that divide `total` evenly, for messages."""
-    return ", ".join(str(count) for count in range(1, total + 1) if total % count == 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from moebius.models.layers.mixer import Mixer
-from moebius.models.layers.ranks import divisors, even_shard
+from moebius.models.layers.ranks import even_shard
 from moebius.models.layers.tensors import StateTensor
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ class Recurrent(Mixer):
 
     def indivisible(self, num_ranks: int) -> str:
         heads = self.num_key_heads
-        if not heads % num_ranks:
-            return ""
-        return f"the {heads} key heads of linear attention; allowed for it: {divisors(heads)}"
+        return f"the {heads} key heads of linear attention" if heads % num_ranks else ""
 
     @property
     def row_elements(self) -> int:

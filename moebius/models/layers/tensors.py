@@ -17,13 +17,14 @@ class CacheTensor:
     """A tensor `[pages, places, *row]` of a layer, whose places stand for tokens of a request in order."""
 
     row: tuple[int, ...]
-    tokens: int = 1  # Tokens that a place stands for; it lies in the page of the last of them.
+    # Tokens that a place stands for; it lies in the page of the last of them. 0: there are no places.
+    tokens: int = 1
     # Keys that tokens are only chosen by: in the activations' type, whatever pages hold otherwise.
     is_index: bool = False
 
     def places(self, page_size: int) -> int:
         """Places in a page of `page_size` tokens: room for each that may end in it."""
-        return -(-page_size // self.tokens)
+        return -(-page_size // self.tokens) if self.tokens else 0
 
     def page_bytes(self, page_size: int, stored_bytes: int, activation_bytes: int) -> int:
         """Bytes in a page; `stored_bytes`: of an element of keys, values and latents."""
