@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gpu_service.cache.state_cache import ZERO_SLOT, StateSlots, make_states, state_bytes
-from gpu_service.engine.step import Batch
-from gpu_service.request import Request
+from gpu_service.core.request import Request
+from gpu_service.core.step import Batch
 from moebius.config import GpuConfig
 from moebius.models.layers.layer import Layers
 

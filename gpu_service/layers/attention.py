@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.partition import heads_shard, kv_heads_shard
+from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import (
     CheckpointPart,
     FusedLinear,
@@ -27,7 +29,6 @@ from gpu_service.ops.activation import GATE_ACTIVATIONS
 from gpu_service.ops.kv import mean_index_keys
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, Unrotated, apply_rope, qk_norm_rope, query_scales
-from gpu_service.parallel.partition import heads_shard, kv_heads_shard
 from moebius.models.layers import gqa as blocks
 from moebius.models.layers.gqa import GQA, FullWidthQkNorm
 from moebius.models.layers.layer import Places

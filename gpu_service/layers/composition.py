@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.core.parallel import SOLO, ParallelContext
 from moebius.models.layers.layer import Places
 
 T = TypeVar("T")

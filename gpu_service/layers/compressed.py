@@ -13,15 +13,16 @@ import torch
 from torch import nn
 
 from gpu_service.attention.compressed.base import CompressedAttentionBackend, Compression
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.partition import heads_shard
+from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.ops.linear import widened
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope
-from gpu_service.parallel.partition import heads_shard
 from moebius.models.config import RopeConfig
 from moebius.models.layers import compressed
 from moebius.models.layers.layer import Places

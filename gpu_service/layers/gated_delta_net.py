@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.composition import Composition
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import FusedLinear, RowParallelLinear, linear_attention_order
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.layers.states import ConvTaps, StateLayer, own_rows

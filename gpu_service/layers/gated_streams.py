@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gpu_service.core.step import ForwardInputs
 from gpu_service.device.stream import page_lock
-from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.layers.composition import Composition, LayerParts
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import ResidualStream
 from gpu_service.layers.hyper_connections import HyperStreams
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, empty_parameter

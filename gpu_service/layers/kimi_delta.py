@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.composition import Composition
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.layers.states import ConvTaps, StateLayer

@@ -14,8 +14,8 @@ import structlog
 import torch
 from torch.nn import functional
 
-from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.composition import Composition
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import (
     CheckpointPart,
     FusedLinear,

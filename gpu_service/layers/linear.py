@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.linear import GROUP, can_pack, fp8_linear, linear, pack_weight
 from gpu_service.ops.norm_linear import add_norm_linear
-from gpu_service.parallel.context import SOLO, ParallelContext
 from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.recurrent import GatedDeltaNet
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.asked_experts import AskedExperts, ask_experts
 from gpu_service.layers.composition import Composition
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.deferral import Collect, add_late
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, Seam, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm

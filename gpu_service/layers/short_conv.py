@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.composition import Composition
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import FusedLinear, RowParallelLinear
 from gpu_service.layers.states import ConvTaps, StateLayer, own_rows
 from gpu_service.ops.rope import RopeTable

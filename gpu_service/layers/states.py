@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.partition import heads_shard
+from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, empty_parameter
 from gpu_service.ops.linear_attention import (
     Sequences,
@@ -17,7 +19,6 @@ from gpu_service.ops.linear_attention import (
     causal_conv_update,
     make_sequences,
 )
-from gpu_service.parallel.partition import heads_shard
 from moebius.models.layers.layer import Places
 from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.recurrent import Recurrent

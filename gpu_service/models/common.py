@@ -8,9 +8,12 @@ from itertools import islice
 import torch
 from torch import nn
 
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import rank_layers, stage_layers
+from gpu_service.core.step import ForwardInputs
 from gpu_service.layers import gated_streams as streams
 from gpu_service.layers.composition import Composition
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import (
     Embedding,
     Head,
@@ -27,8 +30,6 @@ from gpu_service.layers.mtp import MtpLayer
 from gpu_service.layers.norm import Norm, make_norm
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, is_noted, note_overflow
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import rank_layers, stage_layers
 from moebius.models.config import ModelConfig
 from moebius.models.layers.residual import GatedStreams, HyperConnections
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import rank_layers, stage_layers
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers import compressed as compressed_modules
 from gpu_service.layers import gated_delta_net, mamba2, moe, short_conv
@@ -28,8 +30,6 @@ from gpu_service.layers.mamba import Mamba
 from gpu_service.layers.mla import MLAttention
 from gpu_service.layers.mtp import MtpLayer
 from gpu_service.models.common import CausalLM
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import rank_layers, stage_layers
 from moebius.models.config import ModelConfig
 from moebius.models.layers.compressed import CompressedAttention
 from moebius.models.layers.ffn import Dense, FeedForward, LatentMoE, MoE, NormedMoE

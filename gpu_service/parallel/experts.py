@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.experts.client import (
     ExpertClient,
     ExpertClientStats,
@@ -18,7 +19,6 @@ from gpu_service.experts.client import (
     ExpertUnavailable,
     Ticket,
 )
-from gpu_service.parallel.context import ParallelContext
 from moebius.models.layers.ranks import even_shard
 
 Failure = ExpertUnavailable | ExpertComputeFailed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.layers.composition import Composition
-from gpu_service.parallel.context import SOLO, ParallelContext
 from moebius.models.config import MoeConfig
 from moebius.models.layers.ffn import Dense, Experts, LatentMoE, MoE
 from moebius.models.layers.latent import MLA, TokenIndexer

@@ -7,9 +7,9 @@ from typing import cast
 import pytest
 import torch
 
+from gpu_service.core.parallel import Collectives
 from gpu_service.layers.norm import FullWidthNorm, norm_full_width
 from gpu_service.ops.norm import rms_norm
-from gpu_service.parallel.context import Collectives
 from moebius.models.layers.ranks import ShardRange, even_shard
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, EPS = 8, 2, 6, 5, 1e-3

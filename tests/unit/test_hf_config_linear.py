@@ -12,11 +12,11 @@ import torch
 
 from gpu_service.cache.kv_cache import page_bytes
 from gpu_service.cache.state_cache import state_bytes
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.partition import check_divisible, rank_layers
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.linear import gated_query_order, linear_attention_order
 from gpu_service.models.compose import build_model
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import check_divisible, rank_layers
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.layers.layer import cached, states

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from gpu_service.cache.kv_cache import MlaCache, make_cache, page_bytes
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.partition import check_divisible, rank_layers
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.ops.rope import learned_query_scales
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import check_divisible, rank_layers
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.layers.layer import cached

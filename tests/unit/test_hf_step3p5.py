@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gpu_service.attention.base import grouped_queries
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import check_divisible, rank_layers
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.partition import check_divisible, rank_layers
 from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError

@@ -14,6 +14,7 @@ from gpu_service.assembly.rank_plan import RankPlan, Trial, has_room_to_stream, 
 from gpu_service.cache.kv_cache import page_bytes
 from gpu_service.cache.request_states import num_state_slots
 from gpu_service.cache.state_cache import StateSlots, state_bytes
+from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACKED_BYTES
 from gpu_service.memory.device_memory import MemoryUse
@@ -38,7 +39,6 @@ from gpu_service.memory.plan import (
 )
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
-from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.group import SoloGroup
 from moebius.app.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig

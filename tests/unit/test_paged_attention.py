@@ -11,8 +11,8 @@ import torch
 
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import KVCache, page_bytes
+from gpu_service.core.step import ForwardInputs
 from gpu_service.device import TORCH_DTYPES
-from gpu_service.engine.step import ForwardInputs
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
 from tests.tolerances import ATTENTION_BFLOAT16, LOGITS_FLOAT32_SELF
 
