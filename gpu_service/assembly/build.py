@@ -77,7 +77,7 @@ from gpu_service.memory.plan import DENSE, GRAPHS, KV, LANE, RESIDENT, RING, STA
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.ops import backends
-from gpu_service.ops.examples import sizes_of
+from gpu_service.ops.example_sizes import sizes_of
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.join import join_group
 from gpu_service.scheduler.scheduler import Scheduler

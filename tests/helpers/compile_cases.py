@@ -28,7 +28,8 @@ from gpu_service.experts.fetching.triton_kernels import TritonFetchKernels
 from gpu_service.experts.resident.experts import make_slots
 from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
-from gpu_service.ops.examples import SMALL, Sizes, example, sizes_of
+from gpu_service.ops.example_sizes import SMALL, Sizes, sizes_of
+from gpu_service.ops.examples import example
 from gpu_service.ops.triton.table import IMPLEMENTATIONS
 from moebius.models.config import ModelConfig, RouterConfig
 from moebius.models.layers.compressed import CompressedAttention

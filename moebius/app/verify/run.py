@@ -17,7 +17,7 @@ from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.layers.deferral import DeferralRule, deferral_rule
 from gpu_service.ops import backends
-from gpu_service.ops.examples import sizes_of
+from gpu_service.ops.example_sizes import sizes_of
 from gpu_service.verify.errors import (
     MEAN_KL,
     TokenScores,
