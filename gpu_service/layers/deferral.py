@@ -20,6 +20,7 @@ import torch
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import routed
 
 # A layer's own request and late part, and the late part of the layer before.
 MIN_SLOTS = 3
@@ -106,7 +107,7 @@ def deferral_rule(config: MoebiusConfig, model: ModelConfig) -> DeferralRule | N
     layers = [layer for layer in model.moe_layer_ids if layer < model.num_decoder_layers]
     if not layers:
         raise UserError(f"defer_experts: {count} is not allowed: the model has no routed experts; allowed: 0")
-    top_k = model.moe.router.top_k
+    top_k = routed(model.layers)[layers[0]].router.top_k
     if count >= top_k:
         raise UserError(
             f"defer_experts: {count} is not allowed: {model.model_type} chooses {top_k} experts per token, "

@@ -81,7 +81,7 @@ class Backbone(nn.Module):
         self._rotaries = [RotaryEmbedding(rope, longest, dtype=dtype, device=device) for rope in kinds]
         self._rotary_of = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.rotary_emb: LearnedRotation | None = None
-        if config.rope is not None and config.rope.learned:
+        if any(rope.learned for rope in kinds):
             self.rotary_emb = LearnedRotation(self._rotaries)
         self._embedding_scale = config.embedding_scale
         if config.rounds_embedding_scale:

@@ -66,7 +66,7 @@ class MLA(Mixer):
     # Whether it attends to chosen tokens only: by its own indexer, or as the nearest earlier one chose.
     is_sparse: bool = False
     indexer: TokenIndexer | None = None
-    shares_latents: bool = False  # Whether some layers of the model attend to another layer's latents.
+    shares_latents: bool = False  # Whether a later layer attends to its latents.
 
     @property
     def qk_head_dim(self) -> int:

@@ -237,7 +237,7 @@ def _latent(config: ModelConfig, index: int, rope: RopeConfig | None) -> MLA:
         latents_back=index - sources[index] if sources else 0,
         is_sparse=indexer is not None,
         indexer=own,
-        shares_latents=bool(sources),
+        shares_latents=index in sources[index + 1 :],
     )
 
 
