@@ -184,7 +184,7 @@ def compressed_dimensions(layers: Layers) -> CompressedDimensions:
     if not kept:
         raise ValueError("no layer has compressed attention")
     choosing = {layer: mixer.indexer for layer, mixer in enumerate(kept) if mixer.indexer is not None}
-    # Where none chooses, nobody asks how.
+    # Without such a layer these sizes have no effect.
     index = next(iter(choosing.values()), EntryIndexer(1, 1, 1))
     return CompressedDimensions(
         num_heads=kept[0].num_heads,

@@ -37,7 +37,7 @@ class LayerParts:
 
 @dataclass(frozen=True, eq=False)
 class Composition:
-    """Sizes of the whole model; a module divides what it is told of over the ranks of `parallel`."""
+    """Sizes of the whole model; a module divides what it is given over the ranks of `parallel`."""
 
     hidden_size: int
     dtype: torch.dtype

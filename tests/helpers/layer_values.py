@@ -34,7 +34,7 @@ def moe_value(config: MoeConfig, activation: str = "silu") -> MoE:
 def latent_layers(
     count: int, latent_dim: int, rope_dim: int, index_dims: tuple[int, ...] = ()
 ) -> list[Layer]:
-    """Layers that cache latents, the first of them with keys of so many elements that they choose by."""
+    """Layers that cache latents; `index_dims`: elements of the keys that the first ones choose by."""
 
     def layer(index: int) -> Layer:
         indexer = None

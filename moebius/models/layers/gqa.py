@@ -43,14 +43,14 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A query sees so many latest tokens, its own included."""
+    """A query sees the latest tokens, its own included, up to this number."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A query sees the earlier tokens of its own chunk, which has so many."""
+    """A query sees the earlier tokens of its own chunk."""
 
     tokens: int
 
