@@ -73,6 +73,11 @@ NEXT_5: dict[str, Any] = {
 }
 
 
+def attending(config: ModelConfig) -> tuple[int, ...]:
+    """Layers that have a cache."""
+    return tuple(i for i, layer in enumerate(config.layers) if cached([layer]))
+
+
 def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -87,9 +92,11 @@ def test_qwen3_next_is_read(tmp_path: Path) -> None:
     config = _read(tmp_path, NEXT)
     linear = config.linear
     assert linear is not None
-    assert (linear.conv_size, linear.value_size, linear.conv_width) == (8192, 4096, 4)
-    assert config.attention_layers == tuple(range(3, 48, 4))
-    assert sorted((*config.attention_layers, *linear.layers)) == list(range(48))
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, GatedDeltaNet)
+    assert (mixer.conv_size, mixer.value_size, mixer.conv_width) == (8192, 4096, 4)
+    assert attending(config) == tuple(range(3, 48, 4))
+    assert sorted((*attending(config), *linear.layers)) == list(range(48))
     assert config.rope is not None
     assert (config.rope.rotary_dim, config.rope.mrope_sections) == (64, ())
     assert (config.moe.shared_gate, config.moe.router.post) == (True, "renormalize")
@@ -108,7 +115,7 @@ def test_the_text_model_of_qwen3_5_is_read_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     alone = _text(tmp_path / "alone")
     for config in (alone, _read(tmp_path, NEXT_5)):
-        assert config.attention_layers == tuple(range(3, 40, 4))
+        assert attending(config) == tuple(range(3, 40, 4))
         assert config.rope is not None
         assert (config.rope.mrope_sections, config.rope.mrope_interleaved) == ((11, 11, 10), True)
         assert (config.intermediate_size, config.moe.router.post) == (0, "renormalize")
@@ -154,8 +161,8 @@ def test_kimi_linear_is_read(tmp_path: Path) -> None:
     linear, mla = config.linear, config.mla
     assert linear is not None
     assert mla is not None
-    assert (config.attention_layers, config.rope, config.max_model_len) == ((3, 7), None, 1048576)
-    assert (linear.channel_decay, linear.decay_bound, linear.conv_size) == (True, None, 3 * 4096)
+    assert (attending(config), config.rope, config.max_model_len) == ((3, 7), None, 1048576)
+    assert (linear.channel_decay, linear.decay_bound) == (True, None)
     assert mla.softmax_scale == pytest.approx(192**-0.5)
     # One layer is dense where nothing says how many.
     assert config.moe_layer_ids == tuple(range(1, 8))
@@ -195,9 +202,9 @@ def test_layers_of_one_half_are_read(tmp_path: Path) -> None:
     config = _read(tmp_path, NEMOTRON)
     linear = config.linear
     assert linear is not None
-    assert config.attention_layers == (7, 16, 25, 36, 47, 58, 69, 78)
-    assert (len(linear.layers), len(config.moe.layers), config.num_dense_layers) == (40, 40, 0)
-    assert [layer for layer in range(88) if config.has_mlp(layer)] == list(config.moe_layer_ids)
+    assert attending(config) == (7, 16, 25, 36, 47, 58, 69, 78)
+    assert (len(linear.layers), len(config.moe.layers)) == (40, 40)
+    assert [i for i, layer in enumerate(config.layers) if layer.ffns] == list(config.moe_layer_ids)
     geometry = read_geometry(tmp_path)
     assert (geometry.hidden_size, geometry.is_gated, config.hidden_size) == (1024, False, 4096)
     assert (
@@ -208,7 +215,7 @@ def test_layers_of_one_half_are_read(tmp_path: Path) -> None:
     )
     own = rank_layers(config, ParallelContext(stage=1, num_stages=2))
     assert [i for i, layer in enumerate(own) if cached([layer])] == [3, 14, 25, 34]
-    assert (len(own), own[0].ffn is not None) == (44, config.has_mlp(44))
+    assert (len(own), own[0].ffn is not None) == (44, bool(config.layers[44].ffns))
     # By names instead of letters.
     names = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
     kinds = [names[letter] for letter in NEMOTRON["hybrid_override_pattern"]]
@@ -245,8 +252,8 @@ def test_jamba_is_read(tmp_path: Path) -> None:
     config = _read(tmp_path, JAMBA)
     linear = config.linear
     assert linear is not None
-    assert config.attention_layers == (4, 12, 20, 28)
-    assert (linear.conv_size, linear.step_rank, config.moe_layer_ids) == (8192, 256, tuple(range(1, 32, 2)))
+    assert attending(config) == (4, 12, 20, 28)
+    assert (linear.step_rank, config.moe_layer_ids) == (256, tuple(range(1, 32, 2)))
     assert state_bytes(config.layers, TORCH_DTYPES[config.dtype]) == 28 * (8192 * 16 * 4 + 3 * 8192 * 2)
     rank = rank_layers(config, ParallelContext(tp_rank=1, tp_size=4))[0].mixer
     assert isinstance(rank, SelectiveScan)

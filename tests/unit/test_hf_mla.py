@@ -123,7 +123,7 @@ def test_the_published_spelling_is_read_to_the_last_key(tmp_path: Path) -> None:
     assert config.unread_keys == ()
     mla, router = config.mla, config.moe.router
     assert mla is not None
-    assert (mla.q_lora_rank, mla.kv_lora_rank, mla.cached_dim, mla.v_head_dim) == (24, 20, 24, 10)
+    assert (mla.q_lora_rank, mla.kv_lora_rank, mla.v_head_dim) == (24, 20, 10)
     assert (config.head_dim, config.num_kv_heads, config.num_mtp_layers) == (16, 4, 1)
     assert (config.rope.rotary_dim, config.rope.interleaved) == (4, True)
     assert (router.score, router.correction_bias, router.group_score) == ("sigmoid", True, "top2_sum")
@@ -179,8 +179,8 @@ def test_longcat_has_two_attentions_a_layer_and_choices_without_weights(tmp_path
     """Experts that servers hold are those with weights; of an even choice, two of three are."""
     config = _read(tmp_path, LONGCAT)
     assert config.unread_keys == ()
-    assert (config.num_layers, config.attention_layers) == (3, (0, 0, 1, 1, 2, 2))
-    assert (config.moe_layer_ids, config.num_dense_layers, config.shortcut_experts) == ((0, 1, 2), 6, True)
+    assert [len(cached([layer])) for layer in config.layers] == [2, 2, 2]
+    assert [(type(ffn).__name__) for ffn in config.layers[0].ffns] == ["Dense", "Dense", "MoE"]
     router = config.moe.router
     assert (router.num_experts, router.num_zero_experts, router.num_choices) == (8, 4, 12)
     assert (router.score, router.correction_bias, router.post, router.scale) == ("softmax", True, "none", 6.0)

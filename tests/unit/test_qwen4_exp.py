@@ -40,7 +40,7 @@ from moebius.app.planning.planner import plan_capacity
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.attention_config import BlockIndexerConfig, NGramConfig
 from moebius.models.config import ModelConfigError
-from moebius.models.layers.layer import Layer
+from moebius.models.layers.layer import Layer, cached
 from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.residual import GatedStreams
 from moebius.models.read import read_model_config
@@ -216,8 +216,8 @@ def _read(tmp_path: Path, **changes: Any) -> Any:
 def test_qwen3_8_flash_next_is_read(tmp_path: Path) -> None:
     config = _read(tmp_path)
     blocks, ngram = config.block_indexer, config.ngram
-    assert config.attention_layers == tuple(range(3, 48, 4)) == tuple(sorted(blocks.layers))
-    assert (blocks.block_size, blocks.top_blocks, blocks.shared_heads, blocks.row_dim) == (4, 512, 4, 192)
+    assert [i for i, layer in enumerate(config.layers) if cached([layer])] == sorted(blocks.layers)
+    assert (blocks.block_size, blocks.top_blocks, blocks.shared_heads) == (4, 512, 4)
     assert (config.hyper.num_streams, config.hyper.rank, config.stream_size) == (4, 320, 4 * 2560)
     assert (ngram.layers, ngram.num_hashes, ngram.row_dim, ngram.conv_width) == ((1,), 16, 160, 10)
     assert (config.linear.sigmoid_gates, config.rope.mrope_sections) == (True, (11, 11, 10))
