@@ -183,7 +183,7 @@ def _lane(
 ) -> PrefillLane:
     assert isinstance(runner.model, CausalLM)
     with stream.active():
-        own_attention = attention(runner.model.config, runner.kv_cache)
+        own_attention = attention(runner.model.config.layers, runner.kv_cache)
     own = LaneModelRunner(
         runner.model,
         runner.kv_cache,
