@@ -122,6 +122,43 @@ class ExpertEngine(ExpertBackend):
     @property
     def isa(self) -> str: ...
 
+# --- dense layers (kernels/bindings/bind_dense.cc); numbers of memory are addresses in this process ---------
+
+class DenseThreads:
+    def __init__(self, num_threads: int, isa: str = "auto") -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+
+class DenseMatrix:
+    def __init__(
+        self,
+        threads: DenseThreads,
+        in_features: int,
+        parts: Sequence[tuple[str, int]],
+        memory: int,
+        memory_bytes: int,
+    ) -> None: ...
+    def pack(self, part: int, first_row: int, source: SourceMatrix) -> None: ...
+    def calibrate(self) -> None: ...
+    def multiply(
+        self,
+        rows: int,
+        row_stride: int,
+        num_rows: int,
+        rows_are_bfloat16: bool,
+        output: int,
+        output_stride: int,
+        output_is_bfloat16: bool,
+        bias: int = 0,
+    ) -> None: ...
+    def take_rows(self, ids: int, count: int, target: int, target_is_bfloat16: bool) -> None: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+
 # --- weight formats (kernels/bindings/bind_format.cc) -----------------------------------------------------
 
 PANEL_COLUMNS: int

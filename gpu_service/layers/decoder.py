@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.engine.step import ForwardContext, ForwardInputs
-from gpu_service.layers.linear import CheckpointPart, Linear, ReadsSeam, Seam, empty_parameter
+from gpu_service.layers.linear import CheckpointPart, Linear, ReadsSeam, Seam, StoredWeight, empty_parameter
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import Norm, RMSNorm, make_norm
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
@@ -19,26 +19,35 @@ from gpu_service.parallel.partition import ShardRange, padded_vocab, vocab_shard
 from moebius.models.config import ModelConfig, RopeConfig
 
 
-class Embedding(nn.Module):
+class Embedding(StoredWeight):
     """Row look-up; a rank holds the rows of its part of the vocabulary, padded with zeros to equal parts."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
     ) -> None:
-        super().__init__()
-        self.weight = empty_parameter(padded_vocab(vocab_size, parallel), hidden_size, dtype=dtype)
+        super().__init__(padded_vocab(vocab_size, parallel), hidden_size, dtype=dtype)
         self._shard = vocab_shard(vocab_size, parallel)
         self._hidden_size = hidden_size
-        self._parallel = parallel
+        self._parallel, self._dtype = parallel, dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[T]` to `[T, hidden_size]`: each id's row from the rank that has it, zeros from others."""
         if self._parallel.tp_size == 1:
-            return functional.embedding(input_ids, self.weight)
+            return self._rows(input_ids)
         rows = input_ids - self._shard.begin
         elsewhere = (rows < 0) | (rows >= self._shard.size)
-        embedded = functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        embedded = self._rows(rows.masked_fill(elsewhere, 0))
         return self._parallel.tensor_group.all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(1), 0.0))
+
+    def _rows(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.take_rows(rows, self._dtype)
+        return functional.embedding(rows, self.weight)
+
+    def pack(self) -> None:
+        """The loader calls it once: a kept weight may be the head as well."""
+        if self.packed is not None:
+            self.packed.calibrate()
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         yield CheckpointPart("", "weight", self._shard, ShardRange.whole(self._hidden_size))
