@@ -14,13 +14,13 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange
+from gpu_service.core.step import ForwardInputs
 from gpu_service.device.stream import own_pages
-from gpu_service.engine.step import ForwardInputs
 from gpu_service.ops.linear import GROUP, can_pack, fp8_linear, linear, pack_weight
 from gpu_service.ops.norm_linear import add_norm_linear
 from gpu_service.ops.packed_weight import PackedPart, PackedWeight, packed_bytes
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange
 from moebius import _kernels
 from moebius.models.config import LinearAttentionConfig
 
