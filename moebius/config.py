@@ -103,7 +103,7 @@ class GpuConfig(SpeculationSettings):
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="Share of each GPU's memory that the engine may use"
     )
-    attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = Field(
+    attention_backend: Literal["auto", "flashinfer", "triton", "cpu", "torch"] = Field(
         default="auto", description="Attention kernels; auto: the first of these that is installed"
     )
     cuda_graphs: bool = Field(default=True, description="Run decode steps on a GPU as captured CUDA graphs")

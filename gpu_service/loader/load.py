@@ -39,7 +39,7 @@ from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.models.vision.registry import build_tower
 from gpu_service.models.vision.tower import VisionTower
-from moebius import _kernels
+from gpu_service.ops import host_kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.matrix_finder import MatrixFinder, is_ignored, side_name
@@ -289,7 +289,7 @@ def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device,
     """Largest first, a tensor per thread: they decode and round. Raises what a thread raises."""
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     is_kept = any(isinstance(source, PackedSource) for _, source in work)
-    dense_threads = _kernels.DenseThreads(torch.get_num_threads()) if is_kept else None
+    dense_threads = host_kernels.dense_threads(torch.get_num_threads()) if is_kept else None
     left = iter(sorted(work, key=lambda pair: -pair[0].rows.size * _row_bytes(pair[0])))
     lock, active = threading.Lock(), stream_of(device)
 
