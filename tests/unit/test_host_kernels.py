@@ -1,5 +1,5 @@
-"""Invariant: the CPU's kernels of norms, rotation, gating, routing and attention are the torch references, at every
-instruction-set level, for any number of rows and threads.
+"""Invariant: the CPU's kernels of norms, rotation, gating, routing and attention are the torch references, at
+every instruction-set level, for any number of rows and threads.
 """
 
 from __future__ import annotations
