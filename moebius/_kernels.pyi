@@ -126,6 +126,80 @@ class ExpertEngine(ExpertBackend):
 
 class DenseThreads:
     def __init__(self, num_threads: int, isa: str = "auto") -> None: ...
+    def add_norm(
+        self,
+        residual: int,
+        is_bfloat16: bool,
+        update: int,
+        update_is_bfloat16: bool,
+        weight: int,
+        weight_is_bfloat16: bool,
+        output: int,
+        eps: float,
+        size: int,
+        num_rows: int,
+    ) -> None: ...
+    def gate(self, is_bfloat16: bool, gate_up: int, output: int, size: int, num_rows: int) -> None: ...
+    def rotate_and_append(
+        self,
+        is_bfloat16: bool,
+        heads: int,
+        heads_stride: int,
+        num_heads: int,
+        num_query_heads: int,
+        head_dim: int,
+        query_weight: int,
+        key_weight: int,
+        eps: float,
+        cosine: int,
+        sine: int,
+        rotary_dim: int,
+        interleaved: bool,
+        values: int,
+        values_stride: int,
+        slots: int,
+        slot_mapping: int,
+        num_rows: int,
+    ) -> None: ...
+    def attend(
+        self,
+        is_bfloat16: bool,
+        query: int,
+        query_stride: int,
+        pages: int,
+        page_size: int,
+        block_table: int,
+        table_stride: int,
+        requests: int,
+        begins: int,
+        ends: int,
+        sinks: int,
+        output: int,
+        scale: float,
+        num_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> None: ...
+    def route(
+        self,
+        logits: int,
+        correction: int,
+        valid: int,
+        weights: int,
+        ids: int,
+        num_rows: int,
+        num_experts: int,
+        top_k: int,
+        num_groups: int,
+        top_groups: int,
+        group_by_maximum: bool,
+        score: int,
+        post: int,
+        softcap: float,
+        epsilon: float,
+        scale: float,
+    ) -> None: ...
     @property
     def num_threads(self) -> int: ...
     @property

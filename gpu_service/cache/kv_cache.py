@@ -24,7 +24,7 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Pages that all have memory, for good; on a CPU from their first use on, since mappings begin as zeros."""
+    """Pages that all have memory, for good; on a CPU once they are used, since mappings begin as zeros."""
     if device.type == "cpu" and all(shape):
         return own_pages(shape, dtype)
     return torch.zeros(tuple(shape), dtype=dtype, device=device)
