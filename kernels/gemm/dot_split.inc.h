@@ -56,9 +56,8 @@ MOEBIUS_INLINE __m512i split_words(__m512i first, __m512i second) {
   return _mm512_xor_si512(_mm512_shuffle_epi8(rounded, order), low_signs);
 }
 
-MOEBIUS_INLINE uint32_t largest_bits(__m512 values) {
-  const __m512i bits = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7fffffff));
-  return static_cast<uint32_t>(_mm512_reduce_max_epi32(bits));
+MOEBIUS_INLINE __m512i absolute_bits(__m512 values) {
+  return _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7fffffff));
 }
 
 MOEBIUS_INLINE __m512i to_integers(__m512 values, float inverse) {
@@ -80,10 +79,10 @@ void split_row(const uint16_t* row, uint32_t k_padded, float value_scale, int32_
       const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k + 16 * half));
       values[half] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     }
-    uint32_t largest[2] = {largest_bits(values[0]), largest_bits(values[1])};
-    if (kChunkK == 32) largest[0] = largest[1] = largest[0] > largest[1] ? largest[0] : largest[1];
+    __m512i bits[2] = {absolute_bits(values[0]), absolute_bits(values[1])};
+    if (kChunkK == 32) bits[0] = bits[1] = _mm512_max_epi32(bits[0], bits[1]);
     for (uint32_t half = 0; half < 2; ++half) {
-      const ChunkScale scale = chunk_scale(largest[half]);
+      const ChunkScale scale = chunk_scale(static_cast<uint32_t>(_mm512_reduce_max_epi32(bits[half])));
       integers[half] = to_integers(values[half], scale.inverse);
       if (kChunkK == 32 && half == 1) break;
       *scales++ = scale.scale * value_scale;
