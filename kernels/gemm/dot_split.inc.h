@@ -243,15 +243,19 @@ MOEBIUS_INLINE __m512i word_of(const uint32_t* words, int index) {
 
 // Adds to `low` the sums of one chunk: 256 times that of the high bytes and that of the low ones.
 template <class Format, int kRows>
-MOEBIUS_INLINE void sum_chunk(const ByteDecoder<Format::kCode>& decode, const std::byte* codes, size_t ahead,
-                              size_t first_line, const SplitRow (&rows)[kRows], __m512i (&low)[kRows]) {
+MOEBIUS_INLINE void sum_chunk(const ByteDecoder<Format::kCode>& decode, const Panel& panel, size_t first_line,
+                              const SplitRow (&rows)[kRows], __m512i (&low)[kRows]) {
+  const std::byte* const codes = panel.codes;
+  const size_t near = bytes_ahead(panel, first_line * 64, kNearPrefetchBytes);
+  const size_t far = bytes_ahead(panel, first_line * 64);
   __m512i high[kRows];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) high[r] = _mm512_setzero_si512();
 #pragma GCC unroll 4
   for (int line = 0; line < Format::kLines; ++line) {
     const size_t at = first_line + static_cast<size_t>(line);
-    prefetch(codes + at * 64 + ahead);
+    prefetch(codes + at * 64 + near);
+    prefetch_second_level(codes + at * 64 + far);
     const __m512i both = _mm512_load_si512(codes + at * 64);
     const __m512i even = decode.low(both);
     const __m512i odd = decode.high(both);
@@ -292,7 +296,7 @@ MOEBIUS_INLINE void add_chunk(const ByteDecoder<Format::kCode>& decode, const Pa
   constexpr int kBits = ByteDecoder<Format::kCode>::kBits;
   const size_t first_line = size_t{chunk} * Format::kLines;  // of 8 k
   if constexpr (kBits == 4) {
-    sum_chunk<Format>(decode, panel.codes, bytes_ahead(panel, first_line * 64), first_line, rows, sum);
+    sum_chunk<Format>(decode, panel, first_line, rows, sum);
   } else {
     const size_t offset = first_line / 4 * (kBits * 64);
     const std::byte* const planes = panel.codes + offset;
