@@ -84,7 +84,8 @@ class Run {
     NextTask& announced = announced_[worker];
     const bool as_announced = announced.phase == now.phase && announced.task == now.task;
     check(announced.phase == NextTask::kNone || as_announced, "a worker's next task was another one");
-    check(next.phase == NextTask::kNone || next.phase > now.phase || next.task > now.task, "a next task is no later one");
+    const bool is_later = next.phase > now.phase || (next.phase == now.phase && next.task > now.task);
+    check(next.phase == NextTask::kNone || is_later, "a next task is no later one");
     announced = next;
   }
 
