@@ -26,6 +26,7 @@ from moebius.app.commands import (
     models,
     plan,
     serve,
+    translate,
     verify,
     watch,
 )
@@ -37,7 +38,7 @@ from moebius.config_loader import sections
 COMMANDS = {
     "Serve": ("demo", "plan", "serve", "run", "chat"),
     "Look": ("top", "profile", "bench", "doctor", "topology", "experts", "verify"),
-    "Prepare": ("models", "keys", "demo-model", "version"),
+    "Prepare": ("models", "keys", "translate", "demo-model", "version"),
     "One process alone": ("gateway", "gpu", "expert", "ranks"),
 }
 
@@ -107,7 +108,7 @@ TOPICS = {
     "telemetry": "Telemetry (telemetry)",
 }
 
-for module in (serve, plan, chat, demo, host, verify, doctor, watch):
+for module in (serve, plan, chat, demo, host, verify, doctor, watch, translate):
     module.register(app)
 for registered in app.registered_commands:
     registered.cls = GroupedHelp
@@ -167,5 +168,6 @@ def _run(arguments: list[str]) -> object:
     }
     if "--config" in options:  # it takes settings
         note_variables(os.environ)
-        arguments = [arguments[0], *translated(arguments[1:], {**options, "-h": False, "--help": False})]
+        options |= {"-h": False, "--help": False}
+        arguments = [arguments[0], *translated(arguments[1:], options, command=arguments[0])]
     return command(args=arguments, prog_name="moebius", standalone_mode=False)
