@@ -9,7 +9,7 @@ import torch
 
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.results import StepResult
-from gpu_service.core.step import PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
+from gpu_service.core.step import PooledRows, PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
 from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs
 from gpu_service.engine.sampler import Sampler
@@ -81,6 +81,14 @@ class RankSampler(Sampler):
         ids, values = shared[:, 1 : 1 + columns], shared[:, 1 + columns :]
         return shared[:, 0].float(), ids.long(), values.float()
 
+    def share_pooled(self, own: torch.Tensor) -> torch.Tensor:
+        """Returns the sampling rank's float32 `[H]`; `own` is of this rank's stage."""
+        if self.parallel.num_stages == 1:
+            return own
+        shared = own.contiguous()
+        self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
+        return shared
+
 
 class RankModelRunner(ModelRunner):
     """A `ModelRunner` among others: its sampler is a `RankSampler`, its experts are `RankExperts` or None."""
@@ -113,6 +121,10 @@ class RankModelRunner(ModelRunner):
             return None
         world = cast(RankSampler, self.sampler).parallel.world_group
         return world.all_gather(own).view(-1, own.shape[0]).amin(0)
+
+    def _pool(self, wanted: PooledRows, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Only the last stage has hidden states after the final norm."""
+        return cast(RankSampler, self.sampler).share_pooled(super()._pool(wanted, hidden_states))
 
     def _score_prompt(self, wanted: PromptLogprobRows, hidden_states: torch.Tensor) -> list[Logprobs]:
         """The sampling rank's scores, in one piece."""
