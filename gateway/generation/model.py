@@ -36,6 +36,7 @@ class ServedModel:
     model_type: str = ""  # as in the checkpoint's config.json
     tool_parser: str | None = None  # names of `gateway/parsers/registry.py`; None: no parser
     reasoning_parser: str | None = None
+    hidden_size: int = 0  # values of an embedding; 0: not reported
     max_waiting_outputs: int = 0  # the engine's limit; 0: not reported
     fingerprint: str = ""  # of all that determines an answer; empty: the engine reports no identity
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
@@ -122,6 +123,7 @@ def load_served_model(
         model_type=info.model_type,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        hidden_size=info.hidden_size,
         max_waiting_outputs=info.max_waiting_requests,
         fingerprint=_fingerprint(info.identity, tokenizer),
     )
