@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from functools import partial
-
-from gateway.apis import embeddings, messages, ollama, responses
+from gateway.apis import embeddings, messages, native, ollama, responses
 from gateway.apis.translation import Context, Translation
 from gateway.generation.model import ServedModel
 from gateway.schemas.embeddings import (
@@ -21,6 +20,7 @@ from gateway.schemas.embeddings import (
     ScoreRequest,
 )
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
+from gateway.schemas.native import InfillRequest, LlamaCompletionRequest, SglangGenerateRequest
 from gateway.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
 from gateway.schemas.responses import ResponsesRequest
 
@@ -37,6 +37,9 @@ Kind = Literal[
     "ollama_generate",
     "ollama_show",
     "ollama_pull",
+    "llama_completion",
+    "llama_infill",
+    "sglang_generate",
     "embeddings",
     "score",
     "rerank",
@@ -56,6 +59,9 @@ TRANSLATIONS: Mapping[Kind, tuple[type[BaseModel], Translate]] = {
     "ollama_generate": (OllamaGenerateRequest, ollama.translate_generate),
     "ollama_show": (OllamaModelRequest, ollama.translate_show),
     "ollama_pull": (OllamaModelRequest, ollama.translate_pull),
+    "llama_completion": (LlamaCompletionRequest, native.translate_completion),
+    "llama_infill": (InfillRequest, native.translate_infill),
+    "sglang_generate": (SglangGenerateRequest, native.translate_generate),
 }
 
 # Kinds that want the hidden states of prompts, not text.

@@ -19,9 +19,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.apis.registry import POOLED, TRANSLATIONS
-from gateway.app.openapi import install_openapi
 from gateway.app.embedding_routes import router as embedding_router
 from gateway.app.heads import HeadMiddleware
+from gateway.app.native_routes import router as native_router
+from gateway.app.openapi import install_openapi
 from gateway.app.routes import create_chat_completion, create_completion, live_router, router
 from gateway.app.state import Gateway
 from gateway.app.translated_routes import router as api_router
@@ -149,6 +150,7 @@ def create_app(
     app.include_router(router)
     app.include_router(api_router)
     app.include_router(embedding_router)
+    app.include_router(native_router)
     app.include_router(page_router(config.gateway.web_page))
     if config.gateway.live_view:
         app.state.live_figures = LiveFigures(lambda replica: gateway.engine.live(replica))

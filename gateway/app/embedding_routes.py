@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from gateway.apis.embeddings import PooledFormat
+from gateway.apis.pooled import PooledFormat
 from gateway.apis.registry import Kind
 from gateway.app.openapi import takes
 from gateway.app.serving import respond

@@ -66,7 +66,8 @@ class RequestRun:
         self._last_token: dict[int, float] = {}
         self._span = trace.get_current_span()
         for number, job in enumerate(self._jobs):
-            job.request.request_id = form.id if len(self._jobs) == 1 else f"{form.id}-{number}"
+            engine_id = form.engine_id or form.id
+            job.request.request_id = engine_id if len(self._jobs) == 1 else f"{engine_id}-{number}"
         gateway.metrics.described(self._jobs[0].request.sampling_params)
         tracing.describe_request(
             self._span, form.operation, body, self._jobs[0].request.sampling_params, model.name

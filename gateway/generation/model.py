@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import time
@@ -53,6 +54,16 @@ class ServedModel:
             "max_model_len": self.max_context_length,
             "capabilities": {"vision": self.supports_vision},
             "system_fingerprint": self.fingerprint or None,
+        }
+
+    def anthropic_card(self) -> dict[str, Any]:
+        """Returns the entry of Anthropic's list of models."""
+        created = datetime.datetime.fromtimestamp(self.created, datetime.UTC)
+        return {
+            "type": "model",
+            "id": self.name,
+            "display_name": self.name,
+            "created_at": created.isoformat().replace("+00:00", "Z"),
         }
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:

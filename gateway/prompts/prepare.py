@@ -305,7 +305,10 @@ class Preparer:
         body = self._parsed(data, DetokenizeRequest)
         self._model.check_name(body.model)
         self._model.check_token_ids(body.tokens, "tokens")
-        return _json({"prompt": self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        text = self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return _json(
+            {"prompt": text, "content": text, "text": text}
+        )  # vLLM's, llama-server's and SGLang's name
 
     def _rendered(self, conversation: Conversation, parse_special: bool) -> MarkedText:
         """Returns the prompt of a conversation. Raises ApiError 400 if there is no template or it refuses."""

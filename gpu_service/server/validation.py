@@ -153,7 +153,7 @@ def _seed(message: pb.GenerateRequest, index: int, bounds: Bounds) -> int:
 
 def _params(sampling: pb.SamplingParams, prompt_len: int, bounds: Bounds) -> SamplingParams:
     room = bounds.context_limit - prompt_len
-    if sampling.pooling not in list(Pooling):
+    if sampling.pooling not in {int(one) for one in Pooling}:
         raise InvalidField("sampling_params.pooling", sampling.pooling, "0 (none), 1 (last) or 2 (mean)")
     if sampling.pooling and sampling.n > 1:
         raise InvalidField("sampling_params.n", sampling.n, "1 with pooling")

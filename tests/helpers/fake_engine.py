@@ -61,6 +61,7 @@ class Seen:
 
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
     cancelled_at: list[float] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -118,7 +119,19 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
 
     def GetLoad(self, request: Any, context: Any) -> pb.GetLoadResponse:
         """Load that it pretends to have."""
-        return pb.GetLoadResponse(version="fake", num_running_reqs=3, num_total_reqs=3, token_usage=0.25)
+        return pb.GetLoadResponse(
+            version="fake", num_running_reqs=3, num_total_reqs=3, max_running_requests=4, token_usage=0.25
+        )
+
+    def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        """Notes the ids."""
+        self.seen.aborted += request.request_ids
+        return pb.AbortResponse()
+
+    def FlushCache(self, request: pb.FlushCacheRequest, context: Any) -> pb.FlushCacheResponse:
+        """Forgets which prompts it has seen."""
+        self._prompts.clear()
+        return pb.FlushCacheResponse(success=True, freed_tokens=16)
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         """Streams the scripted outputs, indices interleaved, then one GenerateComplete each."""
