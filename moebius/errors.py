@@ -6,6 +6,7 @@ import contextlib
 import re
 import resource
 import sys
+from collections.abc import Sequence
 
 USER_ERROR_EXIT = 2
 """Exit status of every command and process that ended because of such an error."""
@@ -55,6 +56,22 @@ class UserError(Exception):
 
 class ConfigError(UserError):
     """A setting is unknown, of the wrong type or out of range; the message names key, value and choices."""
+
+
+class ConfigErrors(ConfigError):
+    """Several settings are wrong. The message names all of them; `details` has a line for each, `summary` the
+    line after those."""
+
+    def __init__(self, details: Sequence[str], summary: str) -> None:
+        super().__init__("; ".join((*details, summary)))
+        self.details, self.summary = tuple(details), summary
+
+
+def all_problems(problems: Sequence[str], summary: str = "") -> ConfigError:
+    """Returns an error that names all of them, and `summary` if there is one."""
+    if len(problems) == 1 and not summary:
+        return ConfigError(problems[0])
+    return ConfigErrors(problems, summary or f"{len(problems)} settings are not allowed")
 
 
 class StartupError(UserError):

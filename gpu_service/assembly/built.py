@@ -123,4 +123,5 @@ def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
         max_waiting_requests=config.gpu.max_waiting_requests,
         identity=identity_text(built.identity),
         image_token_id=-1 if built.vision is None else built.vision.preparer.layout.placeholder,
+        hidden_size=model.hidden_size,
     )

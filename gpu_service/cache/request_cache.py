@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from gpu_service.cache.radix_cache import PrefixHandle, RadixCache
 from gpu_service.cache.request_states import RequestStates, StatePool, num_snapshots
 from gpu_service.cache.state_cache import StateSlots
-from gpu_service.core.request import Request
+from gpu_service.core.request import Pooling, Request
 from moebius.config import GpuConfig
 
 
@@ -167,10 +167,13 @@ class RequestCache:
         """The cached prefix the request would start from, unlocked; None when it may not use one.
 
         At least one token is left to compute, because only computed tokens have logits. Prompt
-        log-probabilities need the logits of every prompt token, so they forgo the cache.
+        log-probabilities need the logits of every prompt token, and a mean its hidden states, so they forgo
+        the cache.
         """
         wanted = request.params.prompt_logprobs is not None
         if not self.prefix_caching or (wanted and len(request.prompt_logprobs) < request.prompt_len):
+            return None
+        if request.params.pooling == Pooling.MEAN:
             return None
         return self.tree.match(request.prefix_keys(request.total_len - 1), request.cache_namespace)
 

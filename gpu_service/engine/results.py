@@ -49,6 +49,8 @@ class StepOutputs:
     sampled: Sampled | None  # None when no row samples
     # For each of the plan's prompt_logprobs: its rows in order, in pieces.
     prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
+    # For each of the plan's pooled: float32 [H].
+    pooled: list[Tensor] = field(default_factory=list)
     # To be asked, once the step has ended, whether its experts were whole; None: it streamed none.
     streamed: StreamedExperts | None = None
     # The first layer after which a row was not finite; None: it is not noted.
@@ -81,6 +83,11 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
         nonfinite = frozenset(outputs.first_overflow.tolist()) - {NO_OVERFLOW}
         if outputs.is_float16:
             _add_overflows(plan, outputs.first_overflow, rows)
+    for pooled, summed in zip(plan.pooled, outputs.pooled, strict=True):
+        row = rows[pooled.batch_index]
+        row.pooled_sum, row.pooled_from_start = summed.numpy(), pooled.from_start
+        if not summed.isfinite().all():
+            row.error = row.error or NON_FINITE_LOGITS
     if outputs.drafts is not None:
         owners = plan.drafts.owners if plan.drafts is not None else plan.sample_batch_indices
         for index, drafts in zip(owners, outputs.drafts.tolist(), strict=True):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from moebius.errors import USER_ERROR_EXIT, ProcessFailed, UserError, report_failure
+from moebius.errors import USER_ERROR_EXIT, ConfigErrors, ProcessFailed, UserError, report_failure
 
 # Errors of other packages that are about what the user gave. By name: importing them here would load the
 # packages, and an error whose module is not loaded cannot have been raised.
@@ -135,6 +135,10 @@ def _status_of(error: BaseException) -> object:
     if isinstance(error, ProcessFailed):
         with contextlib.suppress(OSError, ValueError):
             print(f"moebius: {error}", file=sys.stderr)
+    elif isinstance(error, ConfigErrors):
+        with contextlib.suppress(OSError, ValueError):
+            print(*(f"  {line}" for line in error.details), sep="\n", file=sys.stderr)
+        report_failure(error.summary)
     else:
         report_failure(message)
     return getattr(error, "exit_status", USER_ERROR_EXIT)
