@@ -36,7 +36,7 @@ from gpu_service.attention.flashinfer_plan import (
 )
 from gpu_service.attention.fused_decode import FusedDecodeAttention
 from gpu_service.cache.kv_cache import KVCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from moebius.models.config import ModelConfig
 
 

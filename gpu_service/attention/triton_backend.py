@@ -11,7 +11,7 @@ from gpu_service.attention.fused_decode import FusedDecodeAttention
 from gpu_service.attention.triton_kernels import MIN_SPLIT, decode, prefill
 from gpu_service.attention.triton_tiles import Partial, PartialResults, num_splits, streaming_multiprocessors
 from gpu_service.cache.kv_cache import KVCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from moebius.models.config import ModelConfig
 
 
