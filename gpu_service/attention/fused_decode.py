@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer
-from gpu_service.attention.triton_kernels import LOG2_E, _add_values, keys_per_split
+from gpu_service.attention.triton_kernels import _LOWEST, LOG2_E, _add_values, keys_per_split
 from gpu_service.attention.triton_tiles import MIN_ROWS, streaming_multiprocessors
 from gpu_service.ops.rope import Unrotated
 from gpu_service.ops.triton.counters import MAX_COUNTERS, stream_counters
@@ -66,24 +66,20 @@ def _merged(  # type: ignore[no-untyped-def]
 
     `first`: where the heads' entries begin; other programs have just written them, so L1 is passed by.
     """
-    heads: tl.constexpr = member.shape[0]
-    held, split = member < GROUP, tl.arange(0, MAX_SPLITS)
-    at = first + member[:, None] * MAX_SPLITS + split[None, :]
-    there = held[:, None] & (split < used)[None, :]
-    highest = tl.max(tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg"), 1)
-    highest = tl.where(held, highest, 0.0)
-    merged, total = tl.zeros([heads, HEAD_DIM], tl.float32), tl.zeros([heads], tl.float32)
+    maximum = tl.full([member.shape[0]], _LOWEST, tl.float32)
+    total, merged = tl.zeros_like(maximum), tl.zeros([member.shape[0], HEAD_DIM], tl.float32)
     for begin in range(0, used, BLOCK_S):
         split = begin + tl.arange(0, BLOCK_S)
         at = first + member[:, None] * MAX_SPLITS + split[None, :]
-        there = held[:, None] & (split < used)[None, :]
-        shares = tl.exp2(
-            tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg") - highest[:, None]
-        )
+        there = (member < GROUP)[:, None] & (split < used)[None, :]
+        logits = tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         place = results + at[:, :, None] * HEAD_DIM + element[None, :, :]
         part = tl.load(place, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-        merged += tl.sum(part * shares[:, :, None], 1)
-        total += tl.sum(shares, 1)
+        highest = tl.maximum(maximum, tl.max(logits, 1))
+        shrink, shares = tl.exp2(maximum - highest), tl.exp2(logits - highest[:, None])
+        merged = merged * shrink[:, None] + tl.sum(part * shares[:, :, None], 1)
+        total = total * shrink + tl.sum(shares, 1)
+        maximum = highest
     return merged / total[:, None]
 
 
@@ -153,10 +149,10 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     counter = counters + request * NUM_KV_HEADS + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
         tl.store(counter, 0)
-        member = tl.arange(0, BLOCK_M)
-        merged = _merged(results, lse, first, used, member, element, GROUP, HEAD_DIM, BLOCK_S, MAX_SPLITS)
-        target = output + (request * (GROUP * NUM_KV_HEADS) + kv_head * GROUP + member)[:, None] * HEAD_DIM
-        tl.store(target + element, merged.to(output.dtype.element_ty), mask=(member < GROUP)[:, None])
+        each = tl.arange(0, BLOCK_M)
+        merged = _merged(results, lse, first, used, each, element, GROUP, HEAD_DIM, BLOCK_S, MAX_SPLITS)
+        place = output + (request * (GROUP * NUM_KV_HEADS) + kv_head * GROUP + each)[:, None] * HEAD_DIM
+        tl.store(place + element, merged.to(output.dtype.element_ty), mask=(each < GROUP)[:, None])
 
 
 def can_decode(unrotated: Unrotated, value: torch.Tensor, slots: torch.Tensor) -> bool:
