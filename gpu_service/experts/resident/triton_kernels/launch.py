@@ -25,6 +25,8 @@ MAX_LINES, MAX_LINES_OF_ALL = 128, 256
 MAX_AHEAD = 3
 # Bytes of down products' weights that are prefetched: of the cache that devices with one for them have.
 MAX_PREFETCHED = 16 << 20
+# k that a tile unpacks at once, of at most 8 bits.
+MAX_CHUNK = 128
 # Elements that tensor cores multiply exactly in bfloat16.
 _EXACT_IN_BFLOAT16 = frozenset({"bfloat16", "float8", "int8", "float4", *CODE_MIDDLES, *CODEBOOKS})
 
@@ -69,6 +71,11 @@ def prefetched_lines(kind: LayerFormat, pairs: int) -> int:
 def warps(lines_at_once: int) -> int:
     """Two threads for each line, of eight words each."""
     return max(1, lines_at_once // 16)
+
+
+def chunk(panels: PanelFormat) -> int:
+    """k that a tile takes at once: many, since each time it waits for scales."""
+    return min(MAX_CHUNK if panels.bits <= 8 else 64, panels.k_padded & -panels.k_padded)
 
 
 # Highest first.
