@@ -2,7 +2,8 @@
 
 | step | wrapper | captured |
 |---|---|---|
-| every request computes one token | BatchDecodeWithPagedKVCache, or none: `fused_decode.py` | yes, one per batch size |
+| few requests, one token each | none: `fused_decode.py` | yes |
+| every request computes one token | BatchDecodeWithPagedKVCache | yes, one wrapper per batch size |
 | first chunks only, pages hold what is computed in | BatchPrefillWithRaggedKVCache, reads no page | no |
 | anything else | BatchPrefillWithPagedKVCache, every request a chunk | no |
 

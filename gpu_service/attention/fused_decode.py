@@ -1,10 +1,10 @@
 """All that a decode step does between a layer's projections, in one launch: norm, rotation, cache, attention.
 
-A step of few requests has too little work for a launch each. Here a program has one KV head of one request and a
-split of its keys, norms and rotates the queries of that head, and attends; that of the first split also norms and
-rotates the new key, stores it with its value, and attends to it. As in `triton_kernels.py` ("Flash-Decoding"), how
-many keys a split has is read on the device; the last program of a head to end merges the splits of all. Every
-program counts itself in a counter, which is zero again when the kernel ends.
+A step of few requests has too little work for a launch each. A program takes one KV head of one request and
+a split of its keys: it norms and rotates the queries of that head, and attends. The program of the first split
+also norms and rotates the new key, stores it with its value, and attends to it. How many keys a split has is
+computed on the device, as in `triton_kernels.py` ("Flash-Decoding"). The last program of a head to end merges
+the results of all splits; programs count themselves in a counter, which is zero again when the kernel ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpu_service.ops.rope import Unrotated
 from gpu_service.ops.triton.counters import MAX_COUNTERS, stream_counters
 from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2, overlap, wait_for_previous
 
-# Requests of a step up to which it pays; above, FlashInfer's own schedule of longer and shorter requests does.
+# Requests of a step; for more of them, FlashInfer balances long and short ones better.
 MAX_REQUESTS = 32
 MAX_SPLITS = 32
 # Fewer keys than this are not worth a program of their own.
@@ -27,6 +27,12 @@ MIN_SPLIT = 128
 _BLOCK_KEYS = 64
 # Splits that are merged at a time: what a program's registers hold.
 _BLOCK_SPLITS = 8
+
+
+@jit
+def _weighted(normed, weight, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 of normed elements times their weights, rounded before and after as `rms_norm` rounds."""
+    return (normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @jit
@@ -38,10 +44,7 @@ def _rotated(  # type: ignore[no-untyped-def]
 
     Element e of a pair (e, partner) is e * cos[e] + partner * sin[e]: the table's sines have the signs.
     """
-    if INTERLEAVED:
-        partner = element ^ 1
-    else:
-        partner = (element + ROTARY_DIM // 2) % ROTARY_DIM
+    partner = element ^ 1 if INTERLEAVED else (element + ROTARY_DIM // 2) % ROTARY_DIM
     in_pairs = element < ROTARY_DIM
     partner = tl.where(in_pairs, partner, element)
     loaded = tl.load(row + element, mask=held, other=0.0)
@@ -49,9 +52,8 @@ def _rotated(  # type: ignore[no-untyped-def]
     own, other = loaded.to(tl.float32), tl.load(row + partner, mask=held, other=0.0).to(tl.float32)
     if NORMS:
         scale = 1.0 / tl.sqrt(tl.sum(own * own, axis=1, keep_dims=True) / HEAD_DIM + eps)
-        w, partners = tl.load(weight + element), tl.load(weight + partner)
-        own = ((own * scale).to(w.dtype).to(tl.float32) * w.to(tl.float32)).to(dtype).to(tl.float32)
-        other = ((other * scale).to(w.dtype).to(tl.float32) * partners.to(tl.float32)).to(dtype).to(tl.float32)
+        own = _weighted(own * scale, tl.load(weight + element), dtype)
+        other = _weighted(other * scale, tl.load(weight + partner), dtype)
     c = tl.load(cos + element, mask=in_pairs, other=1.0).to(tl.float32)
     s = tl.load(sin + element, mask=in_pairs, other=0.0).to(tl.float32)
     return (own * c + other * s).to(dtype)
@@ -85,9 +87,9 @@ def _merged(  # type: ignore[no-untyped-def]
 
 @jit_for_any("table_stride", "num_splits")
 def decode_attention_kernel(  # type: ignore[no-untyped-def]
-    heads, value, q_weight, k_weight, cos, sin, slots, slot_mapping, block_table, seq_lens, output, results, lse,
-    counters, row_stride, head_stride, value_stride, value_head_stride, slot_stride, table_stride, num_splits,
-    eps, score_scale, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    heads, value, q_weight, k_weight, cos, sin, slots, slot_mapping, block_table, seq_lens, output, results,
+    lse, counters, row_stride, head_stride, value_stride, value_head_stride, slot_stride, table_stride,
+    num_splits, eps, score_scale, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MINIMUM: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -116,7 +118,9 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     total, weighted = tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, HEAD_DIM], tl.float32)
     if split == 0:
         new = row + (GROUP * NUM_KV_HEADS + kv_head) * head_stride
-        k = _rotated(new, element, element >= 0, k_weight, cos, sin, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORMS)
+        k = _rotated(
+            new, element, element >= 0, k_weight, cos, sin, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORMS
+        )
         v = tl.load(value + request * value_stride + kv_head * value_head_stride + element)
         slot = slots + tl.load(slot_mapping + request) * slot_stride + kv_head * HEAD_DIM + element
         tl.store(slot, k)
@@ -188,7 +192,7 @@ def decode_attention(
     block_table int32 `[R, max_pages]`; seq_lens int32 `[R]`, with the new tokens.
     """
     heads, q_weight, k_weight, eps, num_heads, table = unrotated
-    (num_requests, total, head_dim), num_kv_heads = heads.shape, heads.shape[1] - num_heads
+    num_requests, head_dim, num_kv_heads = heads.shape[0], heads.shape[2], heads.shape[1] - num_heads
     group, longest = num_heads // num_kv_heads, block_table.shape[1] * page_size
     programs = 2 * streaming_multiprocessors(heads.device) // (num_requests * num_kv_heads)
     splits = max(1, min(MAX_SPLITS, programs, -(-longest // MIN_SPLIT)))
@@ -211,14 +215,15 @@ def decode_attention(
 
 
 class FusedDecodeAttention(AttentionBackend):
-    """A backend whose decode steps of few requests are one launch a layer, where nothing more is to be done."""
+    """A backend whose plain layers are one launch in decode steps of few requests."""
 
     def forward_unrotated(
         self, unrotated: Unrotated, value: torch.Tensor, layer_id: int, layer: AttentionLayer = PLAIN
     ) -> torch.Tensor:
         inputs, cache = self._planned, self.kv_cache
         slots = cache.slots(layer_id)
-        is_plain = all(option is None for option in (layer.window, layer.sinks, layer.kept_blocks, layer.chunk))
+        options = layer.window, layer.sinks, layer.kept_blocks, layer.chunk
+        is_plain = all(option is None for option in options)
         if not (is_plain and inputs.is_uniform_decode and can_decode(unrotated, value, slots)):
             return super().forward_unrotated(unrotated, value, layer_id, layer)
         where = inputs.slot_mapping, inputs.block_table, inputs.seq_lens_tensor

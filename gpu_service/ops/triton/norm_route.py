@@ -90,4 +90,3 @@ def add_norm_route(
         **product, **choice, counter_ptr=stream_counters(residual.device), **launch.options
     )
     return total, normed, weights, ids
-

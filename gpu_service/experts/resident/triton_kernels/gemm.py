@@ -3,9 +3,9 @@
 Whole numbers become floats by setting them into the mantissa of a float whose exponent is known, and small
 floats by shifting their bits into place and multiplying by a power of two: both exact, both of full rate.
 
-`gate_up_tiles` and `down_tiles` are tiles on tensor cores over blocks of pairs that share an expert. Weights are
-dequantised in registers, group scales included, and rounded once to the type of the rows, as in `dense.py`. Few
-rows: `rows.py`.
+`gate_up_tiles` and `down_tiles` are tiles on tensor cores over blocks of pairs that share an expert. Weights
+are dequantised in registers, group scales included, and rounded once to the type of the rows, as in `dense.py`.
+Few rows: `rows.py`.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def element_place(words, order, k, PANEL: tl.constexpr):  # type: ignore[no-unty
 def dequantised(  # type: ignore[no-untyped-def]
     words, scales, bytes_, panel, line, column, PANEL: tl.constexpr
 ):
-    """float32 [L, k of a line, N]: weights of lines int32 [L] and columns [1, N], by scales and mins of groups.
+    """float32 [L, k of a line, N]: weights of lines int32 [L] and columns [1, N], scales and mins applied.
 
     `panel`: the panels' first byte, one for all columns, or int64 [1, N].
     """
@@ -293,7 +293,9 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
         place = element_place(words, order, k, PANEL)
         rows = tl.load(x + row[:, None] + place[None, :], mask=wanted, other=0.0).to(TYPE)
         if IS_GATED:
-            g = add_product(g, rows, words, scales, bytes_, gate, column, begin, PANEL, CHUNK, TYPE, PRECISION)
+            g = add_product(
+                g, rows, words, scales, bytes_, gate, column, begin, PANEL, CHUNK, TYPE, PRECISION
+            )
         u = add_product(u, rows, words, scales, bytes_, up, column, begin, PANEL, CHUNK, TYPE, PRECISION)
     if IS_GATED:
         g = finish_tile(g, floats, gate, column, PANEL)
@@ -326,7 +328,9 @@ def down_tiles(  # type: ignore[no-untyped-def]
         k = begin + tl.arange(0, CHUNK)
         wanted = held[:, None] & (k < PANEL.k)[None, :]
         rows = tl.load(intermediate + row[:, None] + k[None, :], mask=wanted, other=0.0).to(TYPE)
-        total = add_product(total, rows, words, scales, bytes_, panel, column, begin, PANEL, CHUNK, TYPE, PRECISION)
+        total = add_product(
+            total, rows, words, scales, bytes_, panel, column, begin, PANEL, CHUNK, TYPE, PRECISION
+        )
     total = finish_tile(total, floats, panel, column, PANEL)
     target = outputs + pair.to(tl.int64)[:, None] * HIDDEN + feature[None, :]
     tl.store(target, total, mask=held[:, None] & (feature < HIDDEN)[None, :])

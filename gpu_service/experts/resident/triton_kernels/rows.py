@@ -2,10 +2,9 @@
 
 One program multiplies one row with one panel, or a pair of them, of one chosen expert, and down with the same
 panel of all chosen experts, whose weighted sum it writes. Programs of an expert that is not in a slot end at
-once. Every word is loaded once, in whole lines, and `AHEAD` tiles of them are under way before the first one is
-multiplied: the compiler would otherwise load late to save registers, and wait for memory each time. A tile has
-fewer lines than threads (`launch.lines`): then the compiler loads the row where it is used, without exchanges
-in between.
+once. Every word is loaded once, in whole lines, and `AHEAD` tiles of them before the first one is multiplied:
+the compiler would otherwise load late, to save registers, and wait for memory each time. A tile has fewer lines
+than threads (`launch.lines`): then the compiler loads the row where it is used, without exchanges in between.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ EXPONENT = 0x43800000
 
 @jit
 def load_lines(words, scales, bytes_, panel, line, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of lines int32 [L]: words, high bits, and in float32 zero points, scales and mins; 0 for what is not there.
+    """Words of lines int32 [L], high bits, and in float32 zero points, scales and mins; 0 for those that a
+    format lacks.
 
     `panel`, the panels' first byte, is one for all lines, or int64 [L, 1].
     """
@@ -60,10 +60,10 @@ def load_lines(words, scales, bytes_, panel, line, PANEL: tl.constexpr):  # type
 
 @jit
 def placed(words, i: tl.constexpr, exponent):  # type: ignore[no-untyped-def]
-    """float32 of 4 bits, integer i of a word's eight: 256 plus the integer, or plus 16 times it if i // 2 is odd.
+    """256 plus integer i of a word's eight of 4 bits, or plus 16 times it where i // 2 is odd, in float32.
 
-    Two of them share a shift, and lie in the mantissa of floats that begin at 256. `exponent` is `EXPONENT` as
-    an argument of the kernel: of two constants the compiler would make two instructions.
+    Two integers share a shift: both then lie in the mantissa of a float that begins at 256. `exponent` is
+    `EXPONENT` as an argument of the kernel: of two constants the compiler would make two instructions.
     """
     byte: tl.constexpr = i // 4 + i % 2 * 2  # As `element_shift` says.
     moved = words << (15 - 8 * byte) if byte < 2 else words >> (8 * byte - 15)
@@ -77,7 +77,7 @@ def row_element(x, line, i, order, words, PANEL: tl.constexpr):  # type: ignore[
     place = element_place(words, order, k, PANEL)
     if PANEL.k == PANEL.k_padded:
         row = tl.load(x + place)
-    else:
+    else:  # noqa: SIM108
         row = tl.load(x + place, mask=k < PANEL.k, other=0.0)
     return row.to(tl.float32)
 
@@ -86,8 +86,8 @@ def row_element(x, line, i, order, words, PANEL: tl.constexpr):  # type: ignore[
 def line_products(x, loaded, words, order, line, exponent, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 [L, 16]: for each of `load_lines`, its elements times those of the row at `x`, summed.
 
-    `x` is one row's, or [L]. `order`: the word from which on an ordered format says which of the row's elements
-    each k meets.
+    `x` is one row's, or [L]. `order`: the word from which on an ordered format says which of the row's
+    elements each k meets.
     """
     packed, high, zero, scale, minimum = loaded
     per_word: tl.constexpr = 32 // PANEL.low_bits
@@ -179,11 +179,10 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
         for n in tl.static_range(AHEAD):
             line = begin + n * LINES + tl.arange(0, LINES)
             if IS_GATED:
-                gates = gates + (load_lines(words, scales, bytes_, gate, line, PANEL),)
-            ups = ups + (load_lines(words, scales, bytes_, up, line, PANEL),)
-        if OVERLAPS and PREFETCHED:
-            if begin == 0:
-                prefetch(bytes_, down, PREFETCHED, BLOCK)
+                gates = gates + (load_lines(words, scales, bytes_, gate, line, PANEL),)  # noqa: RUF005
+            ups = ups + (load_lines(words, scales, bytes_, up, line, PANEL),)  # noqa: RUF005
+        if OVERLAPS and PREFETCHED and begin == 0:
+            prefetch(bytes_, down, PREFETCHED, BLOCK)
         tl.debug_barrier()
         for n in tl.static_range(AHEAD):
             line = begin + n * LINES + tl.arange(0, LINES)
@@ -209,8 +208,8 @@ def down_rows(  # type: ignore[no-untyped-def]
     """Program (row, block of 16 columns): result = partial + sum of weight * product over the row's choices.
 
     All choices at once, in a tile of CHOICES (TOP_K or more) times LINES lines; those that are in no slot
-    read the first slot's panel, whose products count for nothing. What was chosen, and with it the weights, is
-    read before `gate_up_rows` ends: that began when whatever chose was complete. L1 may hold older choices.
+    read the first slot's panel, whose products count for nothing. The choices, and with them the weights, are
+    read before `gate_up_rows` ends: it waited for the kernel that wrote them. L1 may still hold older choices.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     choice, column = tl.arange(0, CHOICES), block * 16 + tl.arange(0, 16)
@@ -231,7 +230,8 @@ def down_rows(  # type: ignore[no-untyped-def]
     for begin in range(0, num_lines, LINES * AHEAD):
         loaded = ()
         for n in tl.static_range(AHEAD):
-            loaded = loaded + (load_lines(words, scales, bytes_, panels, begin + n * LINES + line, PANEL),)
+            lines = begin + n * LINES + line
+            loaded = loaded + (load_lines(words, scales, bytes_, panels, lines, PANEL),)  # noqa: RUF005
         if begin == 0:
             wait_for_previous(OVERLAPS)
         tl.debug_barrier()
