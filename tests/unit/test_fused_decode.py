@@ -34,7 +34,8 @@ def check(case: Case, options: Options = Options()) -> None:
         torch.testing.assert_close(output, expected, rtol=0, atol=tolerance)
         torch.testing.assert_close(found.slots(LAYER), wanted.slots(LAYER), rtol=0, atol=tolerance)
     counters = stream_counters(torch.device("cpu"))
-    assert counters is not None and not counters.any()
+    assert counters is not None
+    assert not counters.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -25,8 +25,8 @@ MAX_COLUMNS, TILE_BYTES = 8192, 65536
 MAX_FEATURES = 16
 # Programs that keep all processors of a large device reading.
 MIN_PROGRAMS = 256
-# Of a program; and registers of a thread with which a multiprocessor holds two programs of so many warps. With
-# more, the second half of a weight would be read only when the first one is done.
+# Of a program; and registers of a thread with which a multiprocessor holds two programs of so many warps.
+# With more, the second half of a weight would be read only when the first one is done.
 MOST_WARPS, MAX_REGISTERS = 8, 128
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

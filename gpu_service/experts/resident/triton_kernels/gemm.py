@@ -4,8 +4,8 @@ Whole numbers become floats by setting them into the mantissa of a float whose e
 floats by shifting their bits into place and multiplying by a power of two: both exact, both of full rate.
 
 `gate_up_tiles` and `down_tiles` are tiles on tensor cores over blocks of pairs that share an expert. Weights
-are dequantised in registers, group scales included, and rounded once to the type of the rows, as in `dense.py`.
-Few rows: `rows.py`.
+are dequantised in registers, group scales included, and rounded once to the type of the rows, as in
+`dense.py`. Few rows: `rows.py`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 One program multiplies one row with one panel, or a pair of them, of one chosen expert, and down with the same
 panel of all chosen experts, whose weighted sum it writes. Programs of an expert that is not in a slot end at
 once. Every word is loaded once, in whole lines, and `AHEAD` tiles of them before the first one is multiplied:
-the compiler would otherwise load late, to save registers, and wait for memory each time. A tile has fewer lines
-than threads (`launch.lines`): then the compiler loads the row where it is used, without exchanges in between.
+the compiler would otherwise load late, to save registers, and wait for memory each time. A tile has fewer
+lines than threads (`launch.lines`): then the compiler loads the row where it is used, without exchanges.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def down_rows(  # type: ignore[no-untyped-def]
 
     All choices at once, in a tile of CHOICES (TOP_K or more) times LINES lines; those that are in no slot
     read the first slot's panel, whose products count for nothing. The choices, and with them the weights, are
-    read before `gate_up_rows` ends: it waited for the kernel that wrote them. L1 may still hold older choices.
+    read before `gate_up_rows` ends: it waited for the kernel that wrote them. L1 may hold older choices.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     choice, column = tl.arange(0, CHOICES), block * 16 + tl.arange(0, 16)
