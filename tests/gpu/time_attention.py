@@ -92,7 +92,7 @@ def time_step(name: str, case: Case, label: str, attention: AttentionBackend) ->
 
 
 def time_fused(name: str, case: Case, attention: FlashInferAttention) -> None:
-    """Prints microseconds of a layer's decode with norm, rotation and storing before it, and in one launch."""
+    """Prints microseconds of a layer's decode, norm, rotation and storing included: apart, and as one."""
     given = unrotated(case, Options())
     cells = []
     for forward in (AttentionBackend.forward_unrotated, FusedDecodeAttention.forward_unrotated):

@@ -75,11 +75,9 @@ def row_element(x, line, i, order, words, PANEL: tl.constexpr):  # type: ignore[
     """float32 [L]: of the row at `x` what meets element i of each line's words."""
     k = line * (32 // PANEL.low_bits) + i
     place = element_place(words, order, k, PANEL)
-    if PANEL.k == PANEL.k_padded:
-        row = tl.load(x + place)
-    else:  # noqa: SIM108
-        row = tl.load(x + place, mask=k < PANEL.k, other=0.0)
-    return row.to(tl.float32)
+    if PANEL.k < PANEL.k_padded:
+        return tl.load(x + place, mask=k < PANEL.k, other=0.0).to(tl.float32)
+    return tl.load(x + place).to(tl.float32)
 
 
 @jit
