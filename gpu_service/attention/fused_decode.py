@@ -3,8 +3,9 @@
 A step of few requests has too little work for a launch each. A program takes one KV head of one request and
 a split of its keys: it norms and rotates the queries of that head, and attends. The program of the first
 split also norms and rotates the new key, stores it with its value, and attends to it. How many keys a split
-has is computed on the device, as in `triton_kernels.py` ("Flash-Decoding"). The last program of a head to end merges
-the results of all splits; programs count themselves in a counter, which is zero again when the kernel ends.
+has is computed on the device, as in `triton_kernels.py` ("Flash-Decoding"). The last program of a head to end
+merges the results of all splits; programs count themselves in a counter, which is zero again when the kernel
+ends.
 """
 
 from __future__ import annotations
