@@ -61,29 +61,55 @@ def _rotated(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _merged(  # type: ignore[no-untyped-def]
-    results, lse, first, used, member, element, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr, MAX_SPLITS: tl.constexpr,
+def _append(  # type: ignore[no-untyped-def]
+    slot, key, value, element, weight, cos, sin, eps, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """float32 `[heads, HEAD_DIM]`: results of `used` splits of some heads, by their shares of the softmax.
+    """Stores a token's key, normed and rotated, and its value; both `[1, HEAD_DIM]` are returned."""
+    k = _rotated(key, element, element >= 0, weight, cos, sin, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORMS)
+    v = tl.load(value + element)
+    tl.store(slot + element, k)
+    tl.store(slot + NUM_KV_HEADS * HEAD_DIM + element, v)
+    return k, v
 
-    `first`: where the heads' entries begin; other programs have just written them, so L1 is passed by.
+
+@jit
+def _merge(  # type: ignore[no-untyped-def]
+    output, result, logits, results, lse, counters, number, split, used, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Leaves a split's result `[BLOCK_G, HEAD_DIM]`, and of the last split to end writes all of them, merged.
+
+    `logits` `[BLOCK_G]`: the logarithm of a split's part of the softmax. `number`: the KV head's, of all
+    requests. What other programs have just written is in no L1.
     """
-    maximum = tl.full([member.shape[0]], _LOWEST, tl.float32)
-    total, merged = tl.zeros_like(maximum), tl.zeros([member.shape[0], HEAD_DIM], tl.float32)
-    for begin in range(0, used, BLOCK_S):
-        split = begin + tl.arange(0, BLOCK_S)
-        at = first + member[:, None] * MAX_SPLITS + split[None, :]
-        there = (member < GROUP)[:, None] & (split < used)[None, :]
-        logits = tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        place = results + at[:, :, None] * HEAD_DIM + element[None, :, :]
-        part = tl.load(place, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-        highest = tl.maximum(maximum, tl.max(logits, 1))
-        shrink, shares = tl.exp2(maximum - highest), tl.exp2(logits - highest[:, None])
-        merged = merged * shrink[:, None] + tl.sum(part * shares[:, :, None], 1)
-        total = total * shrink + tl.sum(shares, 1)
-        maximum = highest
-    return merged / total[:, None]
+    element, member = tl.arange(0, HEAD_DIM)[None, :], tl.arange(0, BLOCK_G)
+    first = number * (GROUP * MAX_SPLITS)
+    part = first + member * MAX_SPLITS + split
+    tl.store(results + part[:, None] * HEAD_DIM + element, result, mask=(member < GROUP)[:, None])
+    tl.store(lse + part, logits, mask=member < GROUP)
+    # All threads have written before one of them counts the program.
+    tl.debug_barrier()
+    if tl.atomic_add(counters + number, 1, sem="acq_rel") == used - 1:
+        tl.store(counters + number, 0)
+        head = tl.arange(0, BLOCK_M)
+        maximum = tl.full([BLOCK_M], _LOWEST, tl.float32)
+        total, merged = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+        for begin in range(0, used, BLOCK_S):
+            each = begin + tl.arange(0, BLOCK_S)
+            at = first + head[:, None] * MAX_SPLITS + each[None, :]
+            there = (head < GROUP)[:, None] & (each < used)[None, :]
+            share = tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+            place = results + at[:, :, None] * HEAD_DIM + element[None, :, :]
+            some = tl.load(place, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+            highest = tl.maximum(maximum, tl.max(share, 1))
+            shrink, share = tl.exp2(maximum - highest), tl.exp2(share - highest[:, None])
+            merged = merged * shrink[:, None] + tl.sum(some * share[:, :, None], 1)
+            total = total * shrink + tl.sum(share, 1)
+            maximum = highest
+        merged = (merged / total[:, None]).to(output.dtype.element_ty)
+        tl.store(output + head[:, None] * HEAD_DIM + element, merged, mask=(head < GROUP)[:, None])
 
 
 @jit_for_any("table_stride", "num_splits")
@@ -119,16 +145,14 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     total, weighted = tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, HEAD_DIM], tl.float32)
     if split == 0:
         new = row + (GROUP * NUM_KV_HEADS + kv_head) * head_stride
-        k = _rotated(
-            new, element, element >= 0, k_weight, cos, sin, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORMS
-        )
-        v = tl.load(value + request * value_stride + kv_head * value_head_stride + element)
-        slot = slots + tl.load(slot_mapping + request) * slot_stride + kv_head * HEAD_DIM + element
-        tl.store(slot, k)
-        tl.store(slot + NUM_KV_HEADS * HEAD_DIM, v)
+        own_value = value + request * value_stride + kv_head * value_head_stride
+        slot = slots + tl.load(slot_mapping + request) * slot_stride + kv_head * HEAD_DIM
+        k, v = _append(
+            slot, new, own_value, element, k_weight, cos, sin, eps, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS,
+            INTERLEAVED, NORMS,
+        )  # fmt: skip
         maximum = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * score_scale
-        total += 1.0
-        weighted += v.to(tl.float32)
+        total, weighted = total + 1.0, weighted + v.to(tl.float32)
     for first in range(begin, end, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         seen = position < end
@@ -141,23 +165,15 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         maximum, total, weighted = _add_values(scores, values, maximum, total, weighted, PRECISION)
     result = weighted / total[:, None]
-    target = output + (request * (GROUP * NUM_KV_HEADS) + head)[:, None] * HEAD_DIM + element
+    target = output + (request * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
     if used == 1:
-        tl.store(target, result.to(output.dtype.element_ty), mask=held)
+        at = target + member[:, None] * HEAD_DIM + element
+        tl.store(at, result.to(output.dtype.element_ty), mask=held)
         return
-    first = (request * NUM_KV_HEADS + kv_head) * (GROUP * MAX_SPLITS)
-    part = first + member * MAX_SPLITS + split
-    tl.store(results + part[:, None] * HEAD_DIM + element, result, mask=held)
-    tl.store(lse + part, maximum + tl.log2(total), mask=member < GROUP)
-    # All threads have written before one of them counts the program.
-    tl.debug_barrier()
-    counter = counters + request * NUM_KV_HEADS + kv_head
-    if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-        tl.store(counter, 0)
-        each = tl.arange(0, BLOCK_M)
-        merged = _merged(results, lse, first, used, each, element, GROUP, HEAD_DIM, BLOCK_S, MAX_SPLITS)
-        place = output + (request * (GROUP * NUM_KV_HEADS) + kv_head * GROUP + each)[:, None] * HEAD_DIM
-        tl.store(place + element, merged.to(output.dtype.element_ty), mask=(each < GROUP)[:, None])
+    _merge(
+        target, result, maximum + tl.log2(total), results, lse, counters, request * NUM_KV_HEADS + kv_head,
+        split, used, GROUP, HEAD_DIM, BLOCK_G, BLOCK_M, BLOCK_S, MAX_SPLITS,
+    )  # fmt: skip
 
 
 def can_decode(unrotated: Unrotated, value: torch.Tensor, slots: torch.Tensor) -> bool:

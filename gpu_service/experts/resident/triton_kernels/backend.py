@@ -167,8 +167,8 @@ class TritonResidentKernels(ResidentKernels):
         partial: torch.Tensor | None,
         result: torch.Tensor,
     ) -> None:
-        kind, (num_rows, top_k) = slots.kind, topk_ids.shape
-        gate_up, down, pairs = slots.gate_up, slots.down, num_rows * top_k
+        kind, gate_up = slots.kind, slots.gate_up
+        pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
         lines, prefetched = launch.lines(kind.gate_up), launch.prefetched_lines(kind, pairs)
         intermediate = hidden_states.new_empty((pairs, kind.intermediate_columns))
         gate_up_rows[(pairs, kind.layout.intermediate_blocks)](
@@ -197,6 +197,18 @@ class TritonResidentKernels(ResidentKernels):
             num_warps=launch.warps(lines),
             **overlap(hidden_states.device),
         )
+        self._down_by_rows(slots, intermediate, topk_ids, topk_weights, partial, result)
+
+    def _down_by_rows(
+        self,
+        slots: LayerSlots,
+        intermediate: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+        result: torch.Tensor,
+    ) -> None:
+        kind, down, (num_rows, top_k) = slots.kind, slots.down, topk_ids.shape
         choices = next_power_of_2(top_k)
         lines = launch.lines(kind.down, choices)
         down_rows[(num_rows, kind.layout.down_panels)](
@@ -222,7 +234,7 @@ class TritonResidentKernels(ResidentKernels):
             LINES=lines,
             AHEAD=launch.ahead(kind.down, lines),
             num_warps=launch.warps(choices * lines),
-            **overlap(hidden_states.device),
+            **overlap(intermediate.device),
         )
 
     def _by_tiles(
