@@ -19,11 +19,7 @@ from typing import Any
 
 import torch
 
-<<<<<<< HEAD
-from gpu_service.attention.base import AttentionLayer, check_step
-=======
-from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_step, grouped_queries
->>>>>>> main
+from gpu_service.attention.base import AttentionLayer, check_step, grouped_queries
 from gpu_service.attention.flashinfer_plan import (
     CHUNK_KERNELS,
     DECODE_KERNELS,

@@ -244,4 +244,5 @@ class FusedDecodeAttention(AttentionBackend):
         if not (is_plain and inputs.is_uniform_decode and can_decode(unrotated, value, slots)):
             return super().forward_unrotated(unrotated, value, layer_id, layer)
         where = inputs.slot_mapping, inputs.block_table, inputs.seq_lens_tensor
-        return decode_attention(unrotated, value, slots, *where, cache.page_size, self.config.softmax_scale)
+        scale = self.mixers[layer_id].scale
+        return decode_attention(unrotated, value, slots, *where, cache.page_size, scale)

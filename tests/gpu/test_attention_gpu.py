@@ -266,10 +266,10 @@ def test_auto_takes_the_first_that_can() -> None:
 def test_decode_in_one_launch(shape: Shape) -> None:
     """Norm, rotation, storing and attention by one kernel, replayed, against the same apart in float32."""
     case = make_case(Geometry(32, 4, 128, 16, torch.bfloat16, device="cuda"), shape)
-    config, cache = case.geometry.config(), case.fresh_cache()
-    expected = attend(TorchReferenceAttention(config, cache), case, Options())
+    layers, cache = case.geometry.config().layers, case.fresh_cache()
+    expected = attend(TorchReferenceAttention(layers, cache), case, Options())
     found = case.fresh_cache()
-    attention = make_attention(config, found, "cuda", "triton")
+    attention = make_attention(layers, found, "cuda", "triton")
     given = unrotated(case, Options())
     attention.plan_capture(case.inputs)
     assert can_decode(given, case.value, found.slots(LAYER))

@@ -187,13 +187,10 @@ def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
         )
         for shape in ([(900, 1)], [(30, 1), (3, 7)]):
             case = make_case(geometry, shape)
-<<<<<<< HEAD
-            run(case, TritonAttention(geometry.config(), case.cache))
+            attention = TritonAttention(geometry.config().layers, case.cache)
+            run(case, attention)
             if case.inputs.is_uniform_decode:
-                attend(TritonAttention(geometry.config(), case.cache), case, Options())
-=======
-            run(case, TritonAttention(geometry.config().layers, case.cache))
->>>>>>> main
+                attend(attention, case, Options())
 
 
 def _attend_latents(config: ModelConfig, storage: torch.dtype | None) -> None:

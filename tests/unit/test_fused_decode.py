@@ -27,10 +27,10 @@ def check(case: Case, options: Options = Options()) -> None:
     """Outputs and the cache, after two steps in a row."""
     tolerance = LOGITS_FLOAT32_SELF if case.geometry.dtype == torch.float32 else ATTENTION_FLOAT16
     found, wanted = case.fresh_cache(), case.fresh_cache()
-    config = case.geometry.config()
+    layers = case.geometry.config().layers
     for _ in range(2):
-        output = attend(TritonAttention(config, found), case, options)
-        expected = attend(TorchReferenceAttention(config, wanted), case, options)
+        output = attend(TritonAttention(layers, found), case, options)
+        expected = attend(TorchReferenceAttention(layers, wanted), case, options)
         torch.testing.assert_close(output, expected, rtol=0, atol=tolerance)
         torch.testing.assert_close(found.slots(LAYER), wanted.slots(LAYER), rtol=0, atol=tolerance)
     counters = stream_counters(torch.device("cpu"))
