@@ -21,6 +21,7 @@ from gpu_service.engine.prefill_lane import LaneRunner
 from gpu_service.engine.results import StepOutputs, StepResult, to_result
 from gpu_service.engine.step import StepPlan, tensors_of, with_tensors
 from gpu_service.engine.step_runner import DeviceLost, Pending, StepRunner, StepsInFlight
+from moebius.errors import brief
 
 
 class LaunchedStep:
@@ -71,7 +72,7 @@ class LaunchedStep:
         try:
             (self._download.event if self._computed is None else self._computed_event).wait()
         except RuntimeError as error:
-            raise DeviceLost(str(error)) from error
+            raise DeviceLost(brief(error)) from error
         if self._computed is not None:
             return StepResult()
         result = to_result(self._plan, with_tensors(self._outputs, self._download.tensors))
@@ -169,7 +170,7 @@ class DeviceRunner(StepRunner):
                 staged = staged.with_masks(masks)
                 return staged, self._runner.draw(staged, computed)
         except torch.AcceleratorError as error:
-            raise DeviceLost(str(error)) from error
+            raise DeviceLost(brief(error)) from error
 
     def time_of(self, started: float) -> float:
         """Seconds that a step that has just ended had the device: it began when the one before had ended."""
@@ -180,7 +181,7 @@ class DeviceRunner(StepRunner):
         try:
             return self._launch(plan)
         except torch.AcceleratorError as error:
-            raise DeviceLost(str(error)) from error
+            raise DeviceLost(brief(error)) from error
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         started = time.monotonic()
@@ -245,7 +246,7 @@ class LaneStep(Pending[StepResult]):
         try:
             self._end.wait()
         except RuntimeError as error:
-            raise DeviceLost(str(error)) from error
+            raise DeviceLost(brief(error)) from error
         finally:
             self._on_end()
         return self._inner.wait()

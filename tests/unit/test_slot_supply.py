@@ -124,6 +124,23 @@ def test_what_is_chosen_least_goes_and_the_most_chosen_comes() -> None:
     world.check_end()
 
 
+def test_layers_give_up_as_much_while_nothing_is_known_of_them() -> None:
+    """At the start no expert has been chosen: no layer loses all of its experts before others lose half."""
+    world = World(3)
+    pool = world.pool
+    assert pool is not None
+    before = world.supply.backed
+    pool.claim(pool.free + pool.size // 3)
+    world.supply.advance(np.zeros_like(world.rates), None)
+    world.device.drain()
+    world.supply.retire()
+    assert pool.free >= pool.claimed
+    after = world.supply.backed
+    assert (after < before).all()
+    assert after.max() - after.min() <= 2
+    world.check_end()
+
+
 def test_memory_moves_to_layers_that_gain_more() -> None:
     """While no memory is claimed: the layer whose absent experts are chosen most gets slots of the others."""
     world = World(5)

@@ -142,8 +142,8 @@ class SlotSupply:
         heap = [(*offer, layer) for layer, found in offers.items() if (offer := next(found, None))]
         heapq.heapify(heap)
         while chunks > 0 and heap:
-            _, freed, end, layer = heapq.heappop(heap)
-            ends[layer] = end
+            _, end, freed, layer = heapq.heappop(heap)
+            ends[layer] = -end
             chunks -= freed
             offer = next(offers[layer], None)
             if offer is not None:
@@ -151,7 +151,9 @@ class SlotSupply:
         self._shrink({layer: end for layer, end in ends.items() if end < self._layers[layer].backed}, rates)
 
     def _offers(self, layer: int, rates: Rates) -> Iterator[tuple[float, int, int]]:
-        """What giving up one chunk more costs: choices a token times bytes by chunk, chunks, slots left."""
+        """What giving up one chunk more costs: choices a token times bytes by chunk; slots left, negated, so
+        that of equal ones a layer with many comes first; chunks.
+        """
         slots = self._layers[layer]
         size, each = self.pool.chunk_bytes, slots.kind.expert_bytes
         held = [expert for expert in slots.expert_of_slot if expert >= 0]
@@ -167,7 +169,7 @@ class SlotSupply:
                 return
             dropped = worth[slots.backed - end : slots.backed - left]
             end = left
-            yield float(dropped.sum()) * each / freed, freed, end
+            yield float(dropped.sum()) * each / freed, -end, freed
 
     def _shrink(self, ends: dict[int, int], rates: Rates) -> None:
         """Leaves layers the slots below `ends` and their most chosen experts; begins to retire the rest."""
@@ -248,13 +250,18 @@ class SlotSupply:
         wishes = sorted(wish for layer in self._layers if (wish := self._wish(layer, rates)) is not None)
         firsts = ((next(self._offers(layer, rates), None), layer) for layer in self._layers)
         offers = sorted((*offer, layer) for offer, layer in firsts if offer is not None)
-        ends = {}
-        for wish, (cost, _, end, giving) in zip(wishes[:_BETWEEN_LAYERS], offers, strict=False):
-            gained, chunks, wished_end, gaining = wish
+        ends = dict[int, int]()
+        for gained, chunks, end, gaining in wishes[:_BETWEEN_LAYERS]:
+            # As many as the wish needs, or those that gave would take it back.
+            giving, cost, freed = dict[int, int](), 0.0, 0
+            for price, left, count, layer in offers:
+                if freed < chunks and layer != gaining and layer not in ends:
+                    giving[layer] = -left
+                    cost, freed = cost + price * count, freed + count
             slots = self._layers[gaining]
-            copies = copy_price / _PAYS_WITHIN * (wished_end - slots.backed) * slots.kind.expert_bytes
-            if gaining != giving and -gained - cost > copies / max(1, chunks):
-                ends[giving] = end
+            copies = copy_price / _PAYS_WITHIN * (end - slots.backed) * slots.kind.expert_bytes
+            if freed >= chunks and gaining not in ends and -gained * chunks - cost > copies:
+                ends |= giving
         self._shrink(ends, rates)
 
 
