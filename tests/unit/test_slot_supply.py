@@ -58,6 +58,16 @@ class World(ExchangingRank):
             self.device.launch(read)
         self.device.advance(self.rng.randrange(6))
 
+    def compare(self) -> int:
+        """As `ResidentWatch` at any moment, without waiting for steps; returns how many slots it could."""
+        compared = 0
+        for layer, slots in self.resident.slots.items():
+            for slot, content in enumerate(slots.contents):
+                if content is not None:
+                    assert slots.weights[slot, :2].tolist() == [layer, content.expert], "a false find"
+                    compared += 1
+        return compared
+
     def between_steps(self) -> None:
         """As `AdaptivePlacement.begin_step` does, with wishes of all kinds."""
         self.now += self.rng.choice([0.0, 0.3])
@@ -87,13 +97,16 @@ def test_steps_meet_the_experts_that_are_mapped(seed: int, has_streamer: bool) -
     world = World(seed, has_streamer)
     pool = world.pool
     assert pool is not None
+    compared = 0
     for _ in range(300):
         world.between_steps()
+        compared += world.compare()
         world.step()
         world.supply.check_integrity()
         mapped = sum(len(slots.memory.holders()) for slots in world.resident.slots.values() if slots.memory)
         assert mapped + world.pages.mapped + pool.free == pool.size
     world.check_end()
+    assert compared > 0
     assert world.supply.given_bytes > 0
     assert world.supply.taken_bytes > 0
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from gpu_service.device.virtual_memory import PhysicalPool, VirtualMemoryUnavailable
 from gpu_service.experts.adaptive.exchange import SlotExchanges
+from gpu_service.experts.resident.content import SlotContent
 from gpu_service.experts.resident.experts import ResidentExperts, SlotChange
 from gpu_service.experts.streaming.ring import TransferDevice
 
@@ -53,6 +54,8 @@ class SlotSupply:
         # The end of steps that may still read what was given up, and of copies that may still write there,
         # those included whose expert is not used after all; empty: nothing was given up.
         self._retiring: tuple[Any, ...] = ()
+        # Layer, slot and content of experts that moved: others may compare their bytes from that end on.
+        self._moved: list[tuple[int, int, SlotContent]] = []
         self._next_exchange = 0.0
         # Spare chunks that were not enough for a slot of any layer: they are not offered again every step.
         self._too_few = 0
@@ -131,7 +134,11 @@ class SlotSupply:
     def _unmap(self) -> None:
         for slots in self._layers.values():
             slots.unmap()
-        self._retiring = ()
+        for layer, slot, content in self._moved:
+            contents = self._layers[layer].contents
+            if contents[slot] is None and self._layers[layer].expert_of_slot[slot] == content.expert:
+                contents[slot] = content
+        self._retiring, self._moved = (), []
 
     # ---- giving up ----
 
@@ -186,7 +193,10 @@ class SlotSupply:
                     continue
                 leaving.append(SlotChange(layer, slot, -1))
                 if expert in stays:
-                    moves.append((SlotChange(layer, next(holes), expert, slots.contents[slot]), slot))
+                    hole, content = next(holes), slots.contents[slot]
+                    moves.append((SlotChange(layer, hole, expert), slot))
+                    if content is not None:
+                        self._moved.append((layer, hole, content))
                 else:
                     self._exchanges.moved(layer, slot, None)
         self._resident.remap(leaving, self._device)
