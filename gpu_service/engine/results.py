@@ -55,6 +55,8 @@ class StepOutputs:
     first_overflow: Annotated[Tensor | None, TensorField("T", int32)] = None
     # Whether that ends the row's request: the activations' type is what has too little room.
     is_float16: bool = False
+    # Whether copies of experts to the device ran beside the step; None: that is not known.
+    has_copies: bool | None = False
     # What a device drafter guesses for each request that samples; None: there is none, or it had no guess.
     drafts: Annotated[Tensor | None, TensorField("Q K", int64)] = None
 
@@ -70,6 +72,8 @@ class StepResult:
     # Whether a share of its experts was streamed, and what it should take by their costs; None: that is not
     # known.
     is_streamed: bool = False
+    # As in `StepOutputs`.
+    has_copies: bool | None = False
     predicted_seconds: float | None = None
     num_replays: int = 0
     seconds: float = 0.0
@@ -105,7 +109,8 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
         rows = fold(rows, plan.drafts.counts)
     streamed = outputs.streamed
     predicted = None if streamed is None else streamed.predicted_seconds
-    return StepResult(rows, nonfinite, streamed is not None and streamed.is_planned, predicted)
+    is_streamed = streamed is not None and streamed.is_planned
+    return StepResult(rows, nonfinite, is_streamed, outputs.has_copies, predicted)
 
 
 def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]) -> None:
