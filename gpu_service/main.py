@@ -19,24 +19,24 @@ import structlog
 import uvloop
 from prometheus_client import REGISTRY
 
-from gpu_service.build import Built, WarmUpGate, build_engine, model_info
+from gpu_service.assembly.build import Built, WarmUpGate, build_engine, model_info
+from gpu_service.core.interface import NullObserver
 from gpu_service.engine import step_check
-from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.adaptive import metrics as placement_metrics
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.fetching import metrics as fetch_metrics
 from gpu_service.experts.resident import metrics as watch_metrics
-from gpu_service.figures import export_figures
-from gpu_service.live import make_live_experts
 from gpu_service.memory.ledger import export
-from gpu_service.profiler import EngineProfiler
-from gpu_service.readiness import SERVICE_NAME, HealthReport, Readiness
-from gpu_service.responses import OutputRouter
-from gpu_service.server import EngineServicer, Service
-from gpu_service.telemetry import EngineMetrics, EngineTelemetry
-from gpu_service.validation import Bounds
-from gpu_service.vllm_engine import SERVICE_NAME as VLLM_SERVICE_NAME
-from gpu_service.vllm_engine import VllmEngineServicer
+from gpu_service.server.live import make_live_experts
+from gpu_service.server.profiler import EngineProfiler
+from gpu_service.server.readiness import SERVICE_NAME, HealthReport, Readiness
+from gpu_service.server.responses import OutputRouter
+from gpu_service.server.servicer import EngineServicer, Service
+from gpu_service.server.validation import Bounds
+from gpu_service.server.vllm_engine import SERVICE_NAME as VLLM_SERVICE_NAME
+from gpu_service.server.vllm_engine import VllmEngineServicer
+from gpu_service.telemetry.figures import export_figures
+from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
 from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
@@ -45,7 +45,7 @@ from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
 from moebius.model_identity import identity_digest
 from moebius.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
-from moebius.progress import note_imports, phase, take_phases
+from moebius.progress import note_imports, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
 from moebius.tls import configure_tls
 from protos import engine_pb2, engine_pb2_grpc, vllm_engine_pb2_grpc
@@ -327,8 +327,7 @@ def _warm_up(
         metrics.describe_self_test(built.self_test.worst_by_layer)
     built.engine.start()
     timeout_s = config.supervisor.ready_timeout_s
-    with phase("running the first steps"):
-        gate.run(built.engine, built.model_config.vocab_size, timeout_s, built.warm_up_tokens)
+    gate.run(built.engine, built.model_config.vocab_size, timeout_s, built.warm_up_tokens)
     if built.recorder is not None and config.placement.expert_recorder != "off":
         # What the warm-up chose is no request's.
         built.recorder.start(config.placement.expert_recorder)

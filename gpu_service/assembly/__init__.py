@@ -1,1 +1,1 @@
-"""One module per concern of putting an engine together; `gpu_service.build` calls them in order."""
+"""One module per concern of putting an engine together; `gpu_service.assembly.build` calls them in order."""

@@ -10,13 +10,13 @@ from typing import Any
 
 from gpu_service.assembly.kv_memory import KvMemory
 from gpu_service.assembly.vision import Vision
-from gpu_service.constraint import ConstraintCompiler
+from gpu_service.core.constraint import ConstraintCompiler
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.step_check import StepCheck
-from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
+from gpu_service.experts.recorder import ExpertRecorder
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.streamer import ExpertStreamer

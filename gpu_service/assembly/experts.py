@@ -12,14 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_service.assembly.process import local_rank, resolve_device
+from gpu_service.core.partition import stage_layers
 from gpu_service.device.stream import DeviceStream, stream_of
 from gpu_service.device.virtual_memory import PhysicalPool
-from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.factory import make_expert_client
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.fetching.make import FetchPlan, make_fetcher, plan_fetching
+from gpu_service.experts.recorder import ExpertRecorder
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
 from gpu_service.experts.resident.watch import ResidentWatch
@@ -29,7 +30,6 @@ from gpu_service.experts.streaming.ring import transfer_device
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.memory.plan import ExpertMemory
 from gpu_service.parallel.group import RankGroup
-from gpu_service.parallel.partition import stage_layers
 from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestReport, check_again, run_self_test
 from moebius.config import MoebiusConfig
 from moebius.models.config import ModelConfig

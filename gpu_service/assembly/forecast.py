@@ -15,6 +15,8 @@ from gpu_service.assembly.kv_memory import CacheShape, SharedKvMemory, cache_sha
 from gpu_service.assembly.rank_plan import RankPlan
 from gpu_service.assembly.vision import vision_memory
 from gpu_service.cache.request_states import all_states_bytes
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.partition import stage_layers
 from gpu_service.layers.gated_streams import NGramRows
 from gpu_service.layers.linear import Linear
 from gpu_service.loader.load import shape_weights
@@ -32,8 +34,6 @@ from gpu_service.memory.plan import (
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.ops.linear import can_pack
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import stage_layers
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError

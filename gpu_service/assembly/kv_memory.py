@@ -17,6 +17,7 @@ from gpu_service.cache.elastic_pages import ElasticPages
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import Allocate, PagedCache, make_cache, page_bytes, zeros
 from gpu_service.cache.state_cache import StateSlots
+from gpu_service.core.limits import SchedulerLimits
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream
 from gpu_service.device.virtual_memory import PhysicalPool
@@ -27,7 +28,6 @@ from gpu_service.memory.ledger import MemoryLedger
 from gpu_service.memory.plan import LANE, StepSize, size_kv_pool, useful_pages
 from gpu_service.memory.profile import profile_activations
 from gpu_service.models.common import CausalLM
-from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.speculation.mtp import WithHeads
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError

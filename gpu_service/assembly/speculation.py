@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from gpu_service.engine.model_runner import ModelRunner, TokenPool
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.token_pool import TokenPool
+from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.models.common import CausalLM
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.speculation.drafter import DeviceDrafter
 from gpu_service.speculation.mtp import MtpDrafter
 from gpu_service.speculation.ngram import NGramDrafter

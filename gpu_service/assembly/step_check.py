@@ -8,8 +8,8 @@ import structlog
 import torch
 
 from gpu_service.assembly.experts import RankMoe
+from gpu_service.core.interface import EngineObserver
 from gpu_service.device.stream import DeviceStream
-from gpu_service.engine.interface import EngineObserver
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.step_check import StepCheck, StepFacts
 from gpu_service.experts.costs import ExpertCosts

@@ -8,6 +8,8 @@ import torch
 from gpu_service.attention.registry import Attention, make_attention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import PagedCache
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
@@ -19,9 +21,7 @@ from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.streaming.make import streams
 from gpu_service.memory.plan import has_lane
 from gpu_service.models.common import CausalLM
-from gpu_service.parallel.context import ParallelContext
 from gpu_service.parallel.group import RankGroup
-from gpu_service.scheduler.limits import SchedulerLimits
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.models.config import ModelConfig
 from moebius.placement import make_placement

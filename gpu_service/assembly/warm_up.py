@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from gpu_service.core.interface import OutputDelta
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.engine.engine import Engine
-from gpu_service.engine.interface import OutputDelta
-from gpu_service.request import Request, SamplingParams
 from moebius.errors import UserError
+from moebius.progress import phase
 
 # Longer prompts use the kernels of this one; with experts on a CPU they would only cost seconds.
 _LONGEST_PROMPT = 1024
@@ -71,6 +72,10 @@ class WarmUpGate:
 
     def run(self, engine: Engine, vocab_size: int, timeout_s: float, prompt_tokens: int = 4) -> None:
         """Raises UserError when the warm-up's requests do not end well."""
+        with phase("running the first steps"):
+            self._run(engine, vocab_size, timeout_s, prompt_tokens)
+
+    def _run(self, engine: Engine, vocab_size: int, timeout_s: float, prompt_tokens: int) -> None:
         requests = warm_up_requests(vocab_size, prompt_tokens)
         for request in requests:
             engine.submit([request])

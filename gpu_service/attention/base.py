@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from gpu_service.cache.kv_cache import KVCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.block_attention import (
     best_blocks,
     best_whole_blocks,

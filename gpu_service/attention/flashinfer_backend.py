@@ -35,7 +35,7 @@ from gpu_service.attention.flashinfer_plan import (
     unsupported_types,
 )
 from gpu_service.cache.kv_cache import KVCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from moebius.models.config import ModelConfig
 
 

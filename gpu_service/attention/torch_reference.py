@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_step
 from gpu_service.cache.fp8 import dequantise_into
 from gpu_service.cache.kv_cache import KVCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.linear import widened
 from moebius.models.config import ModelConfig
 

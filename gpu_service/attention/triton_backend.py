@@ -10,7 +10,7 @@ from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_s
 from gpu_service.attention.triton_kernels import MIN_SPLIT, decode, prefill
 from gpu_service.attention.triton_tiles import Partial, PartialResults, num_splits, streaming_multiprocessors
 from gpu_service.cache.kv_cache import KVCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from moebius.models.config import ModelConfig
 
 

@@ -15,7 +15,7 @@ from gpu_service.attention.base import AttentionBackend, AttentionLayer
 from gpu_service.attention.compressed.base import CompressedAttentionBackend, Compression
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.registry import Attention
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.rope import RopeTable
 from moebius.models.attention_config import AttentionShape
 from moebius.models.config import ModelConfig

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from gpu_service.cache.radix_cache import PrefixHandle, RadixCache
 from gpu_service.cache.request_states import RequestStates, StatePool, num_snapshots
 from gpu_service.cache.state_cache import StateSlots
-from gpu_service.request import Request
+from gpu_service.core.request import Request
 from moebius.config import GpuConfig
 
 
@@ -149,6 +149,8 @@ class RequestCache:
         # Prompt tokens looked up in, and found in, the tree since start.
         self.query_tokens = 0
         self.hit_tokens = 0
+        # Of each request that holds one, the prefix of the tree that its first pages are.
+        self._prefixes: dict[Request, PrefixHandle] = {}
         # Never repeated, over all requests: a request may be given the memory address of an ended one.
         self._epochs = itertools.count(1)
 
@@ -179,9 +181,9 @@ class RequestCache:
             self.hit_tokens += handle.num_tokens if handle else 0
         if handle is not None:
             self.tree.lock(handle)
+            self._prefixes[request] = handle
         if self.states is not None:
             self.states.start(request, handle.state_slot if handle else 0)
-        request.prefix_handle = handle
         self._set_pages(request, list(handle.pages) if handle else [])
         start = handle.num_tokens if handle else 0
         request.computed_len = request.scheduled_len = start
@@ -249,7 +251,7 @@ class RequestCache:
         |-- locked --|-- duplicates of the tree's --|-- new to the tree --|-- last, partial page --|
         0         locked                         already                whole             computed_len
         """
-        locked = len(request.prefix_handle.pages) if request.prefix_handle else 0
+        locked = len(self._prefix_pages(request))
         if not self.prefix_caching or whole <= locked:
             return False
         tokens = request.prefix_keys(whole * self.page_size)
@@ -258,9 +260,9 @@ class RequestCache:
         self.pool.hand_to_cache(request.pages[already:whole])
         self.pool.free(request.pages[locked:already])
         self.tree.lock(result.handle)
-        if request.prefix_handle is not None:
-            self.tree.unlock(request.prefix_handle)
-        request.prefix_handle = result.handle
+        if request in self._prefixes:
+            self.tree.unlock(self._prefixes[request])
+        self._prefixes[request] = result.handle
         if already > locked:
             self._set_pages(request, [*result.handle.pages, *request.pages[whole:]])
         return result.takes_state
@@ -272,7 +274,12 @@ class RequestCache:
 
     def exclusive_pages(self, request: Request) -> list[int]:
         """Pages that the request owns and the tree does not know."""
-        return request.pages[len(request.prefix_handle.pages) if request.prefix_handle else 0 :]
+        return request.pages[len(self._prefix_pages(request)) :]
+
+    def _prefix_pages(self, request: Request) -> tuple[int, ...]:
+        """The tree's pages that the request begins with and holds locked."""
+        handle = self._prefixes.get(request)
+        return () if handle is None else handle.pages
 
     def release(self, request: Request, keep: bool = True) -> None:
         """Takes all pages from a request, its whole computed ones into the tree if `keep`."""
@@ -281,9 +288,9 @@ class RequestCache:
         if self.states is not None:
             self.states.leave(request)
         self.pool.free(self.exclusive_pages(request))
-        if request.prefix_handle is not None:
-            self.tree.unlock(request.prefix_handle)
-        request.prefix_handle = None
+        handle = self._prefixes.pop(request, None)
+        if handle is not None:
+            self.tree.unlock(handle)
         self._set_pages(request, [])
         request.computed_len = request.scheduled_len = 0
 
@@ -297,12 +304,13 @@ class RequestCache:
         """Raises AssertionError unless every page is free, cached or owned by one of `requests`, once."""
         requests = list(requests)
         self.tree.check_integrity()
+        assert self._prefixes.keys() <= set(requests), "a request that left holds a prefix"
         if self.states is not None:
             kept = [node.state_slot for node in self.tree.nodes() if node.state_slot]
             self.states.check_integrity(requests, kept)
         owned: list[int] = []
         for request in requests:
-            locked = request.prefix_handle.pages if request.prefix_handle else ()
+            locked = self._prefix_pages(request)
             assert tuple(request.pages[: len(locked)]) == locked, f"{request.key} lost its prefix pages"
             owned.extend(request.pages[len(locked) :])
         self.pool.check_integrity(owned, (page for node in self.tree.nodes() for page in node.pages))

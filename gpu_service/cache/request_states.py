@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gpu_service.cache.state_cache import ZERO_SLOT, StateSlots, make_states, state_bytes
+from gpu_service.core.request import Request
+from gpu_service.core.step import Batch
 from gpu_service.device import TORCH_DTYPES
-from gpu_service.engine.step import Batch
-from gpu_service.request import Request
 from moebius.config import GpuConfig
 from moebius.models.config import ModelConfig
 

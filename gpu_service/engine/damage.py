@@ -11,8 +11,8 @@ from concurrent.futures import Future
 
 import structlog
 
-from gpu_service.engine.interface import Call, Inbox
-from gpu_service.engine.step import Batch
+from gpu_service.core.interface import Call, Inbox
+from gpu_service.core.step import Batch
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.scheduler.scheduler import Scheduler
 

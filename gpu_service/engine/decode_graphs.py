@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import structlog
 import torch
 
+from gpu_service.core.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import Uploader, packed_offsets
 from gpu_service.engine.model_runner import ComputedStep, ModelRunner
 from gpu_service.engine.results import Sampled
-from gpu_service.engine.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
 from gpu_service.experts.fetching.fetcher import MOST_ROWS
 from moebius.progress import counted
 

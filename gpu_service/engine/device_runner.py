@@ -14,12 +14,13 @@ from dataclasses import replace
 
 import torch
 
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import StepPlan, tensors_of, with_tensors
 from gpu_service.device.stream import DeviceEvent, DeviceStream, Download, HostBuffers, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.engine.model_runner import ComputedStep, LaneModelRunner, ModelRunner, launching
 from gpu_service.engine.prefill_lane import LaneRunner
-from gpu_service.engine.results import StepOutputs, StepResult, to_result
-from gpu_service.engine.step import StepPlan, tensors_of, with_tensors
+from gpu_service.engine.results import StepOutputs, to_result
 from gpu_service.engine.step_runner import DeviceLost, Pending, StepRunner, StepsInFlight
 from moebius.errors import brief
 

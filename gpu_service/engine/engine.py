@@ -30,9 +30,7 @@ from concurrent.futures import Future
 
 import structlog
 
-from gpu_service.engine.damage import COMPUTE_AGAIN, DamageWatch
-from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.interface import (
+from gpu_service.core.interface import (
     Abort,
     Add,
     Call,
@@ -45,15 +43,17 @@ from gpu_service.engine.interface import (
     OutputDelta,
     Stop,
     delta_of,
-    load_of,
 )
+from gpu_service.core.limits import EngineStopped, QueueFull, RequestRefused, refuse_impossible
+from gpu_service.core.request import FinishReason, Request, trace_fields
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import Batch, StepPlan
+from gpu_service.engine.damage import COMPUTE_AGAIN, DamageWatch
+from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.prefill_lane import POLL_S, PrefillLane
-from gpu_service.engine.results import StepResult
-from gpu_service.engine.step import Batch, StepPlan
 from gpu_service.engine.step_runner import DeviceLost, Step, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
-from gpu_service.request import FinishReason, Request, trace_fields
-from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused, refuse_impossible
+from gpu_service.scheduler.load import load_of
 from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.scheduler.shares import may_wait
 from gpu_service.scheduler.turns import TurnPace

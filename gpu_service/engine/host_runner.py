@@ -18,10 +18,11 @@ from typing import TypeVar
 import structlog
 import torch
 
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import StepPlan, TokenMasks
 from gpu_service.engine.model_runner import ModelRunner, launching
 from gpu_service.engine.recovery import Recovery
-from gpu_service.engine.results import StepResult, to_result
-from gpu_service.engine.step import StepPlan, TokenMasks
+from gpu_service.engine.results import to_result
 from gpu_service.engine.step_runner import Pending, StepRunner
 from gpu_service.experts.client import ExpertUnavailable
 

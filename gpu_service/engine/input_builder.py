@@ -10,8 +10,10 @@ import numpy.typing as npt
 import torch
 from opentelemetry.context import Context
 
-from gpu_service.engine.sampling_plan import build_sampling_plan
-from gpu_service.engine.step import (
+from gpu_service.core.images import NUM_AXES, ImagePlan, ImageSlice, Positions
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.request import Request
+from gpu_service.core.step import (
     NO_INPUT_IDS,
     Batch,
     PromptLogprobRows,
@@ -20,12 +22,9 @@ from gpu_service.engine.step import (
     StepPlan,
     TokenMasks,
 )
+from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.engine.token_masks import MaskBuilder
-from gpu_service.request import Request
-from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.speculation.rows import as_rows, plan_drafts
-from gpu_service.vision.features import ImagePlan, ImageSlice
-from gpu_service.vision.prompt import NUM_AXES, Positions
 
 
 class BlockTable:

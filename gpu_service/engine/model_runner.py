@@ -18,24 +18,20 @@ from opentelemetry import context as otel_context
 from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import StateSlots
+from gpu_service.core.step import Feature, ForwardInputs, PromptLogprobRows, StepPlan
+from gpu_service.core.token_pool import TokenPool
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs
 from gpu_service.engine.sampler import Sampler, token_logprobs
-from gpu_service.engine.step import (
-    Feature,
-    ForwardContext,
-    ForwardInputs,
-    PromptLogprobRows,
-    StepPlan,
-)
-from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 from gpu_service.experts.fetching.fetcher import MOST_ROWS, ExpertFetcher
 from gpu_service.experts.fetching.step import FetchedStep
+from gpu_service.experts.recorder import ExpertRecorder
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.layers.context import ForwardContext
 from gpu_service.ops.overflow import NO_OVERFLOW
 from gpu_service.speculation.drafter import DeviceDrafter
 from gpu_service.speculation.rows import last_rows
@@ -54,34 +50,6 @@ class Model(Protocol):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[L, H]` to float32 `[L, V]`."""
-
-
-class TokenPool:
-    """Token ids of running requests, on the device: the sampler writes, the next step's inputs gather.
-
-    Because of it the host never needs to know a token to launch the step that computes it.
-
-    int32 `[num_slots + 1, max_len]`; row = a request's slot, column = position in prompt + output. The last
-    row, `dummy_slot`, belongs to no request: rows of padding read and write it. All methods must run in
-    stream order (inside a launch).
-    """
-
-    def __init__(self, num_slots: int, max_len: int, device: torch.device) -> None:
-        self.tokens = torch.zeros((num_slots + 1, max_len), dtype=torch.int32, device=device)
-        self.dummy_slot = num_slots
-
-    def upload(self, slot: int, token_ids: torch.Tensor) -> None:
-        """Writes a request's known tokens, int32 `[n]`, when it is given the slot."""
-        self.tokens[slot, : token_ids.shape[0]] = token_ids.to(self.tokens.device)
-
-    def gather(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token ids int64 `[T]` at `positions[t]` of `slots[t]` (both int64 `[T]`)."""
-        return self.tokens[slots, positions].long()
-
-    def scatter(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Writes sampled ids int64 `[R]`; each (slot, position) at most once,
-        but for the dummy slot's."""
-        self.tokens[slots, positions] = token_ids.to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)

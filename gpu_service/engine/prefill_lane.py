@@ -18,10 +18,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from gpu_service.core.interface import Inbox, LaneSight
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import Batch, StepPlan
 from gpu_service.device.stream import DeviceEvent
-from gpu_service.engine.interface import Inbox, LaneSight
-from gpu_service.engine.results import StepResult
-from gpu_service.engine.step import Batch, StepPlan
 from gpu_service.engine.step_runner import Pending, Step
 
 # How often the host looks whether the device has got on, when it has nothing else to do.

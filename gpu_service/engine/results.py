@@ -8,19 +8,19 @@ from typing import Annotated
 from torch import Tensor, int32, int64
 from torch import bool as boolean
 
-from gpu_service.engine.step import StepPlan, TensorField
+from gpu_service.core.request import TokenLogprobs
+from gpu_service.core.results import (
+    FLOAT16_OVERFLOW,
+    NON_FINITE_IN_FLOAT16,
+    NON_FINITE_LOGITS,
+    RowResult,
+    StepResult,
+)
+from gpu_service.core.step import StepPlan, TensorField
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, NO_OVERFLOW
-from gpu_service.request import TokenLogprobs
-from gpu_service.scheduler.scheduler import RowResult
 from gpu_service.speculation.rows import fold
 
-NON_FINITE_LOGITS = (
-    "the model produced NaN or Inf logits for this request, or what it asked for left no token to choose"
-)
-# Where float16 is what overflowed, but after all layers, or was asked for too much.
-NON_FINITE_IN_FLOAT16 = f"{NON_FINITE_LOGITS} (float16 holds at most 65504; --dtype bfloat16 holds more)"
-FLOAT16_OVERFLOW = "float16 overflow:"
 # Of an image's rows, what comes before all layers.
 TOWER = EMBEDDING - 1
 _PLACES = {
@@ -55,28 +55,10 @@ class StepOutputs:
     first_overflow: Annotated[Tensor | None, TensorField("T", int32)] = None
     # Whether that ends the row's request: the activations' type is what has too little room.
     is_float16: bool = False
-    # Whether copies of experts to the device ran beside the step; None: that is not known.
+    # As in `StepResult`.
     has_copies: bool | None = False
     # What a device drafter guesses for each request that samples; None: there is none, or it had no guess.
     drafts: Annotated[Tensor | None, TensorField("Q K", int64)] = None
-
-
-@dataclass(slots=True)
-class StepResult:
-    """Host values of one step; filled by `to_result`, the last two by the step runner."""
-
-    # In batch order.
-    rows: list[RowResult] = field(default_factory=list)
-    # Layers after which a row first was not finite; empty where that is not noted.
-    nonfinite_layers: frozenset[int] = frozenset()
-    # Whether a share of its experts was streamed, and what it should take by their costs; None: that is not
-    # known.
-    is_streamed: bool = False
-    # As in `StepOutputs`.
-    has_copies: bool | None = False
-    predicted_seconds: float | None = None
-    num_replays: int = 0
-    seconds: float = 0.0
 
 
 def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:

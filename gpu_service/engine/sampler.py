@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from gpu_service.core.step import BadWords, PenaltyRows, SamplingPlan
 from gpu_service.engine.results import Logprobs, Sampled
-from gpu_service.engine.step import BadWords, PenaltyRows, SamplingPlan
 from gpu_service.ops.sampling import argmax_and_finite, mask_logits, truncate_probabilities
 
 

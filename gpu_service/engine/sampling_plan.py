@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_service.engine.step import AllowedTokens, BadWords, PenaltyRows, SamplingPlan, SparseBias
-from gpu_service.request import BadWordEntries, Entries, Request
-from gpu_service.scheduler.limits import SchedulerLimits, stop_token_ids
+from gpu_service.core.limits import SchedulerLimits, stop_token_ids
+from gpu_service.core.request import BadWordEntries, Entries, Request
+from gpu_service.core.step import AllowedTokens, BadWords, PenaltyRows, SamplingPlan, SparseBias
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

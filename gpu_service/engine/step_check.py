@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from gpu_service.engine.interface import EngineLoad, EngineObserver, OutputDelta
-from gpu_service.engine.results import StepResult
-from gpu_service.engine.step import Batch
+from gpu_service.core.interface import EngineLoad, EngineObserver, OutputDelta
+from gpu_service.core.request import Request
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import Batch
 from gpu_service.experts.adaptive.counts import DECODE_ROWS
 from gpu_service.experts.costs import ExpertCosts
-from gpu_service.figures import Figure, export_figures
-from gpu_service.request import Request
+from gpu_service.telemetry.figures import Figure, export_figures
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -20,9 +20,9 @@ from typing import Generic, Protocol, TypeVar
 
 import structlog
 
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import Batch, StepPlan, TokenMasks
 from gpu_service.engine.recovery import Recovery
-from gpu_service.engine.results import StepResult
-from gpu_service.engine.step import Batch, StepPlan, TokenMasks
 from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
 
 Result = TypeVar("Result")

@@ -23,10 +23,10 @@ import torch
 from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-from gpu_service.constraint import OutputConstraint, Words
-from gpu_service.engine.step import Batch, SamplingPlan, TokenMasks
-from gpu_service.request import Request
-from gpu_service.scheduler.limits import SchedulerLimits, stop_token_ids
+from gpu_service.core.constraint import OutputConstraint, Words
+from gpu_service.core.limits import SchedulerLimits, stop_token_ids
+from gpu_service.core.request import Request
+from gpu_service.core.step import Batch, SamplingPlan, TokenMasks
 
 # Threads that compute masks where there are so many CPUs, and rows from which it is worth waking them.
 _THREADS, _ROWS = 4, 3

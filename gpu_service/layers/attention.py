@@ -11,7 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange, kv_heads, query_heads
+from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import (
     CheckpointPart,
     FusedLinear,
@@ -26,8 +29,6 @@ from gpu_service.ops.activation import GATE_ACTIVATIONS
 from gpu_service.ops.kv import mean_index_keys
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, Unrotated, apply_rope, qk_norm_rope, query_scales
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange, kv_heads, query_heads
 from moebius.models.attention_config import AttentionShape
 from moebius.models.config import ModelConfig
 

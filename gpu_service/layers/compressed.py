@@ -15,15 +15,16 @@ from torch import nn
 
 from gpu_service.attention.compressed.base import CompressedAttentionBackend, Compression
 from gpu_service.cache.state_cache import RecentTokens
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange, even_shard, query_heads
+from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.ops.linear import widened
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange, even_shard, query_heads
 from moebius.models.config import ModelConfig
 
 

@@ -8,14 +8,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange, padded_vocab, vocab_shard
+from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, Linear, ReadsSeam, Seam, empty_parameter
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import Norm, RMSNorm, make_norm
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange, padded_vocab, vocab_shard
 from moebius.models.config import ModelConfig, RopeConfig
 
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from gpu_service.engine.step import ForwardContext
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import FusedLinear, RowParallelLinear, linear_attention_order
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.layers.states import ConvTaps, StateLayer, StepSequences, own_rows
 from gpu_service.ops.linear_attention import gated_delta_extend, gated_delta_update
 from gpu_service.ops.norm import gated_rms_norm, sigmoid_gated_rms_norm
 from gpu_service.ops.rope import RopeTable
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange
 from moebius.models.config import ModelConfig
 
 

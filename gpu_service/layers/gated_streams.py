@@ -11,8 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.cache.state_cache import StateCache
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.partition import ShardRange
+from gpu_service.core.step import ForwardInputs
 from gpu_service.device.stream import page_lock
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import ResidualStream
 from gpu_service.layers.hyper_connections import HyperStreams
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, empty_parameter
@@ -22,8 +25,6 @@ from gpu_service.ops.gated_streams import gate_values, inject_update, mix_gated_
 from gpu_service.ops.linear_attention import causal_conv_extend, causal_conv_update
 from gpu_service.ops.ngrams import NGramTable, ngram_rows, ngram_table, table_rows
 from gpu_service.ops.rope import RopeTable
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import ShardRange
 from moebius.models.attention_config import NGramConfig
 from moebius.models.config import ModelConfig
 

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from gpu_service.engine.step import ForwardContext
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream
 from gpu_service.layers.linear import empty_parameter
 from gpu_service.layers.norm import Norm

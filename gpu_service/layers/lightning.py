@@ -14,7 +14,9 @@ import structlog
 import torch
 from torch.nn import functional
 
-from gpu_service.engine.step import ForwardContext
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange, stage_layers
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import (
     CheckpointPart,
     FusedLinear,
@@ -27,8 +29,6 @@ from gpu_service.layers.states import StateLayer, StepSequences
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.state_space import state_space_extend, state_space_update
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange, stage_layers
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.config import ModelConfig
 

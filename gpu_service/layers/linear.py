@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange
+from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.linear import GROUP, can_pack, fp8_linear, linear, pack_weight
 from gpu_service.ops.norm_linear import add_norm_linear
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange
 from moebius.models.config import LinearAttentionConfig
 
 

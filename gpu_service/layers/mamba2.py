@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from gpu_service.engine.step import ForwardContext
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
 from gpu_service.layers.states import ConvTaps, StateLayer, StepSequences, own_rows
 from gpu_service.ops.norm import gated_group_rms_norm
 from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.state_space import state_space_extend, state_space_update
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange
 from moebius.models.config import ModelConfig
 
 

@@ -13,14 +13,15 @@ from torch import nn
 
 from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values, up_project
 from gpu_service.cache.kv_cache import IndexKeys
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange, query_heads
+from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import LayerNorm, RMSNorm
 from gpu_service.ops.kv import pool_index_keys
 from gpu_service.ops.linear import linear
 from gpu_service.ops.rope import RopeTable, apply_rope, half_split, learned_query_scales
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange, query_heads
 from moebius.models.attention_config import MlaConfig
 from moebius.models.config import ModelConfig
 

@@ -14,8 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange, even_shard
+from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.asked_experts import AskedExperts, ask_experts
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.deferral import Collect, add_late
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, Seam, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
@@ -23,8 +26,6 @@ from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, P
 from gpu_service.ops.linear import linear
 from gpu_service.ops.norm_linear import add_norm_linear, add_norm_route
 from gpu_service.ops.router import choose_by_kind, route, weigh_chosen, zero_experts
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange, even_shard
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.attention_config import ExpertKindsConfig
 from moebius.models.config import ModelConfig, MoeConfig, RouterConfig

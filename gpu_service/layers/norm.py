@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gpu_service.core.parallel import Collectives
+from gpu_service.core.partition import ShardRange
 from gpu_service.layers.linear import CheckpointPart, empty_parameter
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
-from gpu_service.parallel.context import Collectives
-from gpu_service.parallel.partition import ShardRange
 from moebius.models.config import ModelConfig
 
 

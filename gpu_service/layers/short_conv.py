@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.engine.step import ForwardContext
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import FusedLinear, RowParallelLinear
 from gpu_service.layers.states import ConvTaps, StateLayer, StepSequences, own_rows
 from gpu_service.ops.rope import RopeTable
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange
 from moebius.models.config import ModelConfig
 
 

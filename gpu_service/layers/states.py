@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from gpu_service.cache.state_cache import StateCache
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.partition import ShardRange, key_heads
+from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, empty_parameter
 from gpu_service.ops.linear_attention import (
     Sequences,
@@ -17,8 +20,6 @@ from gpu_service.ops.linear_attention import (
     causal_conv_update,
     make_sequences,
 )
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import ShardRange, key_heads
 from moebius.models.config import LinearAttentionConfig, ModelConfig
 
 

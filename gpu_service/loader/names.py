@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange, stage_layers
 from gpu_service.layers.linear import CheckpointPart, Divided
 from gpu_service.models.common import CausalLM
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange, stage_layers
 from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.models.config import ModelConfig
 from moebius.models.registry import family_of

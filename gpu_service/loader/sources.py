@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from gpu_service.core.partition import ShardRange
 from gpu_service.device import dtype_name
 from gpu_service.device.stream import own_pages
 from gpu_service.layers.linear import HostMemory, Linear
 from gpu_service.loader.names import Target
 from gpu_service.ops.linear import GROUP
-from gpu_service.parallel.partition import ShardRange
 from moebius import _kernels
 from moebius.checkpoint.index import TensorInfo
 from moebius.checkpoint.reader import Array, SliceReader

@@ -19,22 +19,19 @@ import bisect
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import structlog
 
 from gpu_service.cache.elastic_pages import ElasticPages
 from gpu_service.cache.request_cache import RequestCache
+from gpu_service.core.request import Request
+from gpu_service.core.step import Batch
 from gpu_service.device.stream import DeviceStream
 from gpu_service.device.virtual_memory import PhysicalPool
-from gpu_service.figures import Figure
-from gpu_service.scheduler.supply import PageSupply
-
-if TYPE_CHECKING:
-    from gpu_service.engine.step import Batch
-    from gpu_service.request import Request
-    from gpu_service.scheduler.scheduler import Scheduler
+from gpu_service.scheduler.supply import PageSupply, Queues
+from gpu_service.telemetry.figures import Figure
 
 _log = structlog.get_logger(__name__)
 # Tokens that a running request is to have room for before memory has to come from experts: more than it
@@ -112,14 +109,14 @@ class ElasticMemory(PageSupply):
     def ended(self, batch: Batch) -> None:
         self._open.discard(batch.step)
 
-    def before_step(self, scheduler: Scheduler) -> None:
+    def before_step(self, queues: Queues) -> None:
         now = self._clock()
-        self._release(scheduler.next_step)
+        self._release(queues.next_step)
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
             self._look_at_prefixes(now)
         capacity = self._pages.num_pages
-        wanted = min(capacity, needed_pages(scheduler) + self._fresh)
+        wanted = min(capacity, needed_pages(queues) + self._fresh)
         if wanted >= self._peak or now >= self._peak_until:
             self._peak, self._peak_until = wanted, now + _HELD_S
         held = self._cache.pool.usable + 1
@@ -129,7 +126,7 @@ class ElasticMemory(PageSupply):
             self.pool.claim(0)
             spare = held - max(self._peak, min(self._floor, capacity))
             if spare > 2 * self._pages.pages_per_group and self._slots.wants_memory:
-                self._shrink(spare - self._pages.pages_per_group, scheduler.next_step)
+                self._shrink(spare - self._pages.pages_per_group, queues.next_step)
 
     def figures(self) -> list[Figure]:
         """Who has the pool's memory now, and what has moved, in bytes."""
@@ -268,15 +265,15 @@ class ElasticMemory(PageSupply):
             self._fresh = tree.evictable_pages
 
 
-def needed_pages(scheduler: Scheduler) -> int:
+def needed_pages(queues: Queues) -> int:
     """Pages, the dummy one included, that running requests have and will soon need, and those of waiting ones
     that there are slots for.
     """
-    cache, limits = scheduler.cache, scheduler.limits
+    cache, limits = queues.cache, queues.limits
     needed = 1 + cache.pool.usable - cache.available + limits.watermark_pages
-    needed += sum(_missing(request, request.scheduled_len, cache) for request in scheduler.running)
-    room = max(0, limits.max_num_seqs - len(scheduler.running))
-    return needed + sum(_missing(request, 0, cache) for request in scheduler.waiting[:room])
+    needed += sum(_missing(request, request.scheduled_len, cache) for request in queues.running)
+    room = max(0, limits.max_num_seqs - len(queues.running))
+    return needed + sum(_missing(request, 0, cache) for request in queues.waiting[:room])
 
 
 def _missing(request: Request, computed: int, cache: RequestCache) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from gpu_service.figures import Figure, export_figures
 from gpu_service.memory.device_memory import DeviceMemory, MemoryUse, gib
 from gpu_service.memory.plan import ACTIVATIONS, ALLOCATOR_SLACK, CONTEXT, GIB, MemoryPlan
+from gpu_service.telemetry.figures import Figure, export_figures
 from moebius.errors import UserError
 
 

@@ -14,11 +14,11 @@ from torch import nn
 
 from gpu_service.attention.base import MAX_BLOCK_SCORES
 from gpu_service.cache.request_states import all_states_bytes
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import shard_config
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, pair_bytes
 from gpu_service.layers.linear import HostMemory
 from gpu_service.memory.device_memory import MemoryUse, gib
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import shard_config
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig

@@ -12,10 +12,11 @@ from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import ZERO_SLOT, StateSlots
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.experts.client import ExpertClient, ExpertClientStats, Ticket, add_to
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.layers.context import ForwardContext
 from gpu_service.memory.device_memory import DeviceMemory
 from gpu_service.memory.plan import StepSize
 from moebius.models.geometry import MoeGeometry

@@ -10,7 +10,10 @@ from itertools import islice
 import torch
 from torch import nn
 
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import shard_config, stage_layers
+from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import (
     DecoderLayer,
     Embedding,
@@ -33,8 +36,6 @@ from gpu_service.layers.mtp import MtpLayer
 from gpu_service.layers.norm import Norm, make_norm
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, is_noted, note_overflow
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import shard_config, stage_layers
 from moebius.models.config import ModelConfig
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import check_divisible, shard_config, stage_layers
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.attention import GQAttention
 from gpu_service.layers.compressed import CompressedAttention, StepTables
@@ -21,8 +23,6 @@ from gpu_service.layers.mla import Indexer, MLAttention, StepSelection
 from gpu_service.layers.short_conv import ShortConv
 from gpu_service.layers.states import StateLayer, StepSequences
 from gpu_service.models.common import CausalLM, build_causal_lm
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import check_divisible, shard_config, stage_layers
 from moebius.models.config import LinearAttentionConfig, ModelConfig
 from moebius.models.switches import check_switches
 

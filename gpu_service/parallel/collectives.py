@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_service.parallel.context import Collectives
+from gpu_service.core.parallel import Collectives
 
 # Larger tensors are NCCL's.
 MAX_BYTES = 256 * 1024

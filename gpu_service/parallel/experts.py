@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.partition import even_shard
 from gpu_service.experts.client import (
     ExpertClient,
     ExpertClientStats,
@@ -18,8 +20,6 @@ from gpu_service.experts.client import (
     ExpertUnavailable,
     Ticket,
 )
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import even_shard
 
 Failure = ExpertUnavailable | ExpertComputeFailed
 Agree = Callable[[int], int]

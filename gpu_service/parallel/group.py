@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from gpu_service.constraint import ConstraintCompiler
+from gpu_service.core.constraint import ConstraintCompiler
+from gpu_service.core.interface import Inbox
+from gpu_service.core.parallel import SOLO, Collectives, ParallelContext
 from gpu_service.device.stream import DeviceStream
-from gpu_service.engine.interface import Inbox
 from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.client import ExpertClient
 from gpu_service.parallel.collectives import LaneCollectives, OneShotAllReduce, TorchCollectives
-from gpu_service.parallel.context import SOLO, Collectives, ParallelContext
 from gpu_service.parallel.control import RankControl
 from gpu_service.parallel.experts import RankExperts
 from gpu_service.parallel.inbox import FollowerInbox, LeaderInbox

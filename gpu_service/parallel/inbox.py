@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu_service.constraint import ConstraintCompiler
-from gpu_service.engine.interface import Abort, Add, Call, Flush, Inbox, LaneSight, Message, Stop
+from gpu_service.core.constraint import ConstraintCompiler
+from gpu_service.core.images import PreparedImage, PromptImage, locate
+from gpu_service.core.interface import Abort, Add, Call, Flush, Inbox, LaneSight, Message, Stop
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.parallel.control import RankControl
-from gpu_service.request import Request, SamplingParams
-from gpu_service.vision.prompt import PreparedImage, PromptImage, locate
 from protos import engine_pb2, ranks_pb2
 
 _PIXEL = np.dtype("<f4")

@@ -18,7 +18,7 @@ import structlog
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from gpu_service.parallel.context import ParallelContext
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.parallel.control import ConnectionLost, RankConnection, RankControl
 from gpu_service.parallel.group import ProcessRankGroup, RankGroup, SoloGroup, make_process_groups
 from moebius.config import MoebiusConfig, ParallelConfig

@@ -7,14 +7,16 @@ from typing import cast
 
 import torch
 
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
 from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
-from gpu_service.engine.results import Logprobs, Sampled, StepOutputs, StepResult
+from gpu_service.engine.results import Logprobs, Sampled, StepOutputs
 from gpu_service.engine.sampler import Sampler
-from gpu_service.engine.step import ForwardContext, PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
 from gpu_service.engine.step_runner import Pending, StepInFlight, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentDamaged
-from gpu_service.parallel.context import ParallelContext
+from gpu_service.layers.context import ForwardContext
 
 
 class RankSampler(Sampler):

@@ -11,8 +11,8 @@ from typing import Any
 
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
-from gpu_service.request import Request
-from gpu_service.scheduler.limits import SchedulerLimits, ends_by_length
+from gpu_service.core.limits import SchedulerLimits, ends_by_length
+from gpu_service.core.request import Request
 
 # Sort key of requests: what their client was served, then seniority.
 Rank = tuple[float, tuple[int, int, int]]

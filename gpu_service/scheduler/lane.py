@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpu_service.engine.step import Batch
-from gpu_service.request import Request
+from gpu_service.core.request import Request
+from gpu_service.core.step import Batch
 from gpu_service.scheduler.admission import Prompt
 
 if TYPE_CHECKING:
-    from gpu_service.engine.interface import LaneSight
+    from gpu_service.core.interface import LaneSight
 
 
 class LaneBooks:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
-from gpu_service.engine.step import Batch
-from gpu_service.request import FinishReason, Request, TokenLogprobs
+from gpu_service.core.limits import SchedulerLimits, mark_finish, refuse_impossible
+from gpu_service.core.request import FinishReason, Request, TokenLogprobs
+from gpu_service.core.results import RowResult
+from gpu_service.core.step import Batch
 from gpu_service.scheduler.admission import (
     Division,
     Prompt,
@@ -27,28 +28,10 @@ from gpu_service.scheduler.admission import (
     token_cost,
 )
 from gpu_service.scheduler.lane import LaneBooks
-from gpu_service.scheduler.limits import SchedulerLimits, mark_finish, refuse_impossible
 from gpu_service.scheduler.shares import ClientShares
 from gpu_service.scheduler.supply import FixedPages, PageSupply
 from gpu_service.scheduler.turns import PromptTurns
 from gpu_service.speculation.policy import Speculation
-
-
-@dataclass(slots=True)
-class RowResult:
-    """What a step did for one request; filled by the engine from the sampler's output."""
-
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
-    # Position of the token that prompt_logprobs[0] is about.
-    prompt_logprobs_start: int = 0
-    # Not empty: the request ends with this error.
-    error: str = ""
-    # Of the rows of its drafts, in order.
-    verified: Sequence[RowResult] = ()
-    # What a device drafter guesses for the request's next step.
-    drafts: Sequence[int] = ()
 
 
 class Scheduler:

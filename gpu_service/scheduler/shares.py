@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from heapq import nsmallest
 
-from gpu_service.request import Request
+from gpu_service.core.request import Request
 from gpu_service.scheduler.admission import Prompt, Rank, seniority, turn
 from moebius.fair_shares import FairShares, in_turns, is_below_share
 

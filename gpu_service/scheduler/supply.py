@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from gpu_service.engine.step import Batch
-    from gpu_service.scheduler.scheduler import Scheduler
+from gpu_service.cache.request_cache import RequestCache
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.request import Request
+from gpu_service.core.step import Batch
+
+
+class Queues(Protocol):
+    """What a supply reads of the scheduler."""
+
+    limits: SchedulerLimits
+    cache: RequestCache
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """Requests without a slot, in order of seniority."""
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Requests with a slot, in order of seniority."""
+
+    @property
+    def next_step(self) -> int:
+        """The number of the next batch."""
 
 
 class PageSupply(ABC):
     """Adds pages to the scheduler's pool and withdraws free ones."""
 
     @abstractmethod
-    def before_step(self, scheduler: Scheduler) -> None:
+    def before_step(self, queues: Queues) -> None:
         """Called before a step is planned, and before it is asked whether one can be."""
 
     @abstractmethod
@@ -29,7 +50,7 @@ class PageSupply(ABC):
 class FixedPages(PageSupply):
     """The null object: the pool has all its pages from the start."""
 
-    def before_step(self, scheduler: Scheduler) -> None:
+    def before_step(self, queues: Queues) -> None:
         """Nothing changes."""
 
     def planned(self, batch: Batch) -> None:

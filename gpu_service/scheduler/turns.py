@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from gpu_service.engine.step import Batch
-from gpu_service.request import Request
+from gpu_service.core.request import Request
+from gpu_service.core.step import Batch
 from gpu_service.scheduler.lane import is_plain_text
 
 # Steps of others between two of prompts: until times are known, and at most.

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gpu_service.engine.step import ForwardContext, StepPlan
-    from gpu_service.request import Request
+    from gpu_service.core.request import Request
+    from gpu_service.core.step import StepPlan
+    from gpu_service.layers.context import ForwardContext
 
 
 class HostDrafter(Protocol):

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpu_service.engine.step import ForwardContext, ForwardInputs, StepPlan
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.step import ForwardInputs, StepPlan
+from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
-from gpu_service.parallel.context import SOLO, ParallelContext
 
 if TYPE_CHECKING:
-    from gpu_service.engine.model_runner import TokenPool
+    from gpu_service.core.token_pool import TokenPool
 
 
 class MtpDrafter:

@@ -7,8 +7,9 @@ tool calls, an agent's files. It costs the device nothing until a draft is verif
 from __future__ import annotations
 
 from array import array
+from weakref import WeakKeyDictionary
 
-from gpu_service.request import Request
+from gpu_service.core.request import Request
 
 # Earlier places that are looked at, the latest first.
 _MOST_PLACES = 16
@@ -66,17 +67,19 @@ class NGramIndex:
 
 
 class NGramDrafter:
-    """A `HostDrafter`; what it knows of a request is kept with it."""
+    """A `HostDrafter`; keeps an index of each request's text for as long as the request lives."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         """Tokens that must, and that can, be equal before a continuation counts as one."""
         self._shortest, self._longest = shortest, longest
+        self._indexes: WeakKeyDictionary[Request, NGramIndex] = WeakKeyDictionary()
 
     def propose(self, request: Request, count: int) -> list[int]:
         """The continuation of the known tokens."""
-        if request.ngrams is None:
-            request.ngrams = NGramIndex(self._shortest)
-        known = len(request.ngrams.tokens)
+        index = self._indexes.get(request)
+        if index is None:
+            index = self._indexes[request] = NGramIndex(self._shortest)
+        known = len(index.tokens)
         if known < request.total_len:
-            request.ngrams.extend(request.known_tokens(known, request.total_len))
-        return request.ngrams.continuation(count, self._longest)
+            index.extend(request.known_tokens(known, request.total_len))
+        return index.continuation(count, self._longest)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpu_service.engine.step import Batch
+from gpu_service.core.step import Batch
 from gpu_service.speculation.policy import bucket
 
 # Weight of the newest time, and how much of the mean so far it counts at most: a pause is not the usual.

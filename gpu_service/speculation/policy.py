@@ -20,9 +20,9 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
-from gpu_service.engine.step import Batch
-from gpu_service.request import Request
-from gpu_service.scheduler.limits import SchedulerLimits
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.request import Request
+from gpu_service.core.step import Batch
 from gpu_service.speculation.drafter import HostDrafter
 
 # What remains after a token of what is known of a request's drafts, and of all requests'.

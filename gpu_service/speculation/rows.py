@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from gpu_service.engine.step import Batch, Drafts, StepPlan
-from gpu_service.scheduler.scheduler import RowResult
+from gpu_service.core.results import RowResult
+from gpu_service.core.step import Batch, Drafts, StepPlan
 
 
 def as_rows(batch: Batch) -> Batch:

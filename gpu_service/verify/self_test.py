@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import structlog
 import torch
 
+from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.device.stream import DeviceStream
 from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.layers.asked_experts import ask_experts
-from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.verify.errors import allowed_error, rounded_to, rows_dtype
 from gpu_service.verify.probe import Probe, make_probe, place_of, shares_experts, spread, wrong_servers
 from moebius.config import MoebiusConfig

@@ -3,51 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import torch
 
+from gpu_service.core.images import ImageFeatures, ImagePlan, PreparedImage
 from gpu_service.models.vision.tower import VisionTower
-from gpu_service.vision.prompt import PreparedImage
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSlice:
-    """Tokens [begin, end) of an image that a step computes; filled by the input builder."""
-
-    image: PreparedImage
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class ImagePlan:
-    """A step's image tokens; filled by the input builder."""
-
-    rows: torch.Tensor  # int64 [N], rows of the step that are image tokens
-    slices: tuple[ImageSlice, ...]  # in the order of these rows
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFeatures:
-    """What image tokens are in the stream; filled by `ImageEncoder.features_of`."""
-
-    rows: torch.Tensor  # int64 [N]
-    # [1 + D, N, H]: instead of the embeddings, then what is added after each of the first D layers.
-    values: torch.Tensor
-
-    def replace_embeddings(self, stream: torch.Tensor) -> None:
-        """Writes into `stream` `[T, H]`."""
-        stream.index_copy_(0, self.rows, self.values[0].to(stream.dtype))
-
-    def add_after(self, layer: int, stream: torch.Tensor) -> None:
-        """Adds what belongs there, if anything, into `stream` `[T, H]`, as decoder layer `layer` left it."""
-        if self.reaches(layer):
-            stream.index_add_(0, self.rows, self.values[1 + layer].to(stream.dtype))
-
-    def reaches(self, layer: int) -> bool:
-        """Whether anything is added after decoder layer `layer`."""
-        return layer + 1 < self.values.shape[0]
 
 
 class ImageEncoder:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from gpu_service.core.images import ImageError, ImageLayout, PreparedImage
 from gpu_service.models.vision.tower import transformers_needed
 from gpu_service.vision.own_processors import (
     FrameImageProcessor,
@@ -27,7 +28,6 @@ from gpu_service.vision.own_processors import (
     TileImageProcessor,
     numbers,
 )
-from gpu_service.vision.prompt import ImageError, ImageLayout, PreparedImage
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.tokenizer import read_backend
 from moebius.errors import UserError

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,11 +62,13 @@ def print_configuration(config: MoebiusConfig) -> None:
 
 
 def log_warnings_only(process: str) -> None:
-    """The command's own output is what is asked for."""
+    """Leaves stderr to warnings and to phases of a start that take longer than moments, as compiling does."""
+    from moebius import progress
     from moebius.config import TelemetryConfig
     from moebius.telemetry import configure_logging
 
     configure_logging(TelemetryConfig(log_level="warning"), process)
+    logging.getLogger(progress.__name__).setLevel(logging.INFO)
 
 
 def with_settings(

@@ -33,6 +33,17 @@ _REPORT_S = 1.0
 Progress = Callable[[str, int, int], None]
 
 
+class HubUnreachable(UserError):
+    """There is no network, or no hub at the endpoint."""
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE says that the hub is not asked."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
 @dataclass(frozen=True)
 class HubModel:
     """A name as it was typed; filled by `hub_model`."""
@@ -90,7 +101,7 @@ def fetch_model(
 
     if constants.HF_HUB_CACHE.startswith("~"):
         raise UserError("models have no place: this user has no home directory; set HOME or HF_HOME")
-    if offline or constants.HF_HUB_OFFLINE:
+    if offline or is_offline():
         return _cached(model, revision, needs_weights, "--offline (or HF_HUB_OFFLINE) is set, and ")
     try:
         listed = _listed(model, revision)
@@ -121,20 +132,38 @@ def chosen_files(model: HubModel, names: Sequence[str], needs_weights: bool = Tr
     safetensors = [n for n in top if n.endswith(".safetensors") and not n.startswith("consolidated")]
     if safetensors and not model.quantisation:
         return sorted(described + (safetensors if needs_weights else []))
-    gguf = [n for n in names if n.endswith(".gguf") and not Path(n).name.lower().startswith("mmproj")]
-    if not gguf:
+    kinds = quantisations(names)
+    if not kinds:
         what = "no GGUF files" if model.quantisation else "neither safetensors nor GGUF files"
         raise UserError(f"{model.repository} has {what}")
-    kinds: dict[str, list[str]] = {}
-    for name in gguf:
-        match = _QUANTISATION.search(name)
-        kinds.setdefault(match[1].upper() if match else "", []).append(name)
     wanted = model.quantisation.upper() or (next(iter(kinds)) if len(kinds) == 1 else _USUAL)
     if wanted not in kinds:
         listed = ", ".join(sorted(kind for kind in kinds if kind))
         which = f"no {wanted}" if model.quantisation else "several quantisations"
         raise UserError(f"{model.repository} has {which}: give one as {model.repository}:NAME, of {listed}")
-    return sorted(kinds[wanted])
+    return kinds[wanted]
+
+
+def quantisations(names: Sequence[str]) -> dict[str, list[str]]:
+    """The GGUF files among `names` by quantisation (empty where a name has none), without vision towers."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        if name.endswith(".gguf") and not Path(name).name.lower().startswith("mmproj"):
+            match = _QUANTISATION.search(name)
+            kinds.setdefault(match[1].upper() if match else "", []).append(name)
+    return {kind: sorted(files) for kind, files in kinds.items()}
+
+
+def listed_files(model: HubModel, revision: str) -> tuple[str, dict[str, int]]:
+    """The commit, and each file's bytes, of a repository.
+
+    Raises UserError where there is none, or it must not be read; HubUnreachable without a network.
+    """
+    try:
+        listed = _listed(model, revision)
+    except _unreachable() as error:
+        raise HubUnreachable(f"the hub cannot be reached ({type(error).__name__})") from None
+    return listed.sha, {file.rfilename: file.size or 0 for file in listed.siblings}
 
 
 def _listed(model: HubModel, revision: str) -> Any:

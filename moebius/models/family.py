@@ -26,7 +26,7 @@ class VisionFamily:
     processor: Literal[
         "ernie", "gemma4", "glm", "glm5", "kimi", "llama4", "minimax", "pixtral", "qwen", "step"
     ]
-    # Names of the tokens in an image's place, by the fields of `gpu_service.vision.prompt.ImageLayout`: those
+    # Names of the tokens in an image's place, by the fields of `gpu_service.core.images.ImageLayout`: those
     # that the chat template leaves to the image processor. None: the image token alone, in the template, too.
     tokens: Mapping[str, str] = field(default_factory=dict)
 

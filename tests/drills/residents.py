@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gpu_service.core.parallel import SOLO
 from gpu_service.experts.resident.make import expert_source
 from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.experts.resident.watch import FILLED_AGAIN
-from gpu_service.parallel.context import SOLO
 from moebius.checkpoint.reader import SliceReader
 from moebius.config import ModelConfigSection, MoebiusConfig, PlacementConfig
 from moebius.models.read import read_geometry

@@ -11,13 +11,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gpu_service.constraint import OutputConstraint, Words
+from gpu_service.core.constraint import OutputConstraint, Words
+from gpu_service.core.request import FinishReason, Request
+from gpu_service.core.step import StepPlan
 from gpu_service.engine import token_masks
-from gpu_service.engine.step import StepPlan
 from gpu_service.engine.step_runner import Pending, StepRunner
 from gpu_service.experts.client import ExpertUnavailable
-from gpu_service.request import FinishReason, Request
-from gpu_service.responses import complete
+from gpu_service.server.responses import complete
 from moebius.grammar.compile import GrammarError
 from protos.engine_pb2 import Choice, Constraint
 from tests.helpers.constraints import compiler, constrained, ids_of, text_of

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.step import StepPlan
 from gpu_service.device.stream import DeviceEvent, HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.step import StepPlan
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.fetching.step import FetchedStep
 from gpu_service.models.common import CausalLM
-from gpu_service.request import Request, SamplingParams
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.constraints import constrain_some

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
 from gpu_service.experts.doorbell.client import DoorbellExpertClient
 from gpu_service.models.common import CausalLM
-from gpu_service.request import Request, SamplingParams
 from moebius.mailbox import Mailbox
 from moebius.mailbox_plan import mailbox_geometry
 from tests.helpers.capturable_attention import CapturableAttention

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gpu_service import build
+from gpu_service.assembly import build
 from gpu_service.assembly import experts as expert_assembly
 from gpu_service.assembly import steps as step_assembly
 from gpu_service.cache.kv_cache import KVCache
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
-from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig
 from moebius.models.config import ModelConfig
 from tests.helpers.built_engine import running_engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpu_service.request import Request
+from gpu_service.core.request import Request
 from tests.helpers.engine_harness import LOOPS, Knobs, make_request, prompt_of, running_engine
 
 LENGTHS = (3, 9, 30, 17, 4, 41, 8, 25)

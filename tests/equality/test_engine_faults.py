@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from gpu_service.core.limits import EngineStopped, QueueFull, RequestRefused
+from gpu_service.core.request import FinishReason
 from gpu_service.engine.damage import COMPUTE_AGAIN
-from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentWatch
-from gpu_service.request import FinishReason
-from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused
+from gpu_service.layers.context import ForwardContext
 from tests.helpers.drafters import AnswerDrafter
 from tests.helpers.engine_harness import LOOPS, FlakyExperts, make_request, prompt_of, running_engine
 from tests.helpers.fake_model import VOCAB, FakeModel

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.build import model_info
-from gpu_service.request import Request, SamplingParams
+from gpu_service.assembly.build import model_info
+from gpu_service.core.request import Request, SamplingParams
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from tests.helpers.built_engine import running_engine
 from tests.helpers.tiny_models import make_tiny_model

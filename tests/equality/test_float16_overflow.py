@@ -12,15 +12,16 @@ from typing import cast
 import pytest
 import torch
 
+from gpu_service.core.images import PreparedImage
+from gpu_service.core.results import FLOAT16_OVERFLOW
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
-from gpu_service.engine.results import FLOAT16_OVERFLOW, TOWER, overflow_error
+from gpu_service.engine.results import TOWER, overflow_error
 from gpu_service.engine.sampler import Sampler
-from gpu_service.engine.step import ForwardContext
+from gpu_service.layers.context import ForwardContext
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, NO_OVERFLOW
 from gpu_service.parallel.steps import RankModelRunner
 from gpu_service.vision.features import ImageEncoder
-from gpu_service.vision.prompt import PreparedImage
 from moebius.config import GpuConfig
 from tests.helpers.built_engine import running_engine
 from tests.helpers.capturable_mla import make_capturable_attention

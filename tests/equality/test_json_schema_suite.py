@@ -9,7 +9,7 @@ import json
 
 from llguidance import LLMatcher, LLTokenizer
 
-from gpu_service.request import FinishReason, Request
+from gpu_service.core.request import FinishReason, Request
 from moebius.grammar.compile import grammar_of
 from protos.engine_pb2 import Constraint
 from tests.helpers.constraints import byte_compiler

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from gpu_service.attention.registry import make_attention
+from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.step import StepPlan
+from gpu_service.core.token_pool import TokenPool
 from gpu_service.device.stream import HostDeviceStream
-from gpu_service.engine.model_runner import TokenPool
-from gpu_service.engine.step import ForwardContext, StepPlan
 from gpu_service.experts.local_client import LocalExpertClient
+from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
-from gpu_service.request import Request, SamplingParams
 from gpu_service.speculation.mtp import MtpDrafter
 from moebius.models.read import read_geometry
 from tests.equality.test_no_hidden_waits import NoQuestions

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu_service.constraint import ConstraintCompiler
+from gpu_service.core.constraint import ConstraintCompiler
+from gpu_service.core.request import FinishReason, Request, SamplingParams
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.ops.router import choose_by_kind, zero_experts
-from gpu_service.request import FinishReason, Request, SamplingParams
 from protos.engine_pb2 import Constraint
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts

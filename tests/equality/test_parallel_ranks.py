@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from gpu_service.assembly import speculation
-from gpu_service.constraint import OutputConstraint, Words
+from gpu_service.core.constraint import OutputConstraint, Words
+from gpu_service.core.request import Request
 from gpu_service.engine import token_masks
-from gpu_service.request import Request
 from protos.engine_pb2 import Constraint
 from tests.helpers.drafters import AnswerDrafter, Answers
 from tests.helpers.rank_graphs import use_recordings

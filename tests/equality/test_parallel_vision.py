@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-import gpu_service.build
+import gpu_service.assembly.build
 from gpu_service.assembly.vision import Vision
+from gpu_service.core.images import ImageLayout, PreparedImage, place_images
 from gpu_service.models.vision.tower import VisionTower
 from gpu_service.vision.features import ImageEncoder
-from gpu_service.vision.prompt import ImageLayout, PreparedImage, place_images
 from tests.helpers.rank_group import Outcome, Script, rank_config, run_group
 from tests.helpers.tiny_vision_models import IMAGE_TOKEN, write_vision_model
 
@@ -53,7 +53,7 @@ class StandIn(VisionTower):
 
 def use_stand_in() -> None:
     """From now on this process builds its engine so."""
-    build: Any = gpu_service.build
+    build: Any = gpu_service.assembly.build
     tower = ImageEncoder(StandIn(), torch.device("cpu"), 1 << 20)
     build.load_vision = lambda config, model, device: Vision(tower, None)  # type: ignore[arg-type]
     build.vision_memory = lambda config, model: None
@@ -77,7 +77,7 @@ def test_ranks_do_not_show(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     write_vision_model(name, tmp_path)
     # One rank needs no process of its own; what it replaces is put back.
     for name in ("load_vision", "vision_memory"):
-        monkeypatch.setattr(gpu_service.build, name, getattr(gpu_service.build, name))
+        monkeypatch.setattr(gpu_service.assembly.build, name, getattr(gpu_service.assembly.build, name))
     use_stand_in()
     script = Script(rank_config(tmp_path, 1, 1))
     alone = image_cases(script)

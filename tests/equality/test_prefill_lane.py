@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_service.engine.interface import Abort, Add, Message, NullObserver, Stop
+from gpu_service.core.interface import Abort, Add, Message, NullObserver, Stop
+from gpu_service.core.request import FinishReason, Request
+from gpu_service.core.step import Batch
 from gpu_service.engine.prefill_lane import Pace
-from gpu_service.engine.step import Batch
 from gpu_service.experts.client import ExpertUnavailable
-from gpu_service.request import FinishReason, Request
 from tests.helpers.engine_harness import Knobs, make_request, prompt_of, running_engine
 from tests.helpers.virtual_device import (
     Frames,

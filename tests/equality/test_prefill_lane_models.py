@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from gpu_service.attention.registry import make_attention
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.prefill_lane import PrefillLane
 from gpu_service.models.common import CausalLM
-from gpu_service.request import Request, SamplingParams
 from moebius.models.read import read_geometry
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model

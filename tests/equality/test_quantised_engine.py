@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.request import Request, SamplingParams
+from gpu_service.core.request import Request, SamplingParams
 from moebius.config import MoebiusConfig
 from tests.helpers.built_engine import running_engine
 from tests.helpers.model_formats import MODEL_FORMATS

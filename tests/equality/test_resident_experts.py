@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share, SlotChange
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
 from gpu_service.experts.streaming.ring import HostTransfers
-from gpu_service.parallel.context import ParallelContext
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import ExpertConfig, ModelConfigSection, MoebiusConfig, PlacementConfig
 from moebius.errors import UserError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpu_service.request import Request, SamplingParams
+from gpu_service.core.request import Request, SamplingParams
 from moebius.app.random_model import RandomModelOptions, write_random_model
 from moebius.app.random_model.replay import fit_replay
 from moebius.app.random_model.shapes import SHAPES

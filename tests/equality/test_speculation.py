@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gpu_service.core.request import FinishReason, Request
 from gpu_service.experts.client import ExpertUnavailable
-from gpu_service.request import FinishReason, Request
 from gpu_service.speculation.ngram import NGramDrafter
 from tests.equality.test_engine_equalities import LENGTHS, workload
 from tests.equality.test_engine_faults import raise_at

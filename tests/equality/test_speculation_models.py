@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gpu_service.assembly import speculation as assembly
-from gpu_service.request import Request, SamplingParams
-from gpu_service.telemetry import EngineMetrics, EngineTelemetry
+from gpu_service.core.request import Request, SamplingParams
+from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfigError

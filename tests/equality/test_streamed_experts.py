@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.costs import CostCurve
@@ -18,7 +19,6 @@ from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamed_step import StreamedStep
 from gpu_service.layers.asked_experts import ask_experts
 from gpu_service.layers.deferral import late_choices
-from gpu_service.parallel.context import ParallelContext
 from moebius.config import GpuConfig, ModelConfigSection, MoebiusConfig
 from tests import tolerances
 from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_service.core.images import place_images
+from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.step import StepPlan
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
-from gpu_service.engine.step import StepPlan
 from gpu_service.loader.load import load_tower
 from gpu_service.models.common import CausalLM
 from gpu_service.models.vision.registry import build_tower
-from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.features import ImageEncoder
 from gpu_service.vision.processor import ImagePreparer
-from gpu_service.vision.prompt import place_images
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.host_graphs import RecordedOperations

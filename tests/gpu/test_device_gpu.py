@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.step import tensors_of, with_tensors
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import (
     CudaDeviceStream,
@@ -19,10 +22,7 @@ from gpu_service.device.stream import (
 )
 from gpu_service.engine.sampler import PenaltyCounts, Sampler
 from gpu_service.engine.sampling_plan import build_sampling_plan
-from gpu_service.engine.step import tensors_of, with_tensors
 from gpu_service.ops.ngrams import table_rows
-from gpu_service.request import Request, SamplingParams
-from gpu_service.scheduler.limits import SchedulerLimits
 
 pytestmark = pytest.mark.gpu
 # Cycles: about two seconds, far longer than any launch.

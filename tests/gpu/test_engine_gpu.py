@@ -21,12 +21,12 @@ from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.registry import make_attention
 from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.cache.kv_cache import KVCache
+from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.step import StepPlan
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
-from gpu_service.engine.step import StepPlan
 from gpu_service.ops import backends
-from gpu_service.request import Request, SamplingParams
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
 from moebius.models.read import read_model_config

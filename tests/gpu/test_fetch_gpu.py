@@ -15,7 +15,7 @@ from gpu_service.experts.fetching.kernels import FetchKernels
 from gpu_service.experts.fetching.slots import COPIED, FetchState
 from gpu_service.experts.fetching.step import FetchedExperts
 from gpu_service.experts.fetching.triton_kernels import TritonFetchKernels
-from gpu_service.experts.resident.experts import make_kernels
+from gpu_service.experts.resident.make import make_kernels
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.source import CudaRegistrar, SegmentSource
 from tests import tolerances

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.experts.resident.experts import TorchResidentKernels, make_kernels
+from gpu_service.experts.resident.experts import TorchResidentKernels
+from gpu_service.experts.resident.make import make_kernels
 from gpu_service.ops import kv, linear, norm_linear
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import rope_table

@@ -11,10 +11,10 @@ import torch
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import KVCache
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream
 from gpu_service.ops import backends
-from gpu_service.request import Request, SamplingParams
 from gpu_service.speculation.mtp import MtpDrafter
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig

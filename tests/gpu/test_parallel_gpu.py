@@ -193,7 +193,7 @@ def _collectives(
     """One of two ranks: captures all collectives once, replays them on other values."""
     from torch._C._distributed_c10d import TCPStore
 
-    from gpu_service.parallel.context import ParallelContext
+    from gpu_service.core.parallel import ParallelContext
     from gpu_service.parallel.group import make_process_groups
 
     device = torch.device("cuda", rank)

@@ -17,10 +17,10 @@ import torch
 
 from gpu_service.attention.registry import make_attention
 from gpu_service.attention.torch_reference import TorchReferenceAttention
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, HostDeviceStream
 from gpu_service.ops import backends
-from gpu_service.request import Request, SamplingParams
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.tiny_engine import Setup, TinyEngine, tiny_engine, tiny_model
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model

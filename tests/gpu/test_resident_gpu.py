@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gpu_service.device.stream import device_stream, stream_of
-from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.local_client import LocalExpertClient
-from gpu_service.experts.resident.experts import LayerSlots, TorchResidentKernels, make_kernels
-from gpu_service.experts.resident.make import make_resident_experts
+from gpu_service.experts.recorder import ExpertRecorder
+from gpu_service.experts.resident.experts import LayerSlots, TorchResidentKernels
+from gpu_service.experts.resident.make import make_kernels, make_resident_experts
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.ring import transfer_device
 from moebius.models.geometry import MoeGeometry

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.experts.resident.experts import TorchResidentKernels, make_kernels
+from gpu_service.experts.resident.experts import TorchResidentKernels
+from gpu_service.experts.resident.make import make_kernels
 from gpu_service.experts.streaming.plan import SHARES
 from gpu_service.experts.streaming.ring import CudaTransfers
 from gpu_service.experts.streaming.segments import ExpertSegments

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from gpu_service.assembly import elastic as assembly
+from gpu_service.core.request import Request
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream
 from gpu_service.device.virtual_memory import PhysicalPool, VirtualRange, pooled_bytes
-from gpu_service.request import Request
 from moebius.config import PlacementConfig
 from tests.helpers.built_engine import running_engine
 from tests.helpers.elastic import (

@@ -20,7 +20,7 @@ from gpu_service.experts.fetching import triton_kernels
 from gpu_service.experts.fetching.slots import FetchLayer, make_state
 from gpu_service.experts.fetching.step import FetchedExperts
 from gpu_service.experts.fetching.triton_kernels import TritonFetchKernels
-from gpu_service.experts.resident.experts import make_kernels
+from gpu_service.experts.resident.make import make_kernels
 from gpu_service.experts.resident.panels import layer_format
 from tests.gpu.time_resident import SHAPE, graph_us
 from tests.helpers.resident_layers import routed

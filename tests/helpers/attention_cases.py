@@ -9,7 +9,7 @@ import torch
 
 from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer
 from gpu_service.cache.kv_cache import KVCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
 
 # (earlier tokens, new tokens) of each request.

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gpu_service.build import Built, WarmUpGate, build_engine
-from gpu_service.engine.interface import EngineObserver, NullObserver, OutputDelta
+from gpu_service.assembly.build import Built, WarmUpGate, build_engine
+from gpu_service.core.interface import EngineObserver, NullObserver, OutputDelta
+from gpu_service.core.request import Request
 from gpu_service.ops import backends
-from gpu_service.request import Request
 from moebius.config import MoebiusConfig
 
 WAIT_S = 120.0

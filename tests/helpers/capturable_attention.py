@@ -6,7 +6,7 @@ import torch
 
 from gpu_service.attention.base import AttentionLayer
 from gpu_service.attention.torch_reference import TorchReferenceAttention, block_mask
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 
 
 class CapturableAttention(TorchReferenceAttention):

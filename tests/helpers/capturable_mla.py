@@ -7,7 +7,7 @@ import torch
 from gpu_service.attention.mla.torch_reference import TorchMlaAttention, index_scores, select_tokens
 from gpu_service.attention.registry import mla_dimensions
 from gpu_service.cache.kv_cache import MlaCache, PagedCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from moebius.models.config import ModelConfig
 from tests.helpers.capturable_attention import CapturableAttention
 

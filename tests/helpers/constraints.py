@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from gpu_service.constraint import ConstraintCompiler
-from gpu_service.request import Request
+from gpu_service.core.constraint import ConstraintCompiler
+from gpu_service.core.request import Request
 from moebius.checkpoint.byte_level import bytes_to_piece
 from protos.engine_pb2 import Constraint
 from tests.helpers.engine_harness import make_request

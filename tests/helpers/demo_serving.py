@@ -14,14 +14,15 @@ from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
+from gpu_service.core.interface import OutputDelta
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.token_pool import TokenPool
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.interface import OutputDelta
-from gpu_service.engine.model_runner import ModelRunner, TokenPool
+from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.sampler import Sampler
-from gpu_service.request import Request, SamplingParams
-from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
 from tests.helpers.demo import MAX_NEW_TOKENS, GoldenAnswer
 from tests.helpers.demo_engine import demo_model

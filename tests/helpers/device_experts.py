@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import (
     ExpertClient,
     ExpertClientStats,
@@ -16,6 +15,7 @@ from gpu_service.experts.client import (
     ExpertUnavailable,
     Ticket,
 )
+from gpu_service.layers.context import ForwardContext
 from moebius.models.read import read_geometry
 from tests.helpers.engine_harness import FlakyExperts
 from tests.helpers.fake_model import FakeModel

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from gpu_service.engine.step import ForwardContext, StepPlan
-from gpu_service.request import Request
+from gpu_service.core.request import Request
+from gpu_service.core.step import StepPlan
+from gpu_service.layers.context import ForwardContext
 
 Answers = Mapping[str, Sequence[int]]  # tokens of each request, by its id
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.experts.adaptive import placement as placement_module
 from gpu_service.experts.costs import ExpertCosts
 from gpu_service.memory import elastic as elastic_module
-from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig
 from tests.helpers.built_engine import RunningEngine
 from tests.helpers.expert_cluster import Cluster

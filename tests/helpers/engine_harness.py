@@ -12,19 +12,20 @@ import torch
 
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
+from gpu_service.core.interface import EngineObserver, OutputDelta
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.token_pool import TokenPool
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.interface import EngineObserver, OutputDelta
-from gpu_service.engine.model_runner import ModelRunner, TokenPool
+from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentWatch
-from gpu_service.request import Request, SamplingParams
-from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.speculation.drafter import DeviceDrafter, HostDrafter
 from gpu_service.speculation.policy import Speculation

@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer
 
-from gpu_service.image_pieces import GatheredRequest
+from gpu_service.server.image_pieces import GatheredRequest
 from moebius.grpc_channels import listen
 from moebius.operations import NOT_READY_METADATA
 from protos import engine_pb2 as pb

@@ -12,7 +12,8 @@ import torch
 
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.cache.kv_cache import KVCache
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.context import ForwardContext
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
 
 VOCAB = 97

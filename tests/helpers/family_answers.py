@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from gpu_service.core.request import Request, SamplingParams, TokenLogprobs
+from gpu_service.core.step import StepPlan
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
-from gpu_service.engine.step import StepPlan
-from gpu_service.request import Request, SamplingParams, TokenLogprobs
 from moebius.config import MoebiusConfig
 from tests.helpers.built_engine import running_engine
 from tests.tolerances import (

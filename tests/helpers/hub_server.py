@@ -87,16 +87,19 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
-        begin = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0] or 0)
+        asked = self.headers.get("Range")
+        first, _, last = (asked or "bytes=0-")[6:].partition("-")
+        begin, end = int(first or 0), min(len(data), int(last) + 1 if last else len(data))
         etag = f'"{hashlib.sha256(data).hexdigest()}"'
         headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        if begin:
-            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        body = data[begin:]
+        is_part = (begin, end) != (0, len(data))
+        if is_part:
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
+        body = data[begin:end]
         limit = self.server.breaks_after.pop(name, None) if with_body else None
         if with_body:
             self.server.sent[name] = self.server.sent.get(name, 0) + len(body[:limit])
-        self._answer(206 if begin else 200, body, headers, with_body, limit)
+        self._answer(206 if is_part else 200, body, headers, with_body, limit)
 
     def _answer(
         self,

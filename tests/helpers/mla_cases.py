@@ -16,7 +16,7 @@ from gpu_service.attention.mla.base import (
     up_project,
 )
 from gpu_service.cache.kv_cache import MlaCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from tests.helpers.attention_cases import Shape, make_inputs
 
 LAYER = 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_service.engine.step import ForwardContext
+from gpu_service.layers.context import ForwardContext
 from tests.helpers.paged_runner import Decoding, PagedRunner
 from tests.helpers.tiny_models import TINY_MODELS, TinyModel, randomize, write_tiny_model
 

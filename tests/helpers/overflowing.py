@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from gpu_service.core.request import FinishReason, Request, SamplingParams
 from gpu_service.engine.results import overflow_error
-from gpu_service.request import FinishReason, Request, SamplingParams
 from tests.helpers.tiny_models import make_tiny_model
 
 MODEL, NUM_EXPERTS = "glm4_moe", 10

@@ -12,7 +12,8 @@ import torch
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import make_cache
 from gpu_service.cache.state_cache import make_states
-from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.context import ForwardContext
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-import gpu_service.build
+import gpu_service.assembly.build
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.step_runner import StepRunner
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.scheduler.limits import SchedulerLimits
 from moebius.config import MoebiusConfig
 from tests.helpers import host_graphs
 from tests.helpers.capturable_mla import make_capturable_attention
@@ -84,6 +84,6 @@ def _make_step_runner(
 
 def use_recordings() -> None:
     """From now on this process builds its engine so."""
-    build: Any = gpu_service.build
+    build: Any = gpu_service.assembly.build
     build.make_step_runner = _make_step_runner
     build.attention_that_runs = lambda gpu, *arguments: make_capturable_attention(*arguments)

@@ -14,13 +14,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from gpu_service.build import Built, WarmUpGate, build_engine
-from gpu_service.engine.interface import OutputDelta
-from gpu_service.expert_recorder import START, STOP
+from gpu_service.assembly.build import Built, WarmUpGate, build_engine
+from gpu_service.core.images import VisionPrompt
+from gpu_service.core.interface import OutputDelta
+from gpu_service.core.request import Request, SamplingParams
+from gpu_service.experts.recorder import START, STOP
 from gpu_service.main import run_follower
-from gpu_service.request import Request, SamplingParams
-from gpu_service.telemetry import EngineMetrics, EngineTelemetry
-from gpu_service.vision.prompt import VisionPrompt
+from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from moebius.config import (
     ExpertConfig,
     GpuConfig,

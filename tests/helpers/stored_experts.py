@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.experts.client import ExpertClient, ExpertClientStats, Ticket, add_to
 from gpu_service.experts.costs import LayerCosts
 from gpu_service.experts.resident.experts import ResidentExperts, ResidentKernels, TorchResidentKernels
@@ -16,7 +17,6 @@ from gpu_service.experts.streaming.plan import SHARES, CopyRun, Piece, StoredExp
 from gpu_service.experts.streaming.ring import BufferRing, HostTransfers, TransferDevice
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.streamer import ExpertStreamer
-from gpu_service.parallel.context import SOLO, ParallelContext
 from moebius import _kernels
 from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine

@@ -13,18 +13,21 @@ from functools import partial
 
 import torch
 
+from gpu_service.core.interface import EngineObserver, Inbox, Message, OutputDelta
+from gpu_service.core.request import Request
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import StepPlan
+from gpu_service.core.token_pool import TokenPool
 from gpu_service.device.stream import DeviceEvent
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.interface import EngineObserver, Inbox, Message, OutputDelta
-from gpu_service.engine.model_runner import ModelRunner, TokenPool
+from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.prefill_lane import LaneRunner, Pace, PrefillLane
-from gpu_service.engine.results import StepOutputs, StepResult, to_result
+from gpu_service.engine.results import StepOutputs, to_result
 from gpu_service.engine.sampler import Sampler
-from gpu_service.engine.step import ForwardContext, StepPlan
 from gpu_service.engine.step_runner import Pending, StepRunner, StepsInFlight
+from gpu_service.layers.context import ForwardContext
 from gpu_service.parallel.inbox import FollowerInbox, LeaderInbox
-from gpu_service.request import Request
 from protos import ranks_pb2
 from tests.helpers.device_experts import DoomedExperts
 from tests.helpers.engine_harness import Knobs, build_scheduler

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry
 
-from gpu_service.build import Built, build_engine
-from gpu_service.engine.interface import OutputDelta
-from gpu_service.request import Request
-from gpu_service.telemetry import EngineMetrics, EngineTelemetry
-from gpu_service.validation import Bounds, make_requests
+from gpu_service.assembly.build import Built, build_engine
+from gpu_service.core.interface import OutputDelta
+from gpu_service.core.request import Request
+from gpu_service.server.validation import Bounds, make_requests
+from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from moebius.config import (
     ExpertConfig,
     GpuConfig,

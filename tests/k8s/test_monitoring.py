@@ -20,7 +20,7 @@ from expert_service.host import ExpertHost
 from expert_service.metrics import make_registry
 from gateway.telemetry.metrics import GatewayMetrics
 from gpu_service.memory.ledger import MemoryLedger, export
-from gpu_service.telemetry import EngineMetrics
+from gpu_service.telemetry.metrics import EngineMetrics
 from moebius.kernels import EngineStats
 from tests.helpers.chart import CHART, ROOT, render
 

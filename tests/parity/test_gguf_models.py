@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.loader import sources
 from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
-from gpu_service.parallel.context import ParallelContext
 from moebius.models.config import DTypeName, ModelOverrides
 from moebius.models.read import read_geometry, read_model_config
 from moebius.models.registry import GGUF_ARCHITECTURES

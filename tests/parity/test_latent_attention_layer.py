@@ -12,11 +12,11 @@ from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.attention.registry import make_attention, mla_dimensions
 from gpu_service.cache.kv_cache import MlaCache, make_cache, page_bytes
-from gpu_service.engine.step import ForwardContext
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
-from gpu_service.parallel.context import SOLO, ParallelContext
 from moebius.models.read import read_model_config
 from tests.helpers.attention_cases import make_inputs
 from tests.helpers.paged_runner import load_runner

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpu_service.request import Request, SamplingParams
+from gpu_service.core.request import Request, SamplingParams
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from tests.helpers.built_engine import running_engine
 from tests.helpers.tiny_dsa_models import DSA_MODELS

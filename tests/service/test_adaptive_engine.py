@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.experts import costs as costs_module
 from gpu_service.experts.adaptive import placement as placement_module
 from gpu_service.experts.adaptive.metrics import export
 from gpu_service.experts.adaptive.record import RoutingRecord
 from gpu_service.experts.costs import Estimate, ExpertCosts
 from gpu_service.experts.streaming.ring import HostTransfers
-from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.model_identity import checkpoint_fingerprint
 from moebius.models.checkpoint import open_index

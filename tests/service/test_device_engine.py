@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.doorbell.client import DoorbellExpertClient
 from gpu_service.models.common import CausalLM
-from gpu_service.request import Request, SamplingParams
 from moebius.mailbox import Mailbox
 from moebius.mailbox_plan import mailbox_geometry
 from tests.helpers.capturable_attention import CapturableAttention

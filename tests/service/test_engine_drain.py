@@ -14,10 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.replicas.engine_client import EngineClient
+from gpu_service.core.request import FinishReason
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.main import drain
-from gpu_service.readiness import SERVICE_NAME, Readiness
-from gpu_service.request import FinishReason
+from gpu_service.server.readiness import SERVICE_NAME, Readiness
 from protos import engine_pb2 as pb
 from tests.helpers.engine_harness import LOOPS, make_request, prompt_of, running_engine
 from tests.service.test_engine_grpc import Served, message, served, until

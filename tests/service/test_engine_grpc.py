@@ -17,11 +17,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from gpu_service.main import MIN_PING_INTERVAL_MS, make_server
-from gpu_service.readiness import SERVICE_NAME, HealthReport
-from gpu_service.responses import OutputRouter
-from gpu_service.server import EngineServicer, Service
-from gpu_service.telemetry import EngineMetrics, EngineTelemetry
-from gpu_service.validation import Bounds
+from gpu_service.server.readiness import SERVICE_NAME, HealthReport
+from gpu_service.server.responses import OutputRouter
+from gpu_service.server.servicer import EngineServicer, Service
+from gpu_service.server.validation import Bounds
+from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from moebius.grpc_channels import open_aio_channel
 from moebius.request_limits import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from protos import engine_pb2 as pb

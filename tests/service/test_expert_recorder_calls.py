@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gpu_service.build import build_engine
+from gpu_service.assembly.build import build_engine
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.main import make_server
-from gpu_service.responses import OutputRouter
-from gpu_service.server import EngineServicer, Service
-from gpu_service.telemetry import EngineMetrics, EngineTelemetry
-from gpu_service.validation import Bounds
+from gpu_service.server.responses import OutputRouter
+from gpu_service.server.servicer import EngineServicer, Service
+from gpu_service.server.validation import Bounds
+from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from moebius.app import cli
 from moebius.grpc_channels import open_aio_channel
 from moebius.placement import ExpertStatistics

@@ -118,6 +118,39 @@ def test_the_plan_needs_no_weights(files: dict[str, bytes], tmp_path: Path) -> N
         assert not [name for name in server.sent if name.endswith(".safetensors")]
 
 
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """One model as two GGUF files of different size, with data that is much longer than a header."""
+    directory, found = tmp_path_factory.mktemp("quantised"), {}
+    for kind, layers in (("Q4_0", 30), ("Q5_0", 60)):
+        options = RandomModelOptions("small", "q4_0", layers)
+        written = write_random_model(directory / kind, options, lambda done, total: None)
+        [file] = written.path.parent.glob("*.gguf") if written.path.is_file() else written.path.glob("*.gguf")
+        found[f"small-{kind}.gguf"] = file.read_bytes()
+    return found
+
+
+def test_quantisations_are_compared_by_their_headers(quantised: dict[str, bytes], tmp_path: Path) -> None:
+    """Every GGUF file of a repository is a row, from its first bytes, as if the file were here."""
+    target, file = tmp_path / "plans.json", tmp_path / "small-Q5_0.gguf"
+    hardware = ("--gpus", "none", "--ram", "64", "--cores", "16")
+    with hub_server({NAME: quantised}) as server:
+        status, out, err = moebius(server.url, tmp_path, "plan", NAME, *hardware, "--json", str(target))
+        assert status == 0, err
+        assert server.sent.keys() == quantised.keys()
+        assert all(sent < len(quantised[name]) / 2 for name, sent in server.sent.items())
+        one = moebius(server.url, tmp_path, "plan", f"{NAME}:Q4_0", *hardware)
+        assert (one[0], "KV cache: " in one[1]) == (0, True), one
+    rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
+    assert rows.keys() == {"Q4_0", "Q5_0"}
+    assert f"moebius serve {NAME}:Q5_0" in out, "the largest that is fast enough"
+    file.write_bytes(quantised[file.name])
+    alone = tmp_path / "alone.json"
+    assert moebius(server.url, tmp_path, "plan", str(file), *hardware, "--json", str(alone))[0] == 0
+    assert json.loads(alone.read_text())["components"] == rows["Q5_0"]["plan"]["components"]
+    assert rows["Q5_0"]["file_bytes"] == len(quantised[file.name])
+
+
 @pytest.mark.parametrize("what", ["unknown", "private", "gated", "revision"])
 def test_refusals_are_one_line(what: str, files: dict[str, bytes], tmp_path: Path) -> None:
     """No such model, one that needs a token, conditions, or another revision: what to do is said."""

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_service.assembly import experts as expert_assembly
-from gpu_service.build import build_engine
+from gpu_service.assembly.build import build_engine
+from gpu_service.core.interface import NullObserver
 from gpu_service.device.stream import HostDeviceStream
-from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestFailed, run_self_test
 from moebius.config import MoebiusConfig

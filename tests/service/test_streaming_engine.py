@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import pytest
 
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.streaming.plan import SHARES
 from gpu_service.experts.streaming.streamed_step import StreamedStep
-from gpu_service.request import Request, SamplingParams
 from gpu_service.speculation.mtp import MtpDrafter
 from moebius.config import MoebiusConfig, PlacementConfig
 from tests.helpers.built_engine import RunningEngine, running_engine
@@ -122,7 +122,7 @@ def test_long_prompts_stream_in_a_lane_of_their_own(
     with servers as cluster:
         with running_engine(settings(cluster, prefill_experts="cpu")) as engine:
             wanted = engine.run(requests())
-        monkeypatch.setattr("gpu_service.build.make_lane_stream", lambda *_: HostDeviceStream())
+        monkeypatch.setattr("gpu_service.assembly.build.make_lane_stream", lambda *_: HostDeviceStream())
         lane = {"prefill_chunk_max": 48, "prefill_lane_min_tokens": 20, "overlap_scheduling": False}
         # Steps of the main lane stream nothing.
         config = settings(cluster, prefill_experts="stream", stream_min_rows=1000, **lane)
@@ -178,7 +178,7 @@ def test_layers_of_prediction_are_streamed_with_the_others(
     )
     changes: dict[str, Any] = {"prefill_experts": "stream"}
     if in_lane:
-        monkeypatch.setattr("gpu_service.build.make_lane_stream", lambda *_: HostDeviceStream())
+        monkeypatch.setattr("gpu_service.assembly.build.make_lane_stream", lambda *_: HostDeviceStream())
         changes |= {"prefill_chunk_max": 48, "prefill_lane_min_tokens": 20, "overlap_scheduling": False}
         changes |= {"stream_min_rows": 1000}
     with servers as cluster:

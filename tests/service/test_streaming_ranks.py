@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-import gpu_service.build
+import gpu_service.assembly.build
+from gpu_service.core.request import Request
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.prefill_lane import PrefillLane
 from gpu_service.experts.streaming import routing
@@ -27,7 +28,6 @@ from gpu_service.experts.streaming.ring import BufferRing
 from gpu_service.experts.streaming.share import ShareChooser
 from gpu_service.experts.streaming.streamed_step import StreamedStep
 from gpu_service.experts.streaming.streamer import ExpertStreamer
-from gpu_service.request import Request
 from moebius.config import MoebiusConfig
 from tests.helpers.expert_cluster import Cluster, running_cluster
 from tests.helpers.ports import free_port
@@ -70,7 +70,7 @@ def settings(cluster: Cluster, tp: int, **gpu: Any) -> MoebiusConfig:
 
 def lane_on_the_host() -> None:
     """Of this process: the lane's stream is one of the host's."""
-    build: Any = gpu_service.build
+    build: Any = gpu_service.assembly.build
     build.make_lane_stream = lambda *_: HostDeviceStream()
 
 

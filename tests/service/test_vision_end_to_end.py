@@ -16,12 +16,12 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from gpu_service.build import build_engine, model_info
+from gpu_service.assembly.build import build_engine, model_info
 from gpu_service.main import make_server
-from gpu_service.responses import OutputRouter
-from gpu_service.server import EngineServicer, Service
-from gpu_service.telemetry import EngineMetrics, EngineTelemetry
-from gpu_service.validation import Bounds
+from gpu_service.server.responses import OutputRouter
+from gpu_service.server.servicer import EngineServicer, Service
+from gpu_service.server.validation import Bounds
+from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import write_tokenizer

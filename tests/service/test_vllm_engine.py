@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from gpu_service.vllm_engine import SERVICE_NAME, convert_constraint
+from gpu_service.server.vllm_engine import SERVICE_NAME, convert_constraint
 from moebius import __version__
 from moebius.model_identity import identity_text, model_parts
 from protos import engine_pb2, smg_common_pb2, vllm_engine_pb2_grpc

@@ -20,8 +20,8 @@ from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
 
 if TYPE_CHECKING:
-    from gpu_service.build import Built
-    from gpu_service.request import Request
+    from gpu_service.assembly.build import Built
+    from gpu_service.core.request import Request
 
 GEOMETRY = MoeGeometry("qwen3_moe", 8, 3, (1, 2), 10, 2, 4, "silu", "bfloat16")
 
@@ -45,7 +45,7 @@ def test_percentages_that_are_refused(percents: str) -> None:
 
 def test_a_stream_that_the_context_cannot_hold_is_an_error_of_the_user() -> None:
     """What the engine refuses ends the benchmark with one line that has the engine's reason in it."""
-    from gpu_service.scheduler.limits import SchedulerLimits, refuse_impossible
+    from gpu_service.core.limits import SchedulerLimits, refuse_impossible
 
     class Engine:
         def submit(self, requests: list[Request]) -> None:

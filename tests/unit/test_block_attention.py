@@ -13,11 +13,11 @@ from gpu_service.attention import base
 from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import KVCache, page_bytes
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import shard_config
 from gpu_service.memory.plan import StepSize, activation_bytes
 from gpu_service.ops.block_attention import best_blocks, block_scores
 from gpu_service.ops.triton import block_attention as triton_block_attention
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import shard_config
 from moebius.models.attention_config import BlockIndexerConfig
 from tests.helpers.attention_cases import Case, Geometry, Shape, make_case
 

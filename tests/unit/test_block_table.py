@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
+from gpu_service.core.results import RowResult
 from gpu_service.engine.input_builder import BlockTable
-from gpu_service.scheduler.scheduler import RowResult, Scheduler
+from gpu_service.scheduler.scheduler import Scheduler
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 
 PAGE_SIZE = 4

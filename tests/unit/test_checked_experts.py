@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_service.core.parallel import SOLO
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.servers import CheckedExperts, Newcomers
-from gpu_service.parallel.context import SOLO
 from gpu_service.parallel.experts import RankExperts
 from gpu_service.verify.self_test import ExpertsUnderTest, check_again, run_self_test
 from moebius.config import MoebiusConfig

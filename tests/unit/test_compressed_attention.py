@@ -25,7 +25,7 @@ from gpu_service.attention.registry import make_attention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import CompressedCache, entries_per_page, make_cache, page_bytes
 from gpu_service.cache.state_cache import make_states, state_bytes
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.compressed import StepTables
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.ops.rope import RopeTable, apply_rope, rope_table

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gpu_service.engine.step import ForwardContext
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.deferral import DeferralRule, late_choices
 from gpu_service.layers.moe import MoE
 from moebius.models.config import MoeConfig, RouterConfig

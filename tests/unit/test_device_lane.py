@@ -7,14 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from gpu_service.core.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
+from gpu_service.core.token_pool import TokenPool
 from gpu_service.device.stream import DeviceEvent, HostDeviceStream
 from gpu_service.engine.device_runner import DeviceLane
-from gpu_service.engine.model_runner import LaneModelRunner, TokenPool
+from gpu_service.engine.model_runner import LaneModelRunner
 from gpu_service.engine.sampler import Sampler
-from gpu_service.engine.step import Dummy, ForwardContext, StepPlan, captured_fields, graph_plan, graph_rows
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.layers.context import ForwardContext
 from gpu_service.parallel.steps import GuardedRunner
 from tests.helpers.fake_model import VOCAB, FakeModel, NullAttention, fake_cache, fake_config
 from tests.helpers.resident_layers import Shape

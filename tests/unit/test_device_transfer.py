@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.step import tensors_of, with_tensors
 from gpu_service.device.stream import (
     DeviceEvent,
     Download,
@@ -15,9 +18,6 @@ from gpu_service.device.stream import (
     packed_views,
 )
 from gpu_service.engine.sampling_plan import build_sampling_plan
-from gpu_service.engine.step import tensors_of, with_tensors
-from gpu_service.request import Request, SamplingParams
-from gpu_service.scheduler.limits import SchedulerLimits
 from tests.helpers.host_graphs import RecordedOperations
 
 

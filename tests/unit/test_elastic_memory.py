@@ -18,15 +18,16 @@ import torch
 from gpu_service.cache.elastic_pages import ElasticPages
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.request import Request
+from gpu_service.core.results import RowResult
+from gpu_service.core.step import Batch
 from gpu_service.device.host_virtual_memory import HostVirtualMemory
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.device.virtual_memory import PhysicalPool
-from gpu_service.engine.step import Batch
 from gpu_service.memory import elastic
 from gpu_service.memory.elastic import ElasticMemory, first_groups, stale_after
-from gpu_service.request import Request
-from gpu_service.scheduler.limits import SchedulerLimits
-from gpu_service.scheduler.scheduler import RowResult, Scheduler
+from gpu_service.scheduler.scheduler import Scheduler
 from tests.helpers.engine_harness import make_request
 
 CHUNK, PAGE, ROW = 4096, 4, 1500

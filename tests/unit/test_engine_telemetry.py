@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-import gpu_service.telemetry as telemetry_module
-from gpu_service.telemetry import EngineMetrics, EngineTelemetry
+import gpu_service.telemetry.metrics as telemetry_module
+from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from tests.helpers.engine_harness import make_request, prompt_of, running_engine
 from tests.helpers.fake_model import VOCAB
 

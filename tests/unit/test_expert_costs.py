@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpu_service.engine.interface import NullObserver
-from gpu_service.engine.results import StepResult
-from gpu_service.engine.step import Batch
+from gpu_service.core.interface import NullObserver
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import Batch
 from gpu_service.engine.step_check import StepCheck, StepFacts
 from gpu_service.experts.costs import CostCurve, Estimate, ExpertCosts, LayerCosts
 from gpu_service.experts.streaming.plan import SHARES

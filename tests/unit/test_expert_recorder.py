@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_service.device.stream import HostDeviceStream
-from gpu_service.expert_recorder import ExpertRecorder
+from gpu_service.experts.recorder import ExpertRecorder
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import ExpertStatistics

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_service.request import Request
-from gpu_service.scheduler.scheduler import RowResult, Scheduler
+from gpu_service.core.request import Request
+from gpu_service.core.results import RowResult
+from gpu_service.scheduler.scheduler import Scheduler
 from moebius.fair_shares import FairShares, has_place, in_turns
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request
 

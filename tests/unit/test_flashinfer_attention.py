@@ -26,7 +26,7 @@ from gpu_service.attention.flashinfer_plan import (
 from gpu_service.attention.mla import flashinfer_backend as latent_backend
 from gpu_service.attention.mla.flashinfer_backend import FlashInferMlaAttention
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from tests.helpers import fake_attention_library
 from tests.helpers.attention_cases import (
     LAYER,

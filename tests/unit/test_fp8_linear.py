@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.layers.linear import Linear
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.ops.linear import dequantise, fp8_linear
 from gpu_service.ops.triton.linear import fp8_linear as triton_fp8_linear
-from gpu_service.parallel.context import ParallelContext
 from moebius.models.read import read_model_config
 from tests.helpers.model_formats import MODEL_FORMATS, ModelFormat
 from tests.helpers.paged_runner import PagedRunner

@@ -7,10 +7,10 @@ from typing import cast
 import pytest
 import torch
 
+from gpu_service.core.parallel import Collectives
+from gpu_service.core.partition import ShardRange, even_shard
 from gpu_service.layers.norm import FullWidthNorm, norm_full_width
 from gpu_service.ops.norm import rms_norm
-from gpu_service.parallel.context import Collectives
-from gpu_service.parallel.partition import ShardRange, even_shard
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, EPS = 8, 2, 6, 5, 1e-3
 

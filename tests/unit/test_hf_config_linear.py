@@ -12,10 +12,10 @@ import torch
 
 from gpu_service.cache.kv_cache import bytes_per_page, page_bytes
 from gpu_service.cache.state_cache import state_bytes
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.partition import check_divisible, shard_config
 from gpu_service.layers.linear import gated_query_order, linear_attention_order
 from gpu_service.models.compose import build_model
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import check_divisible, shard_config
 from moebius.errors import ConfigError
 from moebius.models.config import LinearAttentionConfig, ModelConfig, ModelConfigError
 from moebius.models.read import read_geometry, read_model_config

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from gpu_service.cache.kv_cache import make_cache, page_bytes
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import check_divisible, shard_config
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.memory.plan import StepSize, activation_bytes
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import check_divisible, shard_config
 from moebius.errors import ConfigError
 from moebius.models.attention_config import IndexerConfig
 from moebius.models.config import ModelConfig, ModelConfigError

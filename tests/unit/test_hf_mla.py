@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from gpu_service.cache.kv_cache import MlaCache, make_cache, page_bytes
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.partition import check_divisible, shard_config
 from gpu_service.ops.rope import learned_query_scales
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import check_divisible, shard_config
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.read import read_geometry, read_model_config

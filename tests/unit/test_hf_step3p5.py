@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import check_divisible, shard_config
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.partition import check_divisible, shard_config
 from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gpu_service.validation import Bounds, InvalidField, make_requests
+from gpu_service.server.validation import Bounds, InvalidField, make_requests
 from gpu_service.vision.processor import LOW_DETAIL_PIXELS, ImagePreparer
 from moebius.models.config import ModelConfig
 from moebius.models.read import read_model_config

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from gateway.replicas.engine_client import _PIECE_BYTES, _write_with_images
-from gpu_service import image_pieces
-from gpu_service.image_pieces import GatheredRequest, PiecesRefused
+from gpu_service.server import image_pieces
+from gpu_service.server.image_pieces import GatheredRequest, PiecesRefused
 from protos import engine_pb2 as pb
 
 

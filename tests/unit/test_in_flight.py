@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 from structlog.testing import capture_logs
 
+from gpu_service.core.limits import EngineStopped
+from gpu_service.core.request import FinishReason, Request
 from gpu_service.engine.step_runner import DeviceLost
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
-from gpu_service.request import FinishReason, Request
-from gpu_service.scheduler.limits import EngineStopped
 from tests.helpers.device_experts import DoomedExperts, DoomedModel, Failure
 from tests.helpers.engine_harness import make_request, prompt_of, running_engine
 

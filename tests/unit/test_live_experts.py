@@ -15,16 +15,16 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-import gpu_service.live as live_module
+import gpu_service.server.live as live_module
 from expert_service.host import calibrated_rate
-from gpu_service.engine.interface import NullObserver
+from gpu_service.core.interface import NullObserver
 from gpu_service.engine.step_check import StepCheck, StepFacts
 from gpu_service.experts.adaptive.placement import LayerFigures
 from gpu_service.experts.client import ExpertClientStats
 from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.fetching.fetcher import FetchFigures
-from gpu_service.live import LiveExperts
-from gpu_service.telemetry import EngineMetrics, EngineTelemetry
+from gpu_service.server.live import LiveExperts
+from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from moebius.kernels import PlanRow
 from moebius.models.geometry import MoeGeometry
 from moebius.weight_formats import expert_layout

@@ -10,7 +10,7 @@ import torch
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import make_cache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.plan import StepSize
 from gpu_service.memory.profile import profile_activations

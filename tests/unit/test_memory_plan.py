@@ -14,6 +14,7 @@ from gpu_service.assembly.rank_plan import RankPlan, Trial, has_room_to_stream, 
 from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.cache.request_states import num_state_slots
 from gpu_service.cache.state_cache import StateCache, state_bytes
+from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACKED_BYTES
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import (
@@ -37,7 +38,6 @@ from gpu_service.memory.plan import (
 )
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
-from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.group import SoloGroup
 from moebius.app.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import ExpertCall
 from gpu_service.experts.resident.experts import Share
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.moe import MoE, MoEWithOwnNorms
 from gpu_service.models.compose import build_model
 from moebius.models.config import ModelConfigError, MoeConfig, RouterConfig

@@ -33,6 +33,28 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "workers",
         "main",
     ),
+    "gpu_service": (
+        "core",
+        "telemetry",
+        "device",
+        "ops",
+        "cache",
+        "attention",
+        "experts",
+        "layers",
+        "models",
+        "loader",
+        "vision",
+        "speculation",
+        "scheduler",
+        "memory",
+        "engine",
+        "parallel",
+        "verify",
+        "assembly",
+        "server",
+        "main",
+    ),
 }
 Imports = Mapping[str, set[str]]  # of each module, by full names
 

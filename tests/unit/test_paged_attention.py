@@ -11,7 +11,7 @@ import torch
 
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import KVCache, bytes_per_page
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
 from tests.tolerances import ATTENTION_BFLOAT16, LOGITS_FLOAT32_SELF
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from gpu_service.engine.results import StepResult
-from gpu_service.engine.step import StepPlan
+from gpu_service.core.parallel import SOLO
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import StepPlan
 from gpu_service.engine.step_runner import Pending, StepRunner, StepsInFlight
 from gpu_service.experts.client import ExpertComputeFailed
 from gpu_service.experts.resident.watch import ResidentDamaged
-from gpu_service.parallel.context import SOLO
 from gpu_service.parallel.experts import RankExperts
 from gpu_service.parallel.steps import GuardedRunner
 

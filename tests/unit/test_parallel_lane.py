@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from gpu_service.core.parallel import SoloCollectives
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.parallel.collectives import LaneCollectives
-from gpu_service.parallel.context import SoloCollectives
 
 
 class Noted(SoloCollectives):

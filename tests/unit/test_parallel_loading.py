@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.partition import shard_config
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
-from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import shard_config
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
 from moebius.errors import ConfigError

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_service.engine.interface import Abort, Add, Call, Flush, Message, Stop
+from gpu_service.core.images import ImageLayout, PreparedImage, place_images
+from gpu_service.core.interface import Abort, Add, Call, Flush, Message, Stop
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.parallel.inbox import decode_messages, encode_messages
-from gpu_service.request import Request, SamplingParams
-from gpu_service.vision.prompt import ImageLayout, PreparedImage, place_images
 from protos import ranks_pb2
 from protos.engine_pb2 import Constraint
 from tests.helpers.constraints import compiler, constrained

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gpu_service.assembly.forecast import Forecast
+from gpu_service.core.parallel import SOLO
 from gpu_service.loader.names import wanted_name
-from gpu_service.parallel.context import SOLO
 from moebius.app.planning.memory import stored_experts
 from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.checkpoint.index import CheckpointIndex

@@ -21,9 +21,9 @@ import grpc
 import numpy as np
 import pytest
 
-import gpu_service.profiler as profiler_module
+import gpu_service.server.profiler as profiler_module
 from expert_service.servicer import ExpertServicer
-from gpu_service.profiler import (
+from gpu_service.server.profiler import (
     MOST_OPERATIONS,
     EngineProfiler,
     ProfileRunning,

@@ -16,6 +16,8 @@ import structlog
 from rich.console import Console
 from structlog.testing import capture_logs
 
+from moebius import progress
+from moebius.app.cli_options import log_warnings_only
 from moebius.app.commands.running import BarView, LineView, start_display
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.config import TelemetryConfig
@@ -38,6 +40,7 @@ def restored_logging() -> Iterator[None]:
     handlers, level = root.handlers[:], root.level
     yield
     root.handlers, root.level = handlers, level
+    logging.getLogger(progress.__name__).setLevel(logging.NOTSET)
     structlog.reset_defaults()
 
 
@@ -238,3 +241,16 @@ def test_what_was_imported_is_not_looked_at_again() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.enable()
+
+
+def test_a_benchmark_shows_phases_and_no_other_information(
+    restored_logging: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A start that compiles for minutes says so, where the command's own output is all else that is shown."""
+    log_warnings_only("bench")
+    structlog.get_logger("gpu_service.main").info("ready")
+    with phase("running the first steps", first_s=0.01):
+        time.sleep(0.05)
+    shown = capsys.readouterr().err
+    assert "in progress: running the first steps" in shown
+    assert "ready" not in shown

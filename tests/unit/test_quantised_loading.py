@@ -9,10 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.loader import sources
 from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
-from gpu_service.parallel.context import ParallelContext
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.kernels_source import SourceMatrix

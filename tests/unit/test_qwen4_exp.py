@@ -17,6 +17,8 @@ import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.cache.kv_cache import make_cache, page_bytes
 from gpu_service.cache.state_cache import make_states, state_bytes
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import ShardRange, shard_config
 from gpu_service.layers.gated_streams import NGramRows
 from gpu_service.loader.names import Target
 from gpu_service.loader.sources import target_rows
@@ -30,8 +32,6 @@ from gpu_service.ops.ngrams import ngram_rows, ngram_table, table_rows
 from gpu_service.ops.triton.kv import mean_index_keys as triton_mean_index_keys
 from gpu_service.ops.triton.ngrams import ngram_rows as triton_ngram_rows
 from gpu_service.ops.triton.ngrams import table_rows as triton_table_rows
-from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import ShardRange, shard_config
 from moebius.app.planning.capacity import Wish
 from moebius.app.planning.memory import RAM
 from moebius.app.planning.planner import plan_capacity

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from gpu_service.core.results import StepResult
 from gpu_service.engine import host_runner
 from gpu_service.engine.host_runner import HostRunner, InlineStream
 from gpu_service.engine.recovery import Recovery
-from gpu_service.engine.results import StepResult
 from gpu_service.engine.step_runner import StepsInFlight
 from gpu_service.experts.client import ExpertUnavailable
 from tests.helpers.engine_harness import FlakyExperts

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_service.core.limits import SchedulerLimits, mark_finish
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.engine.results import Sampled, _to_records
 from gpu_service.engine.sampler import Sampler, token_logprobs
 from gpu_service.engine.sampling_plan import build_sampling_plan, derive_seed, uniform
-from gpu_service.request import Request, SamplingParams
-from gpu_service.scheduler.limits import SchedulerLimits, mark_finish
 
 VOCAB = 40
 LIMITS = SchedulerLimits(8, 64, 128, 0, frozenset({7}))

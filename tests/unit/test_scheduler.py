@@ -12,11 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.cache.request_states import SLOTS_PER_REQUEST, RequestStates, StatePool
-from gpu_service.engine.step import Batch
-from gpu_service.request import FinishReason, Request
+from gpu_service.core.limits import RequestRefused
+from gpu_service.core.request import FinishReason, Request
+from gpu_service.core.results import RowResult
+from gpu_service.core.step import Batch
 from gpu_service.scheduler.admission import chunk_size
-from gpu_service.scheduler.limits import RequestRefused
-from gpu_service.scheduler.scheduler import RowResult, Scheduler
+from gpu_service.scheduler.scheduler import Scheduler
 from tests.helpers.drafters import FixedDrafter
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_service.engine.step import Batch
-from gpu_service.request import Request
-from gpu_service.scheduler.limits import SchedulerLimits
-from gpu_service.scheduler.scheduler import RowResult, Scheduler
+from gpu_service.core.images import PreparedImage, PromptImage, locate
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.request import Request
+from gpu_service.core.results import RowResult
+from gpu_service.core.step import Batch
+from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.scheduler.turns import PromptTurns
-from gpu_service.vision.prompt import PreparedImage, PromptImage, locate
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 
 PAGE, SEQS = 4, 8

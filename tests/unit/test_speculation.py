@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_service.constraint import OutputConstraint
-from gpu_service.engine.step import Batch
+from gpu_service.core.constraint import OutputConstraint
+from gpu_service.core.step import Batch
 from gpu_service.speculation.ngram import NGramDrafter, NGramIndex
 from gpu_service.speculation.pace import DraftPace
 from gpu_service.speculation.policy import Speculation, StepCosts, bucket

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.step import (
+from gpu_service.core.step import (
     Dummy,
     Feature,
     StepPlan,
@@ -23,6 +22,7 @@ from gpu_service.engine.step import (
     tensors_of,
     with_tensors,
 )
+from gpu_service.engine.input_builder import InputBuilder
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 
 DUMMIES = {Dummy.SLOT: 8, Dummy.STATE: 3}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from gpu_service.engine.interface import NullObserver
-from gpu_service.engine.results import StepResult
-from gpu_service.engine.step import Batch
+from gpu_service.core.interface import NullObserver
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import Batch
 from gpu_service.engine.step_check import TOO_SLOW, StepCheck, StepFacts, export
 from gpu_service.experts.costs import ExpertCosts
 from tests.unit.test_expert_costs import COSTS, LAYER_BYTES, Clock

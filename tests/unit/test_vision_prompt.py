@@ -6,11 +6,19 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_service.core.images import (
+    ImageError,
+    ImageFeatures,
+    ImageLayout,
+    ImagePlan,
+    ImageSlice,
+    PreparedImage,
+    place_images,
+)
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.models.vision.tower import VisionTower
-from gpu_service.request import Request, SamplingParams
-from gpu_service.vision.features import ImageEncoder, ImageFeatures, ImagePlan, ImageSlice
+from gpu_service.vision.features import ImageEncoder
 from gpu_service.vision.processor import content_key
-from gpu_service.vision.prompt import ImageError, ImageLayout, PreparedImage, place_images
 
 PLACEHOLDER = ImageLayout(99, 99)
 

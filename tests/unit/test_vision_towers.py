@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from gpu_service.assembly.vision import encoding_bytes, load_vision, vision_memory
 from gpu_service.cache.kv_cache import bytes_per_page
+from gpu_service.core.images import ImageError, ImageLayout
 from gpu_service.loader.load import load_tower
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import IMAGES, VISION, parameter_bytes, plan_memory, size_kv_pool
 from gpu_service.models.compose import build_model
 from gpu_service.models.vision.registry import build_tower
 from gpu_service.vision.processor import PROCESSORS, ImagePreparer, KimiImageProcessor, read_layout
-from gpu_service.vision.prompt import ImageError, ImageLayout
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config_loader import load_config
 from moebius.errors import UserError

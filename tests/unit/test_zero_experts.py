@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.layers.decoder import ShortcutLayer
 from gpu_service.layers.moe import MoE
 from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
 from gpu_service.ops.router import zero_experts
 from gpu_service.ops.triton.router import zero_experts as triton_zero_experts
-from gpu_service.parallel.context import ParallelContext
 from moebius.models.read import read_model_config
 from tests.helpers.paged_runner import PagedRunner
 from tests.helpers.tiny_models import make_tiny_model

@@ -18,7 +18,7 @@ import torch
 
 from gpu_service.attention.base import PlannedAttention
 from gpu_service.cache.kv_cache import CompressedCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.rope import RopeTable
 
 

@@ -15,7 +15,7 @@ from gpu_service.attention.compressed.base import (
 )
 from gpu_service.attention.mla.torch_reference import index_scores, select_tokens
 from gpu_service.cache.kv_cache import CompressedCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope
 

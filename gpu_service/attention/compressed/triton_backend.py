@@ -19,7 +19,7 @@ from gpu_service.attention.compressed.triton_kernels import (
 from gpu_service.attention.mla.triton_kernels import MAX_SCORES, choose_pools, mla_tile
 from gpu_service.attention.triton_tiles import streaming_multiprocessors
 from gpu_service.cache.kv_cache import CompressedCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 
 
 class TritonCompressedAttention(CompressedAttentionBackend):

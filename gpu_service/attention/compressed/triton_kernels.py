@@ -16,7 +16,7 @@ from gpu_service.attention.compressed.base import Compression
 from gpu_service.attention.mla.triton_kernels import position_of
 from gpu_service.attention.triton_kernels import LOG2_E
 from gpu_service.attention.triton_tiles import MIN_ROWS, Tile, with_smaller
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.triton.jit import jit, jit_for_any, launch_fitting, next_power_of_2
 
 # Tokens of an entry that a program reads at a time.

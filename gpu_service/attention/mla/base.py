@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_service.attention.base import PlannedAttention
 from gpu_service.cache.kv_cache import MlaCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.linear import linear, widened
 
 

@@ -24,7 +24,7 @@ from gpu_service.attention.flashinfer_plan import (
 )
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
 from gpu_service.cache.kv_cache import MlaCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 
 # The one geometry of latents that FlashInfer's kernels have: that of all published families.
 LATENT_DIMS = (512, 64)

@@ -15,7 +15,7 @@ from gpu_service.attention.base import check_step
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions
 from gpu_service.attention.torch_reference import attend_with_lse_unfused
 from gpu_service.cache.kv_cache import MlaCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.linear import widened
 
 # Products of all heads, float32, that are alive at a time.

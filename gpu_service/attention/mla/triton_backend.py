@@ -10,7 +10,7 @@ from gpu_service.attention.mla.triton_kernels import MAX_SCORES, choose_tokens, 
 from gpu_service.attention.triton_kernels import MIN_SPLIT
 from gpu_service.attention.triton_tiles import Partial, PartialResults, num_splits, streaming_multiprocessors
 from gpu_service.cache.kv_cache import MlaCache
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.core.step import ForwardInputs
 
 
 class TritonMlaAttention(MlaAttentionBackend):

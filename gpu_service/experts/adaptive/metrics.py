@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
-from gpu_service.figures import Figure, export_figures
+from gpu_service.telemetry.figures import Figure, export_figures
 
 
 def export(placement: AdaptivePlacement, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
-from gpu_service.figures import Figure, export_figures
+from gpu_service.telemetry.figures import Figure, export_figures
 
 
 def export(fetcher: ExpertFetcher, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:

@@ -244,20 +244,6 @@ def _linear(rows: torch.Tensor, matrix: UnpackedMatrix) -> torch.Tensor:
     return linear(rows, matrix.weight, matrix.bias)
 
 
-def make_kernels(geometry: MoeGeometry, device: torch.device) -> ResidentKernels:
-    """Triton's on a GPU, torch's elsewhere and, with a warning, where Triton is not installed."""
-    if device.type != "cuda":
-        return TorchResidentKernels(geometry)
-    try:
-        from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
-    except ImportError as error:
-        _log.warning(
-            "no Triton: resident experts are computed by torch, slowly and eagerly", error=str(error)
-        )
-        return TorchResidentKernels(geometry)
-    return TritonResidentKernels(geometry)
-
-
 class Share(Enum):
     """How much of a layer's experts the device computes; fixed when its slots are made."""
 

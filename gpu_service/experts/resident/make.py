@@ -14,6 +14,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
+from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.device.stream import stream_of
 from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.resident.experts import (
@@ -21,12 +22,10 @@ from gpu_service.experts.resident.experts import (
     ResidentExperts,
     ResidentKernels,
     TorchResidentKernels,
-    make_kernels,
     make_slots,
 )
 from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.experts.resident.warm_start import Residents, most_chosen, most_saving
-from gpu_service.parallel.context import SOLO, ParallelContext
 from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
@@ -74,6 +73,20 @@ def make_resident_experts(
     _load(source, slots, chosen, config.experts.max_requantise_error)
     kernels, max_rows = make_kernels(geometry, device), config.gpu.num_batched_tokens
     return warmed_up(source, slots, kernels, max_rows, compute_dtype)
+
+
+def make_kernels(geometry: MoeGeometry, device: torch.device) -> ResidentKernels:
+    """Triton's on a GPU, torch's elsewhere and, with a warning, where Triton is not installed."""
+    if device.type != "cuda":
+        return TorchResidentKernels(geometry)
+    try:
+        from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
+    except ImportError as error:
+        _log.warning(
+            "no Triton: resident experts are computed by torch, slowly and eagerly", error=str(error)
+        )
+        return TorchResidentKernels(geometry)
+    return TritonResidentKernels(geometry)
 
 
 def warmed_up(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from gpu_service.experts.resident.watch import ResidentWatch
-from gpu_service.figures import Figure, export_figures
+from gpu_service.telemetry.figures import Figure, export_figures
 
 
 def export(watch: ResidentWatch, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 import structlog
 import torch
 
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.device.stream import DeviceStream
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.costs import ExpertCosts
-from gpu_service.experts.resident.experts import ResidentExperts, Share, make_kernels
+from gpu_service.experts.resident.experts import ResidentExperts, Share
+from gpu_service.experts.resident.make import make_kernels
 from gpu_service.experts.resident.panels import LayerFormat, layer_format
 from gpu_service.experts.streaming.measure import (
     MeasuredCosts,
@@ -29,7 +31,6 @@ from gpu_service.experts.streaming.share import ShareChooser
 from gpu_service.experts.streaming.source import SegmentSource, registrar
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
-from gpu_service.parallel.context import ParallelContext
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
 from moebius.expert_slices import REQUANTISED, SliceRequest, plan_slice

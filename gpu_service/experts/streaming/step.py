@@ -4,10 +4,45 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
+from gpu_service.experts.costs import LayerCosts
 from gpu_service.experts.resident.experts import Share
+
+
+class ShareChooser(Protocol):
+    """Decides how much is streamed; `share.ShareChooser` is the real one."""
+
+    def may_stream(self, rows: int, is_decode: bool) -> bool:
+        """Whether a step of so many token rows may; all ranks say the same."""
+
+    def share(self, rows: int) -> int:
+        """Of `SHARES`, 0 being none, for a step that may; ranks may differ."""
+
+    def predict(self, rows: int, share: int) -> float | None:
+        """Seconds of a step that streams such a share; None: nothing was measured."""
+
+    def step_tokens(self, most: int, wait_s: float | None) -> int:
+        """Of a step that streams all, at most `most`, where others may wait so long; None: not known."""
+
+    @property
+    def asks_servers(self) -> bool:
+        """Whether steps of the main lane leave to expert servers what is not worth a copy."""
+
+    def measured(self, layer: LayerCosts, layer_bytes: float) -> None:
+        """What a layer costs, and the bytes that all of it has to be copied."""
+
+    def observe(self, rows: int, share: int, seconds: float, copying: float, nbytes: int) -> None:
+        """What a step took, how much of it the link was busy, and with how many bytes."""
+
+    def routed(self, left: Sequence[float]) -> None:
+        """By share, 0 to SHARES, which part of earlier steps' pairs servers would have had."""
+
+    @property
+    def break_even_rows(self) -> int:
+        """From which streaming all takes less than streaming nothing."""
 
 
 class StreamedExperts(ABC):

@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
+from gpu_service.core.partition import even_shard
 from gpu_service.experts.client import ExpertUnavailable
-from gpu_service.experts.resident.experts import LayerSlots, Share
+from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels, Share
 from gpu_service.experts.streaming.plan import CopyRun, LayerStream, Piece, StreamPlan, cut
-from gpu_service.experts.streaming.routing import count_chosen
+from gpu_service.experts.streaming.ring import BufferRing, TransferDevice
+from gpu_service.experts.streaming.routing import Counts, count_chosen
 from gpu_service.experts.streaming.segments import ExpertSegments
-from gpu_service.experts.streaming.step import StreamedExperts
-from gpu_service.parallel.partition import even_shard
-
-if TYPE_CHECKING:
-    from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.experts.streaming.step import ShareChooser, StreamedExperts
+from moebius.models.geometry import MoeGeometry
 
 WaitUntil = Callable[[Callable[[], bool]], None]
 """Returns when its argument says so, or soon after; meanwhile the host has something else to do."""
+
+
+class StepOwner(Protocol):
+    """What a step uses of the `ExpertStreamer` that made it, whose methods these are."""
+
+    device: TransferDevice
+    geometry: MoeGeometry
+    kernels: ResidentKernels
+    ring: BufferRing
+    chooser: ShareChooser
+    passed_layers: tuple[int, ...]
+    rank: int
+    num_ranks: int
+
+    @property
+    def is_synchronous(self) -> bool: ...
+    def is_current(self, step: StreamedStep) -> bool: ...
+    def slots(self, buffer: int, piece: Piece) -> LayerSlots: ...
+    def slot_map(self, experts: tuple[int, ...]) -> torch.Tensor: ...
+    def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None: ...
+    def count_streamed(self, layer: int, num_experts: int, nbytes: int) -> None: ...
+    def agree_on_step(self, problem: bool, counts: Mapping[int, torch.Tensor]) -> tuple[bool, Counts]: ...
+    def routed(self, counts: Counts) -> None: ...
+    def end(self, step: StreamedStep) -> None: ...
 
 
 class StreamedStep(StreamedExperts):
@@ -28,7 +51,7 @@ class StreamedStep(StreamedExperts):
 
     def __init__(
         self,
-        streamer: ExpertStreamer,
+        streamer: StepOwner,
         plan: StreamPlan,
         segments: ExpertSegments,
         rows: int,

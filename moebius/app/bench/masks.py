@@ -27,7 +27,7 @@ from moebius.grammar.lark import LarkGrammar
 from protos.engine_pb2 import Constraint
 
 if TYPE_CHECKING:
-    from gpu_service.constraint import ConstraintCompiler
+    from gpu_service.core.constraint import ConstraintCompiler
 
 _RECORD = {
     "type": "object",
@@ -172,7 +172,7 @@ def random_vocabulary(vocab_size: int) -> ConstraintCompiler:
     """For a checkpoint without a tokenizer: all bytes, and made-up words up to the vocabulary's size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from gpu_service.constraint import ConstraintCompiler
+    from gpu_service.core.constraint import ConstraintCompiler
 
     pieces = dict.fromkeys(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
     draw = random.Random(1)

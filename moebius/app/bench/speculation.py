@@ -40,7 +40,7 @@ from moebius.errors import UserError
 from moebius.served_model import read_served_model
 
 if TYPE_CHECKING:
-    from gpu_service.engine.interface import EngineLoad
+    from gpu_service.core.interface import EngineLoad
 
 _PROMPT_LEN = 16
 # Runs of the same prompts; the last one counts. The engine learns from the others what steps take.

@@ -280,8 +280,8 @@ def prefill(
 def placement(
     config: MoebiusConfig,
     strategies: Annotated[
-        str, typer.Option(help="Static strategies, comma separated")
-    ] = "uniform,frequency,front-loading,random",
+        str, typer.Option(help="Placement strategies, comma separated")
+    ] = "uniform,frequency,front-loading,random,adaptive",
     ratios: Annotated[
         str, typer.Option(help="Percent of experts on the GPU, comma separated")
     ] = "0,10,20,30,40,50,60,70,80,90,100",
@@ -292,7 +292,7 @@ def placement(
     probe_mib: ProbeMib = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode speed by share of experts on the GPU. For each static placement strategy."""
+    """Decode speed by share of experts on the GPU. For each placement strategy."""
     from moebius.app.bench.engine.run import EngineBenchOptions
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.placement import PlacementOptions, parse_ratios, run
@@ -306,6 +306,23 @@ def placement(
         ),
     )
     run(with_checkpoint(config), options, json_file)
+
+
+@app.command()
+@with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
+def topics(
+    config: MoebiusConfig,
+    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams")] = 1,
+    count: Annotated[int, typer.Option("--topics", min=1, help="Topics, one after another")] = 3,
+    seconds: Annotated[float, typer.Option(min=3.0, help="Seconds that each lasts")] = 40.0,
+    prompt_len: PromptLen = 64,
+    json_file: JsonFile = None,
+) -> None:
+    """Decode speed after the topic changes. Until the experts on the GPU have followed it."""
+    from moebius.app.bench.topics import TopicsOptions, run
+
+    log_warnings_only("bench")
+    run(with_checkpoint(config), TopicsOptions(streams, count, seconds, prompt_len), json_file)
 
 
 @app.command()

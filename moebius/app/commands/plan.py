@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moebius.app.cli_options import JsonFile, with_settings
-from moebius.app.commands.models import check_files, with_checkpoint
+from moebius.app.commands.models import check_files
+from moebius.app.commands.plan_variants import variants
 from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+if TYPE_CHECKING:
+    from moebius.app.planning.capacity import Wish
+    from moebius.app.planning.hardware import HardwareOptions
 
 
 def register(app: typer.Typer) -> None:
@@ -46,16 +52,22 @@ def plan(
         str, typer.Option(help="Numbers of streams to predict, comma separated")
     ] = "1,4,16,32",
     fill: Annotated[bool, typer.Option(help="Put as many experts on GPUs as fit, where none are set")] = True,
+    compare: Annotated[
+        str, typer.Option(help="Machines side by side, GPUS@GIB of RAM, e.g. 4090@64,2x3090@128,none@256")
+    ] = "",
     json_file: JsonFile = None,
     values: Annotated[
         Path | None, typer.Option(help="Write values for the Helm chart there", metavar="FILE")
     ] = None,
 ) -> None:
-    """Say what a model takes and how fast it will be. Exit status 1: it does not fit, and what would."""
+    """Say what a model takes and how fast it will be. Exit status 1: it does not fit, and what would.
+
+    A directory or repository of several quantisations is compared: which fit, how fast they are, and the
+    best one's command.
+    """
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.planning.capacity import Wish
     from moebius.app.planning.hardware import HardwareOptions
-    from moebius.app.planning.report import run
 
     options = HardwareOptions(
         gpus=gpus,
@@ -72,6 +84,28 @@ def plan(
         measure=measure,
     )
     wish = Wish(context, concurrency, tuple(parse_counts(streams, "--streams")))
-    found = with_checkpoint(config, needs_weights=False)
-    check_files(found, needs_weights=False)
-    run(found, config, options, wish, fill, json_file, values)
+    _run(config, options, wish, fill, compare, json_file, values)
+
+
+def _run(
+    config: MoebiusConfig,
+    options: HardwareOptions,
+    wish: Wish,
+    fill: bool,
+    compare: str,
+    json_file: Path | None,
+    values: Path | None,
+) -> None:
+    from moebius.app.planning import comparison
+    from moebius.app.planning.report import run
+
+    chosen = comparison.machines(compare, options) if compare else {"": options}
+    with variants(config) as models:
+        for model in models:
+            check_files(model.config, needs_weights=False)
+        if len(models) == 1 and not compare:
+            run(models[0].config, models[0].asked, options, wish, fill, json_file, values)
+        elif values is not None:
+            raise UserError("--values is of one plan: name one quantisation and no --compare")
+        else:
+            comparison.run(models, chosen, wish, fill, json_file)

@@ -14,9 +14,11 @@ from torch import nn
 from gpu_service.assembly.kv_memory import cache_shape
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.state_cache import make_states
-from gpu_service.engine.step import ForwardContext
+from gpu_service.core.parallel import ParallelContext, SoloCollectives
+from gpu_service.core.partition import check_divisible, stage_layers
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.deferral import Deferral
 from gpu_service.layers.moe import MoE
 from gpu_service.loader.load import load_weights
@@ -24,8 +26,6 @@ from gpu_service.memory.plan import StepSize
 from gpu_service.memory.profile import profile_inputs, with_dummy_states
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
-from gpu_service.parallel.context import ParallelContext, SoloCollectives
-from gpu_service.parallel.partition import check_divisible, stage_layers
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import ConfigError, UserError
 from moebius.models.config import ModelConfig, ModelOverrides

@@ -58,15 +58,23 @@ def _parts(path: Path, match: re.Match[str]) -> tuple[Path, ...]:
     )
 
 
-def _only_model(directory: Path) -> Path:
-    models: dict[str, Path] = {}
+def gguf_models(directory: Path) -> tuple[tuple[Path, ...], ...]:
+    """The models of a directory, each with its parts as their names count them, without towers and drafts."""
+    models: dict[str, tuple[Path, ...]] = {}
     for file in sorted(directory.glob(f"*{SUFFIX}")):
         if _COMPANION.fullmatch(file.name) is None:
             match = _SPLIT.fullmatch(file.name)
-            models.setdefault(match["stem"] if match else file.name, file)
+            models.setdefault(
+                match["stem"] if match else file.name, _parts(file, match) if match else (file,)
+            )
+    return tuple(models.values())
+
+
+def _only_model(directory: Path) -> Path:
+    models = gguf_models(directory)
     if len(models) != 1:
-        names = ", ".join(file.name for file in models.values()) or "none"
+        names = ", ".join(files[0].name for files in models) or "none"
         raise CheckpointError(
             f"{directory} has {len(models)} GGUF models ({names}); give the path of one of them"
         )
-    return next(iter(models.values()))
+    return models[0][0]

@@ -38,6 +38,10 @@ _SCALARS: Mapping[int, str] = {
 }
 
 
+class CutHeaderError(CheckpointError):
+    """The file ends inside of its header."""
+
+
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """One entry of the header; filled by `read_header`."""
@@ -67,10 +71,10 @@ class _Cursor:
         self._content = content
 
     def take(self, count: int) -> bytes:
-        """The next bytes. Raises CheckpointError at the file's end."""
+        """The next bytes. Raises CutHeaderError at the file's end."""
         end = self.position + count
         if end > len(self._content):
-            raise CheckpointError(
+            raise CutHeaderError(
                 f"{self.file} is truncated: its header reaches to byte {end} of {len(self._content)} at least"
             )
         data = self._content[self.position : end]

@@ -14,9 +14,9 @@ from moebius.config import MoebiusConfig
 from moebius.errors import EngineLost, UserError
 
 if TYPE_CHECKING:
-    from gpu_service.build import Built
-    from gpu_service.constraint import OutputConstraint
-    from gpu_service.engine.interface import OutputDelta
+    from gpu_service.assembly.build import Built
+    from gpu_service.core.constraint import OutputConstraint
+    from gpu_service.core.interface import OutputDelta
     from gpu_service.experts.streaming.streamer import ExpertStreamer
 
 STEP_TIMEOUT_S = 600.0
@@ -96,8 +96,8 @@ class EngineUnderTest:
 
         Raises UserError for streams that the model's context cannot hold.
         """
-        from gpu_service.request import Request, SamplingParams
-        from gpu_service.scheduler.limits import RequestRefused
+        from gpu_service.core.limits import RequestRefused
+        from gpu_service.core.request import Request, SamplingParams
 
         self._runs += 1
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
@@ -143,8 +143,8 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
 
     Raises EngineLost in place of what follows from the loss of the engine.
     """
-    from gpu_service.build import WarmUpGate, build_engine
-    from gpu_service.engine.interface import NullObserver
+    from gpu_service.assembly.build import WarmUpGate, build_engine
+    from gpu_service.core.interface import NullObserver
 
     forget_predecessor()
     gate = WarmUpGate()

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from opentelemetry.context import Context
 
-from gpu_service.engine.results import StepResult
-from gpu_service.engine.step import Batch
-from gpu_service.request import FinishReason, Request, TokenLogprobs
+from gpu_service.core.request import FinishReason, Request, TokenLogprobs
+from gpu_service.core.results import StepResult
+from gpu_service.core.step import Batch
 
 if TYPE_CHECKING:
-    from gpu_service.scheduler.scheduler import Scheduler
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,23 +174,6 @@ class EngineLoad:
     num_drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-
-
-def load_of(scheduler: Scheduler) -> EngineLoad:
-    """Of now; called by the engine thread."""
-    cache, speculation = scheduler.cache, scheduler.speculation
-    evictable = cache.tree.evictable_pages
-    return EngineLoad(
-        num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
-        used_pages=cache.pool.usable - cache.pool.available - evictable,
-        cached_pages=evictable,
-        usable_pages=cache.pool.num_pages - 1,
-        num_preemptions=scheduler.num_preemptions,
-        query_tokens=cache.query_tokens,
-        hit_tokens=cache.hit_tokens,
-        **({} if speculation is None else speculation.counts),
-    )
 
 
 class EngineObserver(Protocol):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gpu_service.parallel.context import ParallelContext
+from gpu_service.core.parallel import ParallelContext
 from moebius.errors import ConfigError
 from moebius.models.attention_config import (
     BlockIndexerConfig,

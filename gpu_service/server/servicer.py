@@ -18,19 +18,19 @@ import structlog
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
-from gpu_service import responses
-from gpu_service.constraint import ConstraintCompiler
+from gpu_service.core.constraint import ConstraintCompiler
+from gpu_service.core.limits import EngineStopped, QueueFull, RequestRefused
+from gpu_service.core.request import Request, trace_fields
 from gpu_service.engine.engine import Engine
-from gpu_service.expert_recorder import START, STOP, ExpertRecorder, dumped, recorder_errors
-from gpu_service.image_pieces import GatheredRequest, PiecesRefused
-from gpu_service.live import LiveExperts
-from gpu_service.many_calls import ManyCalls
-from gpu_service.profiler import EngineProfiler, ProfileRunning, profile_seconds
-from gpu_service.request import Request, trace_fields
-from gpu_service.responses import CallBuffer, CallEnded, OutputRouter
-from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused
-from gpu_service.telemetry import EngineTelemetry
-from gpu_service.validation import Bounds, InvalidField, make_requests
+from gpu_service.experts.recorder import START, STOP, ExpertRecorder, dumped, recorder_errors
+from gpu_service.server import responses
+from gpu_service.server.image_pieces import GatheredRequest, PiecesRefused
+from gpu_service.server.live import LiveExperts
+from gpu_service.server.many_calls import ManyCalls
+from gpu_service.server.profiler import EngineProfiler, ProfileRunning, profile_seconds
+from gpu_service.server.responses import CallBuffer, CallEnded, OutputRouter
+from gpu_service.server.validation import Bounds, InvalidField, make_requests
+from gpu_service.telemetry.metrics import EngineTelemetry
 from gpu_service.vision.processor import ImagePreparer
 from moebius import __version__
 from moebius.errors import UserError

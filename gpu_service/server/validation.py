@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpu_service.constraint import ConstraintCompiler, OutputConstraint
+from gpu_service.core.constraint import ConstraintCompiler, OutputConstraint
+from gpu_service.core.images import ImageError, PreparedImage, VisionPrompt, place_images
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.engine.sampling_plan import derive_seed
-from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.processor import ImagePreparer
-from gpu_service.vision.prompt import ImageError, PreparedImage, VisionPrompt, place_images
 from moebius.grammar.compile import GrammarError
 from moebius.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,

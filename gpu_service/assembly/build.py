@@ -51,19 +51,22 @@ from gpu_service.cache.fp8 import STORAGE_DTYPES
 from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states
 from gpu_service.cache.state_cache import StateSlots
-from gpu_service.constraint import PREPARE, ConstraintCompiler, make_compiler
+from gpu_service.core.constraint import PREPARE, ConstraintCompiler, make_compiler
+from gpu_service.core.interface import EngineObserver, OutputDelta
+from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.partition import shard_config
+from gpu_service.core.token_pool import TokenPool
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.interface import EngineObserver, OutputDelta
-from gpu_service.engine.model_runner import ModelRunner, TokenPool
+from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.prefill_lane import PrefillLane
 from gpu_service.engine.step_check import StepCheck
 from gpu_service.engine.step_runner import StepRunner
-from gpu_service.expert_recorder import recorder_operations
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
+from gpu_service.experts.recorder import recorder_operations
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.make import StreamingPlan, open_streamer, profiled_stream
 from gpu_service.experts.streaming.step import StreamedExperts
@@ -77,8 +80,6 @@ from gpu_service.ops import backends
 from gpu_service.ops.examples import sizes_of
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.join import join_group
-from gpu_service.parallel.partition import shard_config
-from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
 from moebius.grammar.process import BudgetedCompiler

@@ -15,17 +15,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from gpu_service.cache.radix_cache import PrefixHandle
-    from gpu_service.constraint import OutputConstraint
-    from gpu_service.speculation.ngram import NGramIndex
-    from gpu_service.vision.prompt import VisionPrompt
-
+from gpu_service.core.constraint import OutputConstraint
+from gpu_service.core.images import VisionPrompt
 
 # Token ids int64 [n], and what is added to their logits, float32 [n].
 Entries = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
@@ -94,7 +90,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One output being generated; compared by identity, never holds device tensors."""
 
@@ -131,7 +127,6 @@ class Request:
     # Filled by the request cache. The epoch changes when pages other than appended ones change.
     pages: list[int] = field(default_factory=list)
     pages_epoch: int = 0
-    prefix_handle: PrefixHandle | None = None
 
     # Filled by the request cache, of models with linear attention: the slot of the state after
     # `scheduled_len` tokens, and those of states kept for the prefix tree, (tokens, slot) ascending.
@@ -156,8 +151,6 @@ class Request:
     # Guesses at the tokens after `total_len`: of a device drafter, or of a host drafter while the first of
     # them is being sampled; filled by the scheduler and its speculation.
     drafts: Sequence[int] = ()
-    # Filled by the drafter of n-grams.
-    ngrams: NGramIndex | None = None
     # Filled by the speculation policy: whether it may speculate, once somebody asked; and the latest drafts,
     # those that were right and those that were verified, older ones counting less.
     speculates: bool | None = None

@@ -11,10 +11,10 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from gpu_service.engine.interface import EngineLoad, OutputDelta
-from gpu_service.engine.results import FLOAT16_OVERFLOW, NON_FINITE_LOGITS, StepResult
-from gpu_service.engine.step import Batch
-from gpu_service.request import Request
+from gpu_service.core.interface import EngineLoad, OutputDelta
+from gpu_service.core.request import Request
+from gpu_service.core.results import FLOAT16_OVERFLOW, NON_FINITE_LOGITS, StepResult
+from gpu_service.core.step import Batch
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _TIMES = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)

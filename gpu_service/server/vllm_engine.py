@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from gpu_service.server import EngineServicer, Service
+from gpu_service.server.servicer import EngineServicer, Service
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import companion_directory
 from moebius.checkpoint.tokenizer import read_backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu_service.request import FinishReason, Request
+from gpu_service.core.request import FinishReason, Request
 
 
 class RequestRefused(ValueError):

@@ -24,26 +24,15 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from opentelemetry.context import Context
 from torch import Tensor, float32, float64, int32, int64
 from torch import bool as boolean
 
-from gpu_service.request import Request
-from gpu_service.vision.features import ImageFeatures, ImagePlan
-
-if TYPE_CHECKING:
-    from gpu_service.attention.registry import Attention
-    from gpu_service.cache.kv_cache import PagedCache
-    from gpu_service.cache.state_cache import StateSlots
-    from gpu_service.expert_recorder import ExpertRecorder
-    from gpu_service.experts.client import ExpertClient
-    from gpu_service.experts.resident.experts import ResidentExperts
-    from gpu_service.experts.streaming.step import StreamedExperts
-    from gpu_service.layers.deferral import Deferral
-
+from gpu_service.core.images import ImageFeatures, ImagePlan
+from gpu_service.core.request import Request
 
 Tree = TypeVar("Tree")
 
@@ -475,28 +464,3 @@ def _map(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
         return type(tree)([_map(element, replace) for element in tree])
     changes = {name: _map(getattr(tree, name), replace) for name in _holders(tree.__class__)}
     return dataclasses.replace(tree, **changes)
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardContext:
-    """Filled by the engine, once per step, after `attention.plan(inputs)`."""
-
-    inputs: ForwardInputs
-    kv_cache: PagedCache
-    attention: Attention
-    # None for models without MoE layers, and where every expert is resident.
-    experts: ExpertClient | None
-    # Experts whose weights are on this device; None: there are none.
-    resident: ResidentExperts | None = None
-    # Experts of the servers that this step computes on the device; None: it streams none.
-    streamed: StreamedExperts | None = None
-    # None: nothing can be recorded of routing.
-    recorder: ExpertRecorder | None = None
-    # None: the model has no linear attention.
-    states: StateSlots | None = None
-    # Of each row the first layer after which it was not finite, int32 [T], by the model. None: nobody asks.
-    first_overflow: Tensor | None = None
-    # What is under way between two layers; None: every layer adds all that its experts answer.
-    deferral: Deferral | None = None
-    # Called between layers, and wherever a layer's launch takes long: who launches the step has other work.
-    between_layers: Callable[[], None] | None = None

@@ -16,10 +16,10 @@ import numpy as np
 
 from gpu_service.assembly.built import Built
 from gpu_service.engine.step_check import StepCheck
-from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
+from gpu_service.experts.recorder import ExpertRecorder
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError

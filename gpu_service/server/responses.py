@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from gpu_service.engine.interface import OutputDelta
-from gpu_service.request import FinishReason, Request, TokenLogprobs
+from gpu_service.core.interface import OutputDelta
+from gpu_service.core.request import FinishReason, Request, TokenLogprobs
 from protos import engine_pb2 as pb
 
 

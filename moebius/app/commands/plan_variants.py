@@ -1,0 +1,61 @@
+"""Which models `moebius plan` is asked about: one, or every quantisation of a directory or repository."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from moebius.app.commands.models import DEMO, download_progress, with_checkpoint
+from moebius.app.hub import HubModel, HubUnreachable, hub_model, is_offline, listed_files, quantisations
+from moebius.app.hub_headers import fetch_headers
+from moebius.app.planning.comparison import Variant
+from moebius.checkpoint.gguf.files import gguf_models, is_gguf
+from moebius.config import MoebiusConfig
+
+
+@contextlib.contextmanager
+def variants(config: MoebiusConfig) -> Iterator[list[Variant]]:
+    """The models; of those on the hub only what describes them is read, which is gone afterwards.
+
+    Raises UserError or CheckpointError.
+    """
+    given = config.model.model
+    named = hub_model(given) if given != DEMO else None
+    if named is not None and _is_of_gguf(named, config):
+        with tempfile.TemporaryDirectory(prefix="moebius-plan-") as directory:
+            with download_progress() as progress:
+                kinds = fetch_headers(named, config.model.revision, Path(directory), progress)
+            yield [
+                _variant(config, f"{named.repository}:{kind}" if kind else given, kind, files)
+                for kind, files in kinds.items()
+            ]
+        return
+    path = Path(given).expanduser()
+    models = gguf_models(path) if path.is_dir() and is_gguf(path) else ()
+    if len(models) > 1:
+        yield [_variant(config, str(files[0]), files[0].name, files) for files in models]
+        return
+    yield [Variant("", config, with_checkpoint(config, needs_weights=False), 0)]
+
+
+def _is_of_gguf(named: HubModel, config: MoebiusConfig) -> bool:
+    """Whether the hub is asked, and what it has under that name is GGUF files. Raises UserError."""
+    if config.model.offline or is_offline():
+        return False
+    try:
+        _, sizes = listed_files(named, config.model.revision)
+    except HubUnreachable:
+        return False
+    return bool(quantisations(list(sizes))) and (
+        bool(named.quantisation) or not any(name.endswith(".safetensors") for name in sizes)
+    )
+
+
+def _variant(config: MoebiusConfig, asked: str, name: str, files: Sequence[Path]) -> Variant:
+    def with_model(model: str) -> MoebiusConfig:
+        return config.model_copy(update={"model": config.model.model_copy(update={"model": model})})
+
+    nbytes = sum(file.stat().st_size for file in files)
+    return Variant(name, with_model(asked), with_checkpoint(with_model(str(files[0]))), nbytes)
