@@ -182,8 +182,8 @@ def _assemble(
     return Built(
         *(engine, group, experts, runner.recorder, memory, model_config, kv.num_pages, limits.context_limit),
         warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
-        *(self_test, vision, streamer, adaptive, resident, check, runner.watch, compiler),
-        fetcher=fetcher,
+        *(self_test, vision, streamer, adaptive, resident, check, runner.watch, compiler, fetcher),
+        kv_bytes=kv_cache.nbytes,
     )
 
 

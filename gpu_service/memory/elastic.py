@@ -129,14 +129,9 @@ class ElasticMemory(PageSupply):
                 self._shrink(spare - self._pages.pages_per_group, queues.next_step)
 
     def figures(self) -> list[Figure]:
-        """Who has the pool's memory now, and what has moved, in bytes."""
-        pool = self.pool
-        kv, free = self.kv_bytes, pool.free * pool.chunk_bytes
-        parts = {"kv": kv, "experts": pool.nbytes - kv - free, "free": free}
-        text = "Memory that KV pages and expert slots share, by who has it now"
-        moved = "Bytes of that memory that KV pages "
+        """What has moved between pages and experts, bytes."""
+        moved = "Bytes of device memory that KV pages "
         return [
-            Figure("gpu_pool_bytes", text, parts, is_counter=False, by="part"),
             Figure("gpu_pool_taken_bytes", moved + "got from experts", self.taken_bytes),
             Figure("gpu_pool_given_bytes", moved + "gave up to experts", self.given_bytes),
         ]
