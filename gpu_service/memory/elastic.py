@@ -296,8 +296,10 @@ def stale_after(
     """Seconds, by the rule of this file: a prefix that was not used for longer is worth less than experts.
 
     `prompt_token_s`: to compute a token; `token_bytes` of KV; `saved_per_byte`: seconds that a byte of slots
-    saves in a second. None: not known yet, so prefixes stay.
+    saves in a second. None: not known yet, so prefixes stay, unless none was ever found again.
     """
+    if not hit_share:
+        return 0.0
     if prompt_token_s is None or not saved_per_byte:
         return math.inf
     return hit_share * prompt_token_s / token_bytes / saved_per_byte
