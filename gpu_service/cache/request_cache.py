@@ -18,7 +18,6 @@ from gpu_service.cache.state_cache import StateSlots
 from gpu_service.core.request import Request
 from moebius.config import GpuConfig
 
-
 # Pages that are taken at once, from which they are those of a prompt.
 _MANY_PAGES = 8
 
