@@ -88,6 +88,15 @@ class WrongIdentity(UserError):
     exit_status = WRONG_IDENTITY_EXIT
 
 
+class EngineLost(UserError):
+    """The engine of a command was lost, with its device for example; the message says why.
+
+    Nothing that it holds on the device can be freed, so the command ends without trying to.
+    """
+
+    exit_status = 1
+
+
 def brief(error: BaseException) -> str:
     """Type and first line, for a log: compilers write pages."""
     lines = str(error).strip().splitlines()

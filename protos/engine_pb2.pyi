@@ -466,7 +466,7 @@ class GetLiveRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLiveResponse(_message.Message):
-    __slots__ = ("load", "prompt_throughput", "first_token", "num_experts", "top_k", "layers", "servers", "streamed_steps", "streamed_bytes", "recorder_is_on", "steps", "step_seconds", "hand_off", "costs")
+    __slots__ = ("load", "prompt_throughput", "first_token", "num_experts", "top_k", "layers", "servers", "streamed_steps", "streamed_bytes", "recorder_is_on", "steps", "step_seconds", "hand_off", "costs", "memory")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PROMPT_THROUGHPUT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -481,6 +481,7 @@ class GetLiveResponse(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HAND_OFF_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     load: GetLoadResponse
     prompt_throughput: float
     first_token: LiveTimes
@@ -495,7 +496,24 @@ class GetLiveResponse(_message.Message):
     step_seconds: float
     hand_off: LiveHandOff
     costs: LiveCosts
-    def __init__(self, load: _Optional[_Union[GetLoadResponse, _Mapping]] = ..., prompt_throughput: _Optional[float] = ..., first_token: _Optional[_Union[LiveTimes, _Mapping]] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LiveLayer, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[LiveExpertServer, _Mapping]]] = ..., streamed_steps: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., recorder_is_on: _Optional[bool] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., hand_off: _Optional[_Union[LiveHandOff, _Mapping]] = ..., costs: _Optional[_Union[LiveCosts, _Mapping]] = ...) -> None: ...
+    memory: LiveMemory
+    def __init__(self, load: _Optional[_Union[GetLoadResponse, _Mapping]] = ..., prompt_throughput: _Optional[float] = ..., first_token: _Optional[_Union[LiveTimes, _Mapping]] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LiveLayer, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[LiveExpertServer, _Mapping]]] = ..., streamed_steps: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., recorder_is_on: _Optional[bool] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., hand_off: _Optional[_Union[LiveHandOff, _Mapping]] = ..., costs: _Optional[_Union[LiveCosts, _Mapping]] = ..., memory: _Optional[_Union[LiveMemory, _Mapping]] = ...) -> None: ...
+
+class LiveMemory(_message.Message):
+    __slots__ = ("kv_bytes", "expert_bytes", "stream_bytes", "fetch_bytes", "free_bytes", "is_shared")
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STREAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_SHARED_FIELD_NUMBER: _ClassVar[int]
+    kv_bytes: int
+    expert_bytes: int
+    stream_bytes: int
+    fetch_bytes: int
+    free_bytes: int
+    is_shared: bool
+    def __init__(self, kv_bytes: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., stream_bytes: _Optional[int] = ..., fetch_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., is_shared: _Optional[bool] = ...) -> None: ...
 
 class LiveCosts(_message.Message):
     __slots__ = ("predicted_seconds", "measured_seconds", "predicted_over_measured", "link_bytes_per_second", "cpu_expert_seconds", "gpu_expert_seconds", "copy_price", "times_measured_again")

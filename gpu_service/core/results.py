@@ -51,6 +51,8 @@ class StepResult:
     # Whether a share of its experts was streamed, and what it should take by their costs; None: that is not
     # known.
     is_streamed: bool = False
+    # Whether copies of experts to the device ran beside the step; None: that is not known.
+    has_copies: bool | None = False
     predicted_seconds: float | None = None
     num_replays: int = 0
     seconds: float = 0.0

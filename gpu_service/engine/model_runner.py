@@ -188,6 +188,7 @@ class ModelRunner:
             computed.streamed,
             first_overflow=computed.first_overflow,
             is_float16=self.is_float16,
+            has_copies=False if self.placement is None else self.placement.has_copies,
             drafts=None if self.drafter is None else self._draft(self.drafter, plan, computed, sampled),
         )
 

@@ -57,6 +57,8 @@ class StepOutputs:
     first_overflow: Annotated[Tensor | None, TensorField("T", int32)] = None
     # Whether that ends the row's request: the activations' type is what has too little room.
     is_float16: bool = False
+    # As in `StepResult`.
+    has_copies: bool | None = False
     # What a device drafter guesses for each request that samples; None: there is none, or it had no guess.
     drafts: Annotated[Tensor | None, TensorField("Q K", int64)] = None
 
@@ -96,7 +98,8 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
         rows = fold(rows, plan.drafts.counts)
     streamed = outputs.streamed
     predicted = None if streamed is None else streamed.predicted_seconds
-    return StepResult(rows, nonfinite, streamed is not None and streamed.is_planned, predicted)
+    is_streamed = streamed is not None and streamed.is_planned
+    return StepResult(rows, nonfinite, is_streamed, outputs.has_copies, predicted)
 
 
 def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]) -> None:

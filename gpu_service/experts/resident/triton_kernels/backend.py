@@ -11,6 +11,7 @@ import functools
 
 import torch
 
+from gpu_service.device.graphs import is_capturing
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
 from gpu_service.experts.resident.panels import LayerFormat, pair_bytes
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
@@ -77,9 +78,10 @@ class TritonResidentKernels(ResidentKernels):
             return result
         inputs = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         pairs, experts = topk_ids.numel(), self._geometry.num_experts
-        # Unpacking reads every slot, also those of no expert: only what has memory.
+        # Unpacking reads every slot that has memory, also those of no expert; a graph cannot know which have.
         is_few = num_rows <= self._few_rows(slots.kind) or not slots.backed
-        if is_few or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
+        is_captured = slots.memory is not None and is_capturing(hidden_states.device)
+        if is_few or is_captured or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
             for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
                 before = None if partial is None else partial[rows]
                 x, ids, weights = (tensor[rows] for tensor in inputs)

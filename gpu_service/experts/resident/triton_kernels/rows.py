@@ -206,8 +206,9 @@ def down_rows(  # type: ignore[no-untyped-def]
     """Program (row, block of 16 columns): result = partial + sum of weight * product over the row's choices.
 
     All choices at once, in a tile of CHOICES (TOP_K or more) times LINES lines; those that are in no slot
-    read the first slot's panel, whose products count for nothing. The choices, and with them the weights, are
-    read before `gate_up_rows` ends: it waited for the kernel that wrote them. L1 may hold older choices.
+    read another choice's panel, whose products count for nothing: no slot that the row does not need is read,
+    since it may have no memory. The choices, and with them the weights, are read before `gate_up_rows` ends:
+    it waited for the kernel that wrote them. L1 may hold older choices.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     choice, column = tl.arange(0, CHOICES), block * 16 + tl.arange(0, 16)
@@ -215,7 +216,16 @@ def down_rows(  # type: ignore[no-untyped-def]
     expert = tl.load(ids + row * TOP_K + choice, mask=choice < TOP_K, other=-1, cache_modifier=".cg")
     at = slot_of_expert + tl.maximum(expert, 0)
     slot = tl.load(at, mask=expert >= 0, other=-1, cache_modifier=".cg")
-    panel = tl.maximum(slot, 0).to(tl.int64) * EXPERT_BYTES + DOWN_AT + block * PANEL.panel_bytes
+    some_slot = tl.max(slot, 0)
+    if some_slot < 0:
+        wait_for_previous(OVERLAPS)
+        nothing = tl.zeros([16], tl.float32)
+        if HAS_PARTIAL:
+            nothing += tl.load(partial + place, mask=column < HIDDEN, other=0.0).to(tl.float32)
+        tl.store(result + place, nothing, mask=column < HIDDEN)
+        return
+    read = tl.where(slot >= 0, slot, some_slot)
+    panel = read.to(tl.int64) * EXPERT_BYTES + DOWN_AT + block * PANEL.panel_bytes
     x = intermediate + (row * TOP_K + tl.minimum(choice, TOP_K - 1)).to(tl.int64) * INTERMEDIATE_COLUMNS
     # Each choice's, once for every line.
     x = tl.reshape(tl.broadcast_to(x[:, None], [CHOICES, LINES]), [CHOICES * LINES])
