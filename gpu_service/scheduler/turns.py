@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.request import Request
 from gpu_service.core.step import Batch
 from gpu_service.scheduler.lane import is_plain_text
@@ -146,6 +147,13 @@ class TurnPace:
             _log.info("long prompts stream their experts, in turns with others' steps", now=bool(message))
         self._said = message
         return message
+
+
+def make_turn_pace(limits: SchedulerLimits, max_added_s: float | None) -> TurnPace | None:
+    """Returns the division of turns within the limits; None: no step streams its experts."""
+    if not limits.prefill_chunk_max:
+        return None
+    return TurnPace(limits.prefill_chunk_max, limits.max_num_batched_tokens, max_added_s)
 
 
 def _mean(before: float, newest: float) -> float:

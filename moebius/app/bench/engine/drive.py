@@ -150,7 +150,7 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
         gate.run(built.engine, vocab_size, seconds, built.warm_up_tokens)
         built.memory.seal()
         engine = EngineUnderTest(built)
-        gate.open(engine.on_output)
+        built.engine.on_output = engine.on_output
         yield engine
     finally:
         built.close()
