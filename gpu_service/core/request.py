@@ -148,16 +148,16 @@ class Request:
     stop_entries: Entries | None = None
     bad_word_entries: BadWordEntries | None = None
 
-    # Guesses at the tokens after `total_len`: of a device drafter, or of a host drafter while the first of
+    # Draft tokens, those after `total_len`: of a device drafter, or of a host drafter while the first of
     # them is being sampled; filled by the scheduler and its speculation.
     drafts: Sequence[int] = ()
     # Filled by the speculation policy: whether it may speculate, once somebody asked; and the latest drafts,
-    # those that were right and those that were verified, older ones counting less.
+    # those that were accepted and those that were verified, older ones counting less.
     speculates: bool | None = None
     drafts_accepted: float = 0.0
     drafts_verified: float = 0.0
 
-    reported_len: int = 0  # Filled by the engine: output tokens handed to whoever asked for them.
+    reported_len: int = 0  # Filled by the engine: output tokens handed to the caller.
 
     @property
     def key(self) -> str:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import structlog
 
-from gpu_service.core.interface import Call, Inbox
+from gpu_service.core.interface import Inbox, RunOperation
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.scheduler.scheduler import Scheduler
 
@@ -42,7 +42,7 @@ class DamageWatch:
             return False
         self.known = damages
         if not self._inbox.is_alone:
-            self._inbox.post(Call(COMPUTE_AGAIN, "", Future()))
+            self._inbox.post(RunOperation(COMPUTE_AGAIN, "", Future()))
             return False
         self.forget()
         return True

@@ -33,7 +33,6 @@ import structlog
 from gpu_service.core.interface import (
     Abort,
     Add,
-    Call,
     EngineLoad,
     EngineObserver,
     Flush,
@@ -41,6 +40,7 @@ from gpu_service.core.interface import (
     Message,
     NullObserver,
     OutputDelta,
+    RunOperation,
     Stop,
     delta_of,
 )
@@ -51,7 +51,7 @@ from gpu_service.core.step import Batch, StepPlan
 from gpu_service.engine.damage import COMPUTE_AGAIN, DamageWatch
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.prefill_lane import POLL_S, PrefillLane
-from gpu_service.engine.step_runner import DeviceLost, Step, StepRunner
+from gpu_service.engine.step_runner import DeviceLost, LaunchedStep, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.scheduler.shares import may_wait
@@ -61,7 +61,7 @@ from gpu_service.speculation.pace import DraftPace
 _log = structlog.get_logger(__name__)
 # Operations of every engine.
 _STREAM_PROMPTS = "stream prompts"
-_SIT_OUT = "sit out"
+_PAUSED_REQUESTS = "paused requests"
 _STEP_COSTS = "costs of steps with drafts"
 
 
@@ -99,7 +99,7 @@ class Engine:
         self._inbox = inbox or Inbox()
         own = {
             _STREAM_PROMPTS: scheduler.turns.read,
-            _SIT_OUT: builder.token_masks.read,
+            _PAUSED_REQUESTS: builder.token_masks.read,
             COMPUTE_AGAIN: lambda _: self._compute_all_again(),
         }
         if scheduler.speculation is not None:
@@ -111,7 +111,7 @@ class Engine:
         # Called once, by the engine thread, when every request has ended because no step can be computed.
         self.on_lost: Callable[[str], None] = lambda reason: None
         # Launched steps of the main lane, the oldest first, and how many of them there may be.
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         self._depth = 2 if overlap else 1
         self._lane = lane
         # Of steps of prompts alone; None: there are none.
@@ -193,7 +193,7 @@ class Engine:
         Whatever decides how a step is computed has to change this way. Its error goes to the future.
         """
         done: Future[None] = Future()
-        self._inbox.post(Call(operation, argument, done))
+        self._inbox.post(RunOperation(operation, argument, done))
         return done
 
     # ---- the engine thread ----
@@ -213,7 +213,7 @@ class Engine:
         masks, running = self._builder.token_masks, self.scheduler.running
         has_constraints = masks.announced or any(r.constraint is not None for r in running)
         if self._inbox.is_entry and has_constraints and (changed := masks.message(running)) is not None:
-            self.call(_SIT_OUT, changed)
+            self.call(_PAUSED_REQUESTS, changed)
         idle = wait and not (self._in_flight or self.scheduler.has_work or self._lane_is_open)
         if idle:
             self._check_integrity()
@@ -259,7 +259,7 @@ class Engine:
             return False
         batch, plan = planned
         overlaps = bool(self._in_flight) or self._depth == 1
-        self._in_flight.append(Step(batch, self._runner.launch(plan), plan.awaits_masks, overlaps))
+        self._in_flight.append(LaunchedStep(batch, self._runner.launch(plan), plan.awaits_masks, overlaps))
         return True
 
     def _schedule(self) -> Batch | None:
@@ -345,7 +345,7 @@ class Engine:
             if costs is not None:
                 self.call(_STEP_COSTS, costs)
 
-    def _supply_masks(self, step: Step) -> None:
+    def _supply_masks(self, step: LaunchedStep) -> None:
         """What a step awaits follows from the tokens of the one before it, which is committed now."""
         masks = None
         try:
@@ -360,7 +360,7 @@ class Engine:
             self._end([delta_of(request) for request in constrained])
         step.pending.supply(masks)
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: LaunchedStep) -> None:
         """Waits for a step's tokens and applies them."""
         try:
             result = step.pending.wait()
@@ -392,7 +392,7 @@ class Engine:
             self._end_all(FinishReason.ERROR, f"applying a step's results failed: {error!r}")
             self.scheduler.ended(step.batch)
 
-    def _apply_result(self, step: Step, result: StepResult) -> None:
+    def _apply_result(self, step: LaunchedStep, result: StepResult) -> None:
         is_worthless = step.batch.step < self._damage.trusted_from
         if is_worthless and step.batch is self.scheduler.lane.batch:
             self._compute_again(step.batch, "an expert was damaged", keep=False)
@@ -417,7 +417,7 @@ class Engine:
                 self._end([delta_of(request) for request in self.scheduler.abort(request_id)])
             case Flush(done):
                 done.set_result(self.scheduler.cache.flush())
-            case Call(operation, argument, ended):
+            case RunOperation(operation, argument, ended):
                 self._operate(operation, argument, ended)
             case Stop():
                 self._stopping = True

@@ -55,7 +55,7 @@ class StepOutputs:
     first_overflow: Annotated[Tensor | None, TensorField("T", int32)] = None
     # Whether that ends the row's request: the activations' type is what has too little room.
     is_float16: bool = False
-    # What a device drafter guesses for each request that samples; None: there is none, or it had no guess.
+    # What a device drafter proposes for each request that samples; None: it proposes nothing.
     drafts: Annotated[Tensor | None, TensorField("Q K", int64)] = None
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpu_service.core.interface import LaneSight
 
 
-class LaneBooks:
+class PrefillLaneState:
     """The open step, and what it holds back; the scheduler changes all but the first four fields."""
 
     def __init__(self) -> None:

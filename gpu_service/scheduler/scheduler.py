@@ -28,7 +28,7 @@ from gpu_service.scheduler.admission import (
     seniority,
     token_cost,
 )
-from gpu_service.scheduler.lane import LaneBooks
+from gpu_service.scheduler.lane import PrefillLaneState
 from gpu_service.scheduler.shares import ClientShares
 from gpu_service.scheduler.supply import PageSupply
 from gpu_service.scheduler.turns import PromptTurns
@@ -48,7 +48,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.lane = LaneBooks()
+        self.lane = PrefillLaneState()
         self.shares = ClientShares()
         # None: the pool has all its pages from the start.
         self.supply: PageSupply | None = None

@@ -30,7 +30,7 @@ from gpu_service.scheduler.lane import is_plain_text
 # Steps of others between two of prompts: until times are known, and at most.
 _UNKNOWN, _MOST = 8, 256
 # Weight of the newest time; changes of a number that are not worth a message to all ranks.
-_NEWEST, _UNTOLD = 0.3, 0.04
+_NEWEST, _REPORTED_CHANGE = 0.3, 0.04
 # How often the first rank looks whether prompts would be streamed.
 _LOOK_S = 0.1
 # So many times the usual number of others' steps follow a step of prompts at most.
@@ -113,7 +113,7 @@ class TurnPace:
             self._decode_s = _mean(self._decode_s, seconds)
         if self._decode_s and self._prompts_s:
             steps = max(1.0, min(float(_MOST), self._prompts_s / self._decode_s))
-            if abs(steps - self._steps) > _UNTOLD * self._steps:
+            if abs(steps - self._steps) > _REPORTED_CHANGE * self._steps:
                 self._steps = steps
 
     def _limit_chunk(self, tokens: int, seconds: float) -> None:

@@ -1,10 +1,10 @@
 """Speculative decoding: several tokens of a request from one step, the same ones as without it.
 
-A drafter guesses the next k tokens of a request. The next step then has 1 + k rows of that request instead
+A drafter proposes the next k tokens of a request. The next step then has 1 + k rows of that request instead
 of one: the last known token, and each draft at the position after the one before. Row i says, with the
 uniform number of its own output position (docs/decisions/0004), which token follows its own; as long as that
 is the next draft, the draft is accepted. So a step adds 1 to 1 + k tokens, and outputs are those of decoding
-one by one at every temperature: a draft is only ever a guess of what is sampled anyway.
+one by one at every temperature: a draft only ever anticipates what is sampled anyway.
 
 step N       | t5 -> 17 | d6=17 -> 4 | d7=9 -> 30 |      rows; the token that each of them samples
 commit N       17, 4 appended (d6 was right, d7 was not); the KV of t5 and d6 stands, d7's is written over

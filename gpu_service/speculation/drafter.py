@@ -1,4 +1,4 @@
-"""What guesses tokens: on the host from known ones, or on the device from hidden states."""
+"""Drafters propose tokens: on the host from known ones, or on the device from hidden states."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class HostDrafter(Protocol):
-    """Called by the scheduler. Deterministic: every rank has its own, and all have to guess alike."""
+    """Called by the scheduler. Deterministic: every rank has its own, and all have to propose the same."""
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """At most `count` ids that may follow the known tokens; empty: no guess. Changes no length."""
+        """At most `count` ids that may follow the known tokens; may be empty. Changes no length."""
 
 
 class DeviceDrafter(Protocol):
