@@ -112,7 +112,7 @@ def stage_layers(config: ModelConfig, parallel: ParallelContext) -> range:
 
 
 def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
-    """Raises ConfigError naming the size that cannot be divided over so many ranks, and what is allowed."""
+    """Raises ConfigError naming the size that cannot be divided over the ranks, and what is allowed."""
     size, heads, kv = parallel.tp_size, config.num_heads, config.num_kv_heads
     all_heads, all_kv = {heads, *config.layer_num_heads}, {kv, *config.layer_kv_heads}
     if any(count % size for count in all_heads) or any(count % size and size % count for count in all_kv):

@@ -229,7 +229,7 @@ class Scheduler:
         return reported
 
     def poisoned_pages(self, batch: Batch, results: Sequence[RowResult]) -> list[int]:
-        """Before `commit`: pages with KV that is not finite, which nobody has once that is done.
+        """Before `commit`: pages with KV that is not finite, which no request has once that is done.
 
         Of a request that ends by its own error all that only it has; else from the first failed draft on.
         """
@@ -315,7 +315,7 @@ class Scheduler:
         return preempted
 
     def _grow_for_drafts(self, request: Request, num_tokens: int) -> bool:
-        """Room for drafts, which nobody else gives up pages for, now or in the next step."""
+        """Makes room for drafts, for which no other request gives up pages, now or in the next step."""
         cache = self.cache
         wanted = cache.pages_for(num_tokens) - len(request.pages)
         return wanted <= cache.available - self.limits.watermark_pages and cache.grow(request, num_tokens)

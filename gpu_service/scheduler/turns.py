@@ -68,7 +68,7 @@ class PromptTurns:
             self.left -= 1
             self.owed = max(self.owed - 1, -self.steps_between)
             return
-        # Bounded: prompts also go on where nobody else has anything to compute.
+        # Bounded: prompts also go on where no other request has anything to compute.
         self.owed = min(self.owed + self.steps_between, _LONGEST * self.steps_between)
         to_come = -(-tokens_to_come // most)
         # What is owed now and will be for the steps to come, in as many parts as there are steps to come.

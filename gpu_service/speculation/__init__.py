@@ -19,7 +19,7 @@ requests, and need to know nothing.
 **Only where every request decodes**, and whose last token the host knows. While a step with drafts is in
 flight no other is planned in its lane: how far its requests come is unknown, and a step of the others alone
 would cost about as much as one of all. Other steps overlap as ever. Prompts go first: drafts never take a
-row, a page or budget that somebody's own token needs.
+row, a page or budget that a request's own token needs.
 
 **Drafters** (`drafter.py`). A host drafter looks at known tokens (`ngram.py`). A device drafter, such as the
 model's MTP layers, is called by the model runner in every step once its tokens are sampled; its drafts come
@@ -27,7 +27,7 @@ back with them, `StepOutputs.drafts`, and are the request's for the next step. I
 ExpertUnavailable: then there are none.
 
 **How many are worth it** (`policy.py`) follows from how often a request's drafts were right, and from what
-steps of so many rows took; the latter is measured by the first rank (`pace.py`), which tells all ranks at
+steps of as many rows took; the latter is measured by the first rank (`pace.py`), which tells all ranks at
 one place. All else is decided from tokens alone, so that ranks decide alike.
 
 Requests with penalties or a constraint do not speculate: what their rows may sample depends on the tokens

@@ -45,5 +45,5 @@ class DeviceDrafter(Protocol):
         `[T, H]`: after the final norm; `next_ids` int64 `[T]`: the token after each row, by now in the token
         pool: the prompt's, or what the row sampled; `last_rows` int64 `[Q]`: the row of each request whose
         next token is its newest, drafts that were right counted, those after it are of no use.
-        k is at most `plan.num_drafts`; 0: nobody will read drafts, only the drafter's own KV is to be kept.
+        k is at most `plan.num_drafts`; 0: no drafts will be read, only the drafter's own KV is to be kept.
         """
