@@ -293,7 +293,7 @@ def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device,
 def shape_weights(model: CausalLM, chosen: ModelConfigSection) -> None:
     """Give every parameter the type that `load_weights` will, so that memory can be planned; raises as it."""
     keeps = chosen.dense_weights == "keep"
-    if keeps or model.config.ngram is not None:
+    if keeps or any(isinstance(module, NGramRows) for module in model.modules()):
         _find(model, chosen.model, keep_fp8=keeps)
 
 
