@@ -54,7 +54,7 @@ from protos import engine_pb2, engine_pb2_grpc, vllm_engine_pb2_grpc
 _log = structlog.get_logger(__name__)
 # What a user can mend, or what another process says: the message is the cause.
 _EXPECTED = (UserError, ValueError, OSError, MailboxError, ExpertUnavailable)
-_Loaded = tuple[Built, WarmUpGate, EngineTelemetry, engine_pb2.GetModelInfoResponse]
+_Loaded = tuple[Built, EngineTelemetry, engine_pb2.GetModelInfoResponse]
 _POLL_S = 0.05
 # For calls to send their last message, and for the step that is computed while the engine ends.
 _LAST_WORDS_S = 1.0
@@ -190,9 +190,9 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     if interrupted:
         _log.info("stopped while loading")
         return 0, False
-    built, gate, telemetry, info = loading.result()
+    built, telemetry, info = loading.result()
     router = OutputRouter(loop)
-    gate.open(router.on_output)
+    built.engine.on_output = router.on_output
     bounds = Bounds(built.model_config.vocab_size, built.context_limit, config.gpu.random_seed)
     preparer = None if built.vision is None else built.vision.preparer
     live = make_live_experts(config, built)
@@ -314,7 +314,7 @@ def _load(config: MoebiusConfig) -> _Loaded:
             built.close()
         raise
     telemetry.enabled = True
-    return built, gate, telemetry, info
+    return built, telemetry, info
 
 
 def _warm_up(

@@ -18,24 +18,20 @@ class TokenDetails:
         self._jobs = prepared.jobs
         self._outputs_per_prompt = fields.n or 1
         self._tokenizer = tokenizer
-        self._with_ids = bool(fields.return_token_ids)
+        # Whether ids of output tokens are returned.
+        self.wants_ids = bool(fields.return_token_ids)
         self._num_prompt_logprobs = fields.prompt_logprobs
-
-    @property
-    def wants_ids(self) -> bool:
-        """Whether ids of output tokens are returned."""
-        return self._with_ids
 
     def of_output(self, token_ids: Sequence[int], whole: bool = False) -> dict[str, Any]:
         """Returns the details for a choice with these tokens; `whole`: in a non-streamed answer."""
-        if self._with_ids:
+        if self.wants_ids:
             return {"token_ids": list(token_ids)}
         return {"token_ids": None} if whole else {}
 
     def of_prompt(self, index: int, whole: bool = False) -> dict[str, Any]:
         """Returns the details of the prompt of output `index`; `whole`: in a non-streamed answer."""
         job = self._jobs[index // self._outputs_per_prompt]
-        details: dict[str, Any] = {"prompt_token_ids": list(job.prompt_ids)} if self._with_ids else {}
+        details: dict[str, Any] = {"prompt_token_ids": list(job.prompt_ids)} if self.wants_ids else {}
         if whole:
             count = self._num_prompt_logprobs
             details.setdefault("prompt_token_ids", None)

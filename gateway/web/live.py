@@ -66,7 +66,7 @@ def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
             "total_tokens": load.max_total_num_tokens,
             "prefix_hit_rate": load.cache_hit_rate,
         },
-        "guesses": {"verified": load.draft_tokens, "right": load.accepted_tokens},
+        "draft_tokens": {"verified": load.draft_tokens, "accepted": load.accepted_tokens},
         "steps": {"count": live.steps, "seconds": live.step_seconds},
         "costs": _costs(live.costs) if live.HasField("costs") else None,
         "memory": _memory(live.memory) if live.HasField("memory") else None,

@@ -25,7 +25,7 @@ from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.elastic import ElasticMemory, first_groups, stale_after
 from gpu_service.memory.plan import useful_pages
 from gpu_service.parallel.group import RankGroup
-from gpu_service.scheduler.supply import FixedPages, PageSupply
+from gpu_service.scheduler.supply import PageSupply
 from moebius.config import MoebiusConfig
 from moebius.errors import brief
 from moebius.models.config import ModelConfig
@@ -168,11 +168,11 @@ def make_page_supply(
     placement: AdaptivePlacement | None,
     stream: DeviceStream,
     check: StepCheck,
-) -> PageSupply:
-    """What moves memory while the engine serves; `cache` accounts for the pages of `kv`."""
+) -> PageSupply | None:
+    """What moves memory while the engine serves; None: none moves. `cache` accounts for the pages of `kv`."""
     pages = kv.pages
     if pages is None or placement is None:
-        return FixedPages()
+        return None
     token_bytes = pages.row_bytes / cache.page_size
 
     def stale_after_s(hit_share: float) -> float:

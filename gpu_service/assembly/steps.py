@@ -16,7 +16,7 @@ from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
 from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.prefill_lane import Pace, PrefillLane
+from gpu_service.engine.prefill_lane import LanePace, PrefillLane
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.streaming.make import streams
 from gpu_service.memory.plan import has_lane
@@ -144,7 +144,7 @@ def make_lane(
     group.open_lane(stream)
     bound = None if gpu.max_itl_ms is None else gpu.max_itl_ms / 1e3
     _log.info("long prompts have a step of their own", max_tokens=limits.prefill_chunk_max)
-    return PrefillLane(lane, Pace(bound))
+    return PrefillLane(lane, LanePace(bound))
 
 
 def lane_min_tokens(gpu: GpuConfig, break_even_rows: int) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import torch
 
@@ -55,17 +54,13 @@ def _request(index: int, length: int, vocab_size: int, params: SamplingParams) -
 
 
 class WarmUpGate:
-    """An output callback that waits for the warm-up's end, then passes everything on."""
+    """The engine's first output callback, which counts the warm-up's outputs as they end."""
 
     def __init__(self) -> None:
         self._ended = threading.Semaphore(0)
-        self._target: Callable[[list[OutputDelta]], None] | None = None
 
     def on_output(self, deltas: list[OutputDelta]) -> None:
         """Called by the engine thread."""
-        if self._target is not None:
-            self._target(deltas)
-            return
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._ended.release()
@@ -86,7 +81,3 @@ class WarmUpGate:
             if request.error_message:
                 raise UserError(f"a warm-up step failed: {request.error_message}")
         engine.flush().result(timeout_s)
-
-    def open(self, target: Callable[[list[OutputDelta]], None]) -> None:
-        """From now on outputs go to `target`."""
-        self._target = target

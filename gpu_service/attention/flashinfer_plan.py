@@ -148,7 +148,7 @@ PLAN_BYTES = 8 * 2**20
 NUM_BUFFERS = 2
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """The part of `torch.cuda.Event` that is used."""
 
     def record(self) -> None:
@@ -170,7 +170,7 @@ class PlanStaging:
     """
 
     def __init__(
-        self, device: torch.device, result_bytes: int, make_event: Callable[[], Event] | None = None
+        self, device: torch.device, result_bytes: int, make_event: Callable[[], DeviceEvent] | None = None
     ) -> None:
         pinned = device.type == "cuda"
         self.results = torch.zeros(result_bytes, dtype=torch.uint8, device=device)
@@ -178,7 +178,7 @@ class PlanStaging:
         self._hosts = [
             torch.empty(self.plans.shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(NUM_BUFFERS)
         ]
-        make: Callable[[], Event] = make_event or torch.cuda.Event
+        make: Callable[[], DeviceEvent] = make_event or torch.cuda.Event
         self._events = [make() for _ in range(NUM_BUFFERS)]
         self._turn = 0
 

@@ -33,7 +33,7 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class QueryChunk:
     """Several consecutive tokens of one request; filled by `plan_gathers`."""
 
     begin: int  # first row in the step
@@ -48,7 +48,7 @@ class GatherPlan:
     """A step's reads; filled by `plan_gathers`."""
 
     decode_groups: Sequence[DecodeGroup]
-    chunks: Sequence[Chunk]
+    chunks: Sequence[QueryChunk]
 
     @property
     def most_pages(self) -> int:
@@ -126,7 +126,7 @@ def _plan_chunk(
     dtype: torch.dtype,
     seen: FirstSeen,
     visible_ends: torch.Tensor | None,
-) -> Chunk:
+) -> QueryChunk:
     num_new = end - begin
     first_page = seen(kv_len - num_new) // page_size
     pages = row[first_page : -(-kv_len // page_size)]
@@ -142,7 +142,7 @@ def _plan_chunk(
             mask.zero_().masked_fill_(keys >= visible_ends[:, None], float("-inf"))
         if not seen.is_first:
             mask.masked_fill_(keys < seen.of_rows(positions), float("-inf"))
-    return Chunk(begin, end, pages, kv_len, mask)
+    return QueryChunk(begin, end, pages, kv_len, mask)
 
 
 def _plan_decode(
@@ -331,7 +331,7 @@ class TorchReferenceAttention(AttentionBackend):
         return output.reshape(group.num_requests, -1)
 
     def _attend_chunk(
-        self, query: torch.Tensor, layer_id: int, chunk: Chunk, layer: AttentionLayer
+        self, query: torch.Tensor, layer_id: int, chunk: QueryChunk, layer: AttentionLayer
     ) -> torch.Tensor:
         """query `[n, num_heads, D]`; KV heads stand in the place of the batch, so keys are not repeated."""
         kv_heads, (num_new, num_heads, head_dim) = self.kv_cache.kv_heads(layer_id), query.shape

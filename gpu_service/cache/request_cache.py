@@ -170,6 +170,18 @@ class RequestCache:
         """Pages a request could get without preempting anyone."""
         return self.pool.available + self.tree.evictable_pages
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """For `EngineLoad`: pages by who has them, and prompt tokens that were looked up and found."""
+        evictable = self.tree.evictable_pages
+        return {
+            "used_pages": self.pool.usable - self.pool.available - evictable,
+            "cached_pages": evictable,
+            "usable_pages": self.pool.num_pages - 1,
+            "query_tokens": self.query_tokens,
+            "hit_tokens": self.hit_tokens,
+        }
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)

@@ -235,7 +235,7 @@ class ConstraintCompiler:
         self._pool.submit(self._matcher, constraint)
 
     def _matcher(self, constraint: Constraint) -> LLMatcher:
-        """At the beginning of an output; nobody may advance it."""
+        """The matcher at the beginning of an output, which is shared and must not be advanced."""
         key = hashlib.sha256(constraint.SerializeToString(deterministic=True)).digest()
         with self._lock:
             compiled = self._compiled.get(key)

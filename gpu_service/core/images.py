@@ -210,7 +210,7 @@ def place_images(
 
 
 def locate(num_tokens: int, placed: Sequence[PromptImage], sees_ahead: bool = False) -> VisionPrompt:
-    """What a prompt of so many tokens has besides them. `placed`: its images, ascending.
+    """What a prompt of `num_tokens` tokens has besides them. `placed`: its images, ascending.
 
     Text counts on along all axes. An image's tokens share one position in time and count along the
     others; what follows begins after the longer side (Qwen2-VL, arXiv 2409.12191, section 2.1). Models whose

@@ -40,7 +40,7 @@ class Flush:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RunOperation:
     """Run a named operation between two steps, on every rank; the future gets its end on the caller's."""
 
     operation: str
@@ -53,7 +53,7 @@ class Stop:
     """End the engine thread."""
 
 
-Message = Add | Abort | Flush | Call | Stop
+Message = Add | Abort | Flush | RunOperation | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class EngineLoad:
     num_preemptions: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
-    # Of requests in steps with drafts: how often they had some, how many, and how many were right.
+    # Of requests in steps with drafts: how often they had some, how many, and how many were accepted.
     num_drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0

@@ -45,11 +45,11 @@ class SoloCollectives(Collectives):
         return tensor
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """Raises RuntimeError: there is nobody else."""
+        """Raises RuntimeError: there is no other rank."""
         raise RuntimeError(f"a group of one has no rank {destination} to send to")
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Raises RuntimeError: there is nobody else."""
+        """Raises RuntimeError: there is no other rank."""
         raise RuntimeError(f"a group of one has no rank {source} to receive from")
 
 

@@ -54,7 +54,7 @@ def stage_layers(config: ModelConfig, parallel: ParallelContext) -> range:
 
 
 def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
-    """Raises ConfigError naming the size that cannot be divided over so many ranks, and what is allowed."""
+    """Raises ConfigError naming the size that cannot be divided over the ranks, and what is allowed."""
     size, num_stages = parallel.tp_size, parallel.num_stages
     kinds = list(dict.fromkeys(mixers(config.layers)))
     for mixer in kinds:

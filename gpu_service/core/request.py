@@ -128,7 +128,7 @@ class Request:
     last_step: int = -1
     # It is in the open step of the prefill lane: no other step has it until that one has ended.
     in_lane: bool = False
-    # Tokens to compute by what was in the prefix tree when somebody first asked, while it waits; -1: nobody.
+    # Tokens to compute by what was in the prefix tree at the first lookup, while it waits; -1: none was.
     expected_len: int = -1
     # Positions that have counted for its client's share; cached ones do, too, at no cost.
     charged_len: int = 0
@@ -159,16 +159,16 @@ class Request:
     stop_entries: Entries | None = None
     bad_word_entries: BadWordEntries | None = None
 
-    # Guesses at the tokens after `total_len`: of a device drafter, or of a host drafter while the first of
+    # Draft tokens, those after `total_len`: of a device drafter, or of a host drafter while the first of
     # them is being sampled; filled by the scheduler and its speculation.
     drafts: Sequence[int] = ()
-    # Filled by the speculation policy: whether it may speculate, once somebody asked; and the latest drafts,
-    # those that were right and those that were verified, older ones counting less.
+    # Filled by the speculation policy: whether it may speculate (None: undecided); and the latest drafts,
+    # those that were accepted and those that were verified, older ones counting less.
     speculates: bool | None = None
     drafts_accepted: float = 0.0
     drafts_verified: float = 0.0
 
-    reported_len: int = 0  # Filled by the engine: output tokens handed to whoever asked for them.
+    reported_len: int = 0  # Filled by the engine: output tokens handed to the caller.
 
     def add_pooled(self, step_sum: npt.NDArray[np.float32], from_start: bool) -> None:
         """Adds a step's sum of hidden states, float32 `[H]`; a prompt that is computed again from its start,

@@ -36,7 +36,7 @@ class RowResult:
     error: str = ""
     # Of the rows of its drafts, in order.
     verified: Sequence[RowResult] = ()
-    # What a device drafter guesses for the request's next step.
+    # What a device drafter proposes for the request's next step.
     drafts: Sequence[int] = ()
 
 

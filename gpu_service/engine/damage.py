@@ -11,8 +11,7 @@ from concurrent.futures import Future
 
 import structlog
 
-from gpu_service.core.interface import Call, Inbox
-from gpu_service.core.step import Batch
+from gpu_service.core.interface import Inbox, RunOperation
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.scheduler.scheduler import Scheduler
 
@@ -27,7 +26,8 @@ class DamageWatch:
     def __init__(self, scheduler: Scheduler, runner: StepRunner, inbox: Inbox) -> None:
         """`runner` knows of damaged experts; those of before do not count."""
         self._scheduler, self._runner, self._inbox = scheduler, runner, inbox
-        self._known, self._trusted_from = runner.damages, 0
+        # Damages of which requests know, and the first step that was launched since the latest was found.
+        self.known, self.trusted_from = runner.damages, 0
 
     def look(self, nonfinite_layers: Collection[int] = ()) -> bool:
         """After a step's end, before its tokens are given out: whether all was forgotten here and now.
@@ -38,11 +38,11 @@ class DamageWatch:
         if nonfinite_layers:
             self._runner.suspect(nonfinite_layers)
         damages = self._runner.damages
-        if not self._inbox.is_entry or damages == self._known:
+        if not self._inbox.is_entry or damages == self.known:
             return False
-        self._known = damages
+        self.known = damages
         if not self._inbox.is_alone:
-            self._inbox.post(Call(COMPUTE_AGAIN, "", Future()))
+            self._inbox.post(RunOperation(COMPUTE_AGAIN, "", Future()))
             return False
         self.forget()
         return True
@@ -56,7 +56,7 @@ class DamageWatch:
             "an expert was damaged: requests are computed again and no prefix is kept", requests=requests
         )
         scheduler = self._scheduler
-        self._trusted_from = scheduler.next_step
+        self.trusted_from = scheduler.next_step
         for request in [request for request in scheduler.running if not request.in_lane]:
             scheduler.preempt(request, keep=False)
         for request in scheduler.waiting:
@@ -70,7 +70,3 @@ class DamageWatch:
         """
         self._scheduler.cache.flush()
         self._runner.zero_pages(self._scheduler.cache.pool.free_pages())
-
-    def is_worthless(self, batch: Batch) -> bool:
-        """Whether the step was launched before a damage was found."""
-        return batch.step < self._trusted_from

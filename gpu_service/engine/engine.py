@@ -33,7 +33,6 @@ import structlog
 from gpu_service.core.interface import (
     Abort,
     Add,
-    Call,
     EngineLoad,
     EngineObserver,
     Flush,
@@ -41,6 +40,7 @@ from gpu_service.core.interface import (
     Message,
     NullObserver,
     OutputDelta,
+    RunOperation,
     Stop,
     delta_of,
 )
@@ -51,18 +51,17 @@ from gpu_service.core.step import Batch, StepPlan
 from gpu_service.engine.damage import COMPUTE_AGAIN, DamageWatch
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.prefill_lane import POLL_S, PrefillLane
-from gpu_service.engine.step_runner import DeviceLost, Step, StepRunner
+from gpu_service.engine.step_runner import DeviceLost, LaunchedStep, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
-from gpu_service.scheduler.load import load_of
 from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.scheduler.shares import may_wait
-from gpu_service.scheduler.turns import TurnPace
+from gpu_service.scheduler.turns import make_turn_pace
 from gpu_service.speculation.pace import DraftPace
 
 _log = structlog.get_logger(__name__)
 # Operations of every engine.
 _STREAM_PROMPTS = "stream prompts"
-_SIT_OUT = "sit out"
+_PAUSED_REQUESTS = "paused requests"
 _STEP_COSTS = "costs of steps with drafts"
 
 
@@ -94,13 +93,13 @@ class Engine:
         self.load = EngineLoad(usable_pages=scheduler.cache.pool.num_pages - 1)
         self._builder = builder
         self._runner = runner
-        self._on_output = on_output
+        self.on_output = on_output
         self._observer = observer or NullObserver()
         self._max_waiting = max_waiting
         self._inbox = inbox or Inbox()
         own = {
             _STREAM_PROMPTS: scheduler.turns.read,
-            _SIT_OUT: builder.token_masks.read,
+            _PAUSED_REQUESTS: builder.token_masks.read,
             COMPUTE_AGAIN: lambda _: self._compute_all_again(),
         }
         if scheduler.speculation is not None:
@@ -112,12 +111,11 @@ class Engine:
         # Called once, by the engine thread, when every request has ended because no step can be computed.
         self.on_lost: Callable[[str], None] = lambda reason: None
         # Launched steps of the main lane, the oldest first, and how many of them there may be.
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         self._depth = 2 if overlap else 1
         self._lane = lane
-        limits = scheduler.limits
-        # Of steps of prompts alone, where there is no lane.
-        self._turns = TurnPace(limits.prefill_chunk_max, limits.max_num_batched_tokens, max_added_s)
+        # Of steps of prompts alone; None: there are none.
+        self._turns = None if lane is not None else make_turn_pace(scheduler.limits, max_added_s)
         self._draft_pace = draft_pace if self._inbox.is_entry else None
         # An error of the loop itself, raised while the lane's layers were launched.
         self._defect: Exception | None = None
@@ -195,7 +193,7 @@ class Engine:
         Whatever decides how a step is computed has to change this way. Its error goes to the future.
         """
         done: Future[None] = Future()
-        self._inbox.post(Call(operation, argument, done))
+        self._inbox.post(RunOperation(operation, argument, done))
         return done
 
     # ---- the engine thread ----
@@ -212,10 +210,10 @@ class Engine:
 
     def receive(self, wait: bool) -> bool:
         """Applies all messages; blocks for one if `wait` and there is no work. False: end the loop."""
-        if self._inbox.is_entry:
-            changed = self._builder.token_masks.message(self.scheduler.running)
-            if changed is not None:
-                self.call(_SIT_OUT, changed)
+        masks, running = self._builder.token_masks, self.scheduler.running
+        has_constraints = masks.announced or any(r.constraint is not None for r in running)
+        if self._inbox.is_entry and has_constraints and (changed := masks.message(running)) is not None:
+            self.call(_PAUSED_REQUESTS, changed)
         idle = wait and not (self._in_flight or self.scheduler.has_work or self._lane_is_open)
         if idle:
             self._check_integrity()
@@ -231,7 +229,7 @@ class Engine:
         """Launches a step and waits for the one before it; with nothing to launch, for the latest."""
         if self._lane is not None:
             self._tend(self._lane)
-        elif self.scheduler.limits.prefill_chunk_max and self._inbox.is_entry:
+        elif self._turns is not None and self._inbox.is_entry:
             message = self._turns.news(lambda: self._runner.streamed_tokens)
             if message is not None:
                 self.call(_STREAM_PROMPTS, message)
@@ -261,7 +259,7 @@ class Engine:
             return False
         batch, plan = planned
         overlaps = bool(self._in_flight) or self._depth == 1
-        self._in_flight.append(Step(batch, self._runner.launch(plan), plan.awaits_masks, overlaps))
+        self._in_flight.append(LaunchedStep(batch, self._runner.launch(plan), plan.awaits_masks, overlaps))
         return True
 
     def _schedule(self) -> Batch | None:
@@ -347,7 +345,7 @@ class Engine:
             if costs is not None:
                 self.call(_STEP_COSTS, costs)
 
-    def _supply_masks(self, step: Step) -> None:
+    def _supply_masks(self, step: LaunchedStep) -> None:
         """What a step awaits follows from the tokens of the one before it, which is committed now."""
         masks = None
         try:
@@ -362,7 +360,7 @@ class Engine:
             self._end([delta_of(request) for request in constrained])
         step.pending.supply(masks)
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: LaunchedStep) -> None:
         """Waits for a step's tokens and applies them."""
         try:
             result = step.pending.wait()
@@ -376,12 +374,13 @@ class Engine:
                 return
             # Of another process: a traceback would show this one's way to it.
             is_ours = not isinstance(error, (ExpertUnavailable, ExpertComputeFailed))
-            requests = len(step.batch.requests)
-            fields = {"requests": requests, "error": str(error), **trace_fields(step.batch.requests)}
+            requests = step.batch.requests
+            fields = {"requests": len(requests), "error": str(error), **trace_fields(requests)}
             _log.error("step failed", step=step.batch.step, exc_info=is_ours, **fields)
             self._fail(step.batch, f"{type(error).__name__}: {error}")
             return
-        is_found = self._damage.look(result.nonfinite_layers)
+        is_suspect = bool(result.nonfinite_layers) or self._runner.damages != self._damage.known
+        is_found = is_suspect and self._damage.look(result.nonfinite_layers)
         try:
             self._apply_result(step, result)
             if is_found:
@@ -393,8 +392,8 @@ class Engine:
             self._end_all(FinishReason.ERROR, f"applying a step's results failed: {error!r}")
             self.scheduler.ended(step.batch)
 
-    def _apply_result(self, step: Step, result: StepResult) -> None:
-        is_worthless = self._damage.is_worthless(step.batch)
+    def _apply_result(self, step: LaunchedStep, result: StepResult) -> None:
+        is_worthless = step.batch.step < self._damage.trusted_from
         if is_worthless and step.batch is self.scheduler.lane.batch:
             self._compute_again(step.batch, "an expert was damaged", keep=False)
             return
@@ -404,7 +403,8 @@ class Engine:
         deltas = [delta_of(request) for request in reported]
         if pages:
             self._runner.zero_pages(pages)
-        self._turns.committed(step.batch, result.seconds)
+        if self._turns is not None:
+            self._turns.committed(step.batch, result.seconds)
         self._observer.committed(step.batch, result, deltas)
         self._emit(deltas)
 
@@ -417,7 +417,7 @@ class Engine:
                 self._end([delta_of(request) for request in self.scheduler.abort(request_id)])
             case Flush(done):
                 done.set_result(self.scheduler.cache.flush())
-            case Call(operation, argument, ended):
+            case RunOperation(operation, argument, ended):
                 self._operate(operation, argument, ended)
             case Stop():
                 self._stopping = True
@@ -489,10 +489,10 @@ class Engine:
     def _emit(self, deltas: list[OutputDelta]) -> None:
         self._snapshot()
         if deltas:
-            self._on_output(deltas)
+            self.on_output(deltas)
 
     def _snapshot(self) -> None:
-        self.load = load_of(self.scheduler)
+        self.load = self.scheduler.load()
         self._observer.loaded(self.load)
 
     def _check_integrity(self) -> None:

@@ -30,7 +30,7 @@ _log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 
 
-class Event(Pending[Result]):
+class HostEvent(Pending[Result]):
     """The end of one launch, and what it returned or raised."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Stream(ABC):
     runs_meanwhile = True  # whether `launch` returns before the work is done
 
     @abstractmethod
-    def launch(self, work: Callable[[], Result]) -> Event[Result]:
+    def launch(self, work: Callable[[], Result]) -> HostEvent[Result]:
         """Queues work and returns at once (or, for the null object, when the work is done)."""
 
     @abstractmethod
@@ -80,8 +80,8 @@ class InlineStream(Stream):
 
     runs_meanwhile = False
 
-    def launch(self, work: Callable[[], Result]) -> Event[Result]:
-        event = Event[Result]()
+    def launch(self, work: Callable[[], Result]) -> HostEvent[Result]:
+        event = HostEvent[Result]()
         event.run(work)
         return event
 
@@ -97,8 +97,8 @@ class CpuStream(Stream):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def launch(self, work: Callable[[], Result]) -> Event[Result]:
-        event = Event[Result]()
+    def launch(self, work: Callable[[], Result]) -> HostEvent[Result]:
+        event = HostEvent[Result]()
         self._queue.put(lambda: event.run(work))
         return event
 
@@ -125,7 +125,7 @@ class HostStep(Pending[StepResult]):
         work = functools.partial(run, lambda plan: plan.with_masks(masks.result()))
         self._launch = functools.partial(stream.launch, work)
         # A stream that works in place would wait for ever.
-        self._event: Event[StepResult] | None = self._launch() if stream.runs_meanwhile else None
+        self._event: HostEvent[StepResult] | None = self._launch() if stream.runs_meanwhile else None
 
     def supply(self, masks: TokenMasks | None) -> None:
         self._masks.set_result(masks)

@@ -72,7 +72,9 @@ class InputBuilder:
 
     def build(self, batch: Batch, trace_context: Context | None = None) -> StepPlan:
         """Tensors are fresh in every call, so two steps may be in flight."""
-        drafts, batch = plan_drafts(batch), as_rows(batch)
+        drafts = None
+        if batch.drafts:
+            drafts, batch = plan_drafts(batch), as_rows(batch)
         counts = np.asarray(batch.num_new_tokens, dtype=np.int64)
         starts = np.asarray(batch.start_positions, dtype=np.int64)
         slots = np.asarray([request.slot for request in batch.requests], dtype=np.int64)
@@ -129,7 +131,10 @@ class InputBuilder:
     ) -> SamplingPlan | None:
         if not requests:
             return None
-        return self.token_masks.plan(batch, build_sampling_plan(requests, output_positions, self._limits))
+        plan = build_sampling_plan(requests, output_positions, self._limits)
+        if any(request.constraint is not None for request in requests):
+            return self.token_masks.plan(batch, plan)
+        return plan
 
 
 def _upload(request: Request) -> SlotUpload:

@@ -22,7 +22,7 @@ from gpu_service.core.interface import Inbox, LaneSight
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch, StepPlan
 from gpu_service.device.stream import DeviceEvent
-from gpu_service.engine.step_runner import Pending, Step
+from gpu_service.engine.step_runner import LaunchedStep, Pending
 
 # How often the host looks whether the device has got on, when it has nothing else to do.
 POLL_S = 0.0005
@@ -81,7 +81,7 @@ class LaneRunner(ABC):
         """Finishes what was launched; nothing may be launched afterwards."""
 
 
-class Pace:
+class LanePace:
     """How far the lane may run ahead, so that running streams keep their rhythm; driven by the host's clock.
 
     The time between two tokens of steps that only decode is compared with that of as many requests while the
@@ -103,7 +103,7 @@ class Pace:
         self._pauses = False
         self._until: float | None = None
         # By how much tokens were late, less what others came before their time.
-        self._debt = 0.0
+        self._late_s = 0.0
         # Layers that may be queued on the device behind the one that runs, as a whole number.
         self.ahead = float(_MOST_AHEAD)
 
@@ -132,18 +132,18 @@ class Pace:
         if not lane_is_open:
             return
         late = between - idle - (idle if self._max_added_s is None else self._max_added_s)
-        self._debt = max(0.0, self._debt + late)
+        self._late_s = max(0.0, self._late_s + late)
         if late > 0:
             self.ahead = self.ahead // 2
             self._pauses = True
         else:
             self.ahead = min(_MOST_AHEAD, self.ahead + _WIDEN)
-            if not self._debt:
+            if not self._late_s:
                 self._go_on()
 
     def idled(self) -> None:
         """The main lane has nothing to do: the next token's time says nothing, and nobody is held up."""
-        self._last, self._debt, self.ahead = None, 0.0, float(_MOST_AHEAD)
+        self._last, self._late_s, self.ahead = None, 0.0, float(_MOST_AHEAD)
         self._go_on()
 
     def may_go_on(self, queued: int) -> bool:
@@ -167,18 +167,18 @@ class Pace:
 class PrefillLane:
     """The engine's side of the lane; used by the engine thread."""
 
-    def __init__(self, runner: LaneRunner, pace: Pace) -> None:
+    def __init__(self, runner: LaneRunner, pace: LanePace) -> None:
         self.runner = runner
         self.pace = pace
         # The open one, launched to its last layer.
-        self.step: Step | None = None
+        self.step: LaunchedStep | None = None
         self._give_turn: Callable[[], bool] = lambda: False
         self._inbox = Inbox()
         self._marks: deque[DeviceEvent] = deque()
         self._last_turn = 0.0
         runner.between_layers, runner.wait_until = self._between_layers, self._wait_until
 
-    def attend(self, give_turn: Callable[[], bool], inbox: Inbox, in_flight: Sequence[Step]) -> None:
+    def attend(self, give_turn: Callable[[], bool], inbox: Inbox, in_flight: Sequence[LaunchedStep]) -> None:
         """`give_turn` drains the inbox, lets the main lane do what it can without waiting, and says whether
         that was anything; `in_flight`: the main lane's steps, the oldest first, as they are at any time.
         """
@@ -189,9 +189,9 @@ class PrefillLane:
         """Opens a step; returns when all its layers are launched, with turns of the main lane meanwhile."""
         self._marks.clear()
         self.pace.opened()
-        self.step = Step(batch, self.runner.launch(plan))
+        self.step = LaunchedStep(batch, self.runner.launch(plan))
 
-    def take(self) -> Step:
+    def take(self) -> LaunchedStep:
         """The open step, which is the caller's from now on."""
         assert self.step is not None, "no step is open"
         step, self.step = self.step, None

@@ -59,7 +59,7 @@ class StepOutputs:
     is_float16: bool = False
     # As in `StepResult`.
     has_copies: bool | None = False
-    # What a device drafter guesses for each request that samples; None: there is none, or it had no guess.
+    # What a device drafter proposes for each request that samples; None: it proposes nothing.
     drafts: Annotated[Tensor | None, TensorField("Q K", int64)] = None
 
 

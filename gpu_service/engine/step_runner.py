@@ -49,7 +49,7 @@ class Pending(ABC, Generic[Result]):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LaunchedStep:
     """A launched step: the plan's host side, and what carries its result."""
 
     batch: Batch

@@ -46,7 +46,7 @@ class MaskBuilder:
         self._pool: ThreadPoolExecutor | None = None
         # Who sits out, by `Request.key`: as was said last, and as is said here, which is where it is decided.
         self._held: frozenset[str] = frozenset()
-        self._said: set[str] = set()
+        self.announced: set[str] = set()
         # What those who sit out wait for; an output that is gone takes its own along.
         self._awaited: weakref.WeakKeyDictionary[OutputConstraint, Future[Words]] = (
             weakref.WeakKeyDictionary()
@@ -58,9 +58,9 @@ class MaskBuilder:
         Depends on time, so it is asked on the rank where messages enter only.
         """
         held = {request.key for request in running if self._waits(request)}
-        if held == self._said:
+        if held == self.announced:
             return None
-        self._said = held
+        self.announced = held
         return json.dumps(sorted(held))
 
     def read(self, message: str) -> None:
@@ -78,7 +78,7 @@ class MaskBuilder:
     def wait_for_held(self) -> bool:
         """Where nothing can be scheduled: whether a request sits out. Where that is decided it blocks until
         a mask is there; elsewhere the next message says so."""
-        if self._awaited and self._said:
+        if self._awaited and self.announced:
             wait(list(self._awaited.values()), return_when=FIRST_COMPLETED)
             for constraint, ahead in list(self._awaited.items()):
                 if ahead.done():

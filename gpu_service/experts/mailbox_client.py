@@ -37,7 +37,7 @@ ABANDONED = 5
 
 
 @dataclass(slots=True)
-class Chunk:
+class RowChunk:
     """Rows [begin, end) of a ticket in one slot; filled by `MailboxExpertClient`."""
 
     slot: int
@@ -54,7 +54,7 @@ class MailboxTicket(Ticket):
     # How often the client had forgotten its tickets when this was submitted.
     generation: int = 0
     next_row: int = 0
-    chunks: deque[Chunk] = field(default_factory=deque)
+    chunks: deque[RowChunk] = field(default_factory=deque)
 
 
 class MailboxExpertClient(ExpertClient):
@@ -138,7 +138,7 @@ class MailboxExpertClient(ExpertClient):
                 )
             except ShutDown as error:
                 raise ExpertUnavailable(-1, str(error)) from error
-            ticket.chunks.append(Chunk(slot, epoch, begin, end, submitted))
+            ticket.chunks.append(RowChunk(slot, epoch, begin, end, submitted))
             ticket.next_row = end
             if end == ticket.rows:
                 self._waiting.popleft()
@@ -170,7 +170,7 @@ class MailboxExpertClient(ExpertClient):
         self._stats.rows += ticket.rows
         return add_to(partial, output)
 
-    def _collect_chunk(self, chunk: Chunk, output: torch.Tensor) -> None:
+    def _collect_chunk(self, chunk: RowChunk, output: torch.Tensor) -> None:
         begin = time.perf_counter()
         try:
             spent = self._mailbox.collect(
@@ -189,7 +189,7 @@ class MailboxExpertClient(ExpertClient):
         # An answer that was there before it was asked for cost no more than its copy.
         self._hand_off_s += max(0.0, min(end - chunk.submitted - max(spent) * 1e-9, end - begin))
 
-    def _tell_peers(self, error: MailboxError, chunk: Chunk) -> None:
+    def _tell_peers(self, error: MailboxError, chunk: RowChunk) -> None:
         """Ends the waits of ranks that share the slots: this one will not ring again in this step."""
         if self._mailbox.geometry.num_clients == 1:
             return

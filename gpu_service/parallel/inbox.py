@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gpu_service.core.constraint import ConstraintCompiler
 from gpu_service.core.images import PreparedImage, PromptImage, locate
-from gpu_service.core.interface import Abort, Add, Call, Flush, Inbox, LaneSight, Message, Stop
+from gpu_service.core.interface import Abort, Add, Flush, Inbox, LaneSight, Message, RunOperation, Stop
 from gpu_service.core.request import Pooling, Request, SamplingParams
 from gpu_service.parallel.control import RankControl
 from protos import engine_pb2, ranks_pb2
@@ -46,7 +46,7 @@ def encode_messages(messages: Sequence[Message]) -> ranks_pb2.Iteration:
                 sent.abort_request_id = request_id
             case Flush():
                 sent.flush.SetInParent()
-            case Call(operation, argument):
+            case RunOperation(operation, argument):
                 sent.call.operation, sent.call.argument = operation, argument
             case Stop():
                 sent.stop.SetInParent()
@@ -76,7 +76,7 @@ def _decode(
         case "flush":
             return Flush(Future())
         case "call":
-            return Call(message.call.operation, message.call.argument, Future())
+            return RunOperation(message.call.operation, message.call.argument, Future())
         case "stop":
             return Stop()
     raise ValueError("an unknown message arrived: the ranks run different versions")

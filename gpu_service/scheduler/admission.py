@@ -92,7 +92,7 @@ def divide_budget(
     """Who computes how much in the next step.
 
     Requests that need one token come first, least recently served first, so that a prompt never holds up
-    decoding and nobody starves when there are more requests than budget. Of the rest the oldest prompt has
+    decoding and none starves when there are more requests than budget. Of the rest the oldest prompt has
     half for itself; the other half goes to the shortest prompts first, whether they run already or wait
     (`newcomers`). So a short prompt starts at once however long the others are, and a long one is held up by
     at most as many tokens as it computes itself. Of prompts of one length the older is done first: sharing

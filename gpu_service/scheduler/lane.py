@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from gpu_service.core.interface import LaneSight
 
 
-class LaneBooks:
+class PrefillLaneState:
     """The open step, and what it holds back; the scheduler changes all but the first four fields."""
 
     def __init__(self) -> None:
         # Filled by the engine before it plans: whether steps of the lane can be computed now, and the prompt
-        # tokens from which one is worth it, while others decode and while nobody does.
+        # tokens from which one is worth it, while others decode and while none does.
         self.is_ready = False
         self.min_tokens = self.idle_min_tokens = 2
         # Tokens of a step while others decode; 0: as many as at other times.
@@ -50,7 +50,7 @@ class LaneBooks:
         self.min_tokens, self.idle_min_tokens = sight.min_tokens
 
     def weigh(self, decodes: bool, chunk_max: int) -> None:
-        """Before the lane or the main lane is planned: whether anybody decodes."""
+        """Before the lane or the main lane is planned: whether any request decodes."""
         # Streaming may pay from one token on, but a single token is the main lane's: that is decoding.
         self.worth = max(2, self.min_tokens if decodes else self.idle_min_tokens)
         self.most_tokens = min(chunk_max, self.step_tokens) if decodes and self.step_tokens else chunk_max

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
+from gpu_service.core.interface import EngineLoad
 from gpu_service.core.limits import SchedulerLimits, mark_finish, refuse_impossible
 from gpu_service.core.request import FinishReason, Request, TokenLogprobs
 from gpu_service.core.results import RowResult
@@ -27,9 +28,9 @@ from gpu_service.scheduler.admission import (
     seniority,
     token_cost,
 )
-from gpu_service.scheduler.lane import LaneBooks
+from gpu_service.scheduler.lane import PrefillLaneState
 from gpu_service.scheduler.shares import ClientShares
-from gpu_service.scheduler.supply import FixedPages, PageSupply
+from gpu_service.scheduler.supply import PageSupply
 from gpu_service.scheduler.turns import PromptTurns
 from gpu_service.speculation.policy import Speculation
 
@@ -47,16 +48,18 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.lane = LaneBooks()
+        self.lane = PrefillLaneState()
         self.shares = ClientShares()
-        self.supply: PageSupply = FixedPages()
+        # None: the pool has all its pages from the start.
+        self.supply: PageSupply | None = None
         # Where there is no lane.
         self.turns = PromptTurns()
         # Whether a request that decodes sits out for now; set by the engine, alike on every rank.
         self.holds: Callable[[Request], bool] = lambda request: False
         self._free_slots = list(range(limits.max_num_seqs))
         self._arrivals = 0
-        self._step = 0
+        # The number of the next batch.
+        self.next_step = 0
 
     @property
     def has_work(self) -> bool:
@@ -100,8 +103,7 @@ class Scheduler:
         if self.speculation is not None and self.speculation.waits(self.running):
             return None
         self.lane.lacks_pages = None
-        self.supply.before_step(self)
-        self._weigh_lane()
+        self._prepare()
         self.shares.weigh(self.waiting, self.running)
         batch = self._take_turns() if self.turns.streams and self._decodes() else None
         batch = batch or self._schedule_main(self.lane.is_due, self.lane.excludes)
@@ -120,7 +122,10 @@ class Scheduler:
             self.limits,
             cache.page_size,
             cache.keeps_states,
-            excluded=lambda request, need: excludes(request, need) or (need == 1 and self.holds(request)),
+            excluded=lambda request, need: (
+                excludes(request, need)
+                or (need == 1 and request.constraint is not None and self.holds(request))
+            ),
             budget=self._budget(),
             rank=self.shares.rank,
         )
@@ -160,8 +165,7 @@ class Scheduler:
 
     def wants_lane(self) -> bool:
         """Whether a step of the prefill lane would have something to compute."""
-        self.supply.before_step(self)
-        self._weigh_lane()
+        self._prepare()
         return self.lane.may_open and bool(self._prompts_of(self.lane.choose))
 
     def schedule_lane(self) -> Batch | None:
@@ -170,7 +174,7 @@ class Scheduler:
         Prompts only, divided as among the main lane's. Call it where `wants_lane`, with no step in flight.
         """
         assert self.lane.may_open, "the lane has an open step, or is not ready"
-        self._weigh_lane()
+        self._prepare()
         self.shares.weigh(self.waiting, self.running)
         division = Division({}, [], self.lane.most_tokens)
         prompts, cache, rank = self._prompts_of(self.lane.choose), self.cache, self.shares.rank
@@ -181,15 +185,16 @@ class Scheduler:
         return batch
 
     def _plan(self, division: Division) -> Batch | None:
-        batch = Batch([], [], [], [], step=self._step)
+        batch = Batch([], [], [], [], step=self.next_step)
         preempted = self._schedule_running(batch, division.counts)
         # Admitting right after a preemption would take the pages that were just made free.
         if not preempted:
             self._admit(batch, division)
         if not batch.requests:
             return None
-        self._step += 1
-        self.supply.planned(batch)
+        self.next_step += 1
+        if self.supply is not None:
+            self.supply.planned(batch)
         return batch
 
     def commit(self, batch: Batch, results: Sequence[RowResult], *, replayed: bool = False) -> list[Request]:
@@ -226,7 +231,7 @@ class Scheduler:
         return reported
 
     def poisoned_pages(self, batch: Batch, results: Sequence[RowResult]) -> list[int]:
-        """Before `commit`: pages with KV that is not finite, which nobody has once that is done.
+        """Before `commit`: pages with KV that is not finite, which no request has once that is done.
 
         Of a request that ends by its own error all that only it has; else from the first failed draft on.
         """
@@ -243,7 +248,8 @@ class Scheduler:
 
     def ended(self, batch: Batch) -> None:
         """The step will not be run again, whether it came to anything; `commit` calls it."""
-        self.supply.ended(batch)
+        if self.supply is not None:
+            self.supply.ended(batch)
         if self.speculation is not None:
             self.speculation.ended(batch)
         if self.cache.states is not None:
@@ -251,11 +257,6 @@ class Scheduler:
         if batch is self.lane.batch:
             for request, keep in self.lane.close():
                 self._leave(request, keep)
-
-    @property
-    def next_step(self) -> int:
-        """The number of the next batch."""
-        return self._step
 
     def give_up(self, batch: Batch, keep: bool = True) -> None:
         """The lane's step came to nothing by no fault of its requests, which are computed again; `keep`: from
@@ -268,6 +269,12 @@ class Scheduler:
         for request, samples in left:
             request.inflight_tokens -= samples
             self.preempt(request, keep)
+
+    def load(self) -> EngineLoad:
+        """Returns a snapshot of queues and cache."""
+        counts = self.cache.counts | ({} if self.speculation is None else self.speculation.counts)
+        num_running, num_waiting = len(self.running), len(self.waiting)
+        return EngineLoad(num_running, num_waiting, num_preemptions=self.num_preemptions, **counts)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when queues, slots, lengths or pages contradict one another."""
@@ -310,7 +317,7 @@ class Scheduler:
         return preempted
 
     def _grow_for_drafts(self, request: Request, num_tokens: int) -> bool:
-        """Room for drafts, which nobody else gives up pages for, now or in the next step."""
+        """Makes room for drafts, for which no other request gives up pages, now or in the next step."""
         cache = self.cache
         wanted = cache.pages_for(num_tokens) - len(request.pages)
         return wanted <= cache.available - self.limits.watermark_pages and cache.grow(request, num_tokens)
@@ -336,7 +343,10 @@ class Scheduler:
     def _decodes(self) -> bool:
         return any(request.scheduled_len >= request.prompt_len for request in self.running)
 
-    def _weigh_lane(self) -> None:
+    def _prepare(self) -> None:
+        """What may change before a step is planned: the pages there are, and what the lane takes."""
+        if self.supply is not None:
+            self.supply.before_step(self)
         self.lane.weigh(self._decodes(), self.limits.prefill_chunk_max)
 
     def _prompts_of(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:

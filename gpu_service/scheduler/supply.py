@@ -17,6 +17,7 @@ class Queues(Protocol):
 
     limits: SchedulerLimits
     cache: RequestCache
+    next_step: int  # the number of the next batch
 
     @property
     def waiting(self) -> Sequence[Request]:
@@ -25,10 +26,6 @@ class Queues(Protocol):
     @property
     def running(self) -> Sequence[Request]:
         """Requests with a slot, in order of seniority."""
-
-    @property
-    def next_step(self) -> int:
-        """The number of the next batch."""
 
 
 class PageSupply(ABC):
@@ -45,16 +42,3 @@ class PageSupply(ABC):
     @abstractmethod
     def ended(self, batch: Batch) -> None:
         """The step has ended and will not be run again."""
-
-
-class FixedPages(PageSupply):
-    """The null object: the pool has all its pages from the start."""
-
-    def before_step(self, queues: Queues) -> None:
-        """Nothing changes."""
-
-    def planned(self, batch: Batch) -> None:
-        """Nothing is waited for."""
-
-    def ended(self, batch: Batch) -> None:
-        """Nothing is waited for."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.request import Request
 from gpu_service.core.step import Batch
 from gpu_service.scheduler.lane import is_plain_text
@@ -29,7 +30,7 @@ from gpu_service.scheduler.lane import is_plain_text
 # Steps of others between two of prompts: until times are known, and at most.
 _UNKNOWN, _MOST = 8, 256
 # Weight of the newest time; changes of a number that are not worth a message to all ranks.
-_NEWEST, _UNTOLD = 0.3, 0.04
+_NEWEST, _REPORTED_CHANGE = 0.3, 0.04
 # How often the first rank looks whether prompts would be streamed.
 _LOOK_S = 0.1
 # So many times the usual number of others' steps follow a step of prompts at most.
@@ -67,7 +68,7 @@ class PromptTurns:
             self.left -= 1
             self.owed = max(self.owed - 1, -self.steps_between)
             return
-        # Bounded: prompts also go on where nobody else has anything to compute.
+        # Bounded: prompts also go on where no other request has anything to compute.
         self.owed = min(self.owed + self.steps_between, _LONGEST * self.steps_between)
         to_come = -(-tokens_to_come // most)
         # What is owed now and will be for the steps to come, in as many parts as there are steps to come.
@@ -112,7 +113,7 @@ class TurnPace:
             self._decode_s = _mean(self._decode_s, seconds)
         if self._decode_s and self._prompts_s:
             steps = max(1.0, min(float(_MOST), self._prompts_s / self._decode_s))
-            if abs(steps - self._steps) > _UNTOLD * self._steps:
+            if abs(steps - self._steps) > _REPORTED_CHANGE * self._steps:
                 self._steps = steps
 
     def _limit_chunk(self, tokens: int, seconds: float) -> None:
@@ -146,6 +147,13 @@ class TurnPace:
             _log.info("long prompts stream their experts, in turns with others' steps", now=bool(message))
         self._said = message
         return message
+
+
+def make_turn_pace(limits: SchedulerLimits, max_added_s: float | None) -> TurnPace | None:
+    """Returns the division of turns within the limits; None: no step streams its experts."""
+    if not limits.prefill_chunk_max:
+        return None
+    return TurnPace(limits.prefill_chunk_max, limits.max_num_batched_tokens, max_added_s)
 
 
 def _mean(before: float, newest: float) -> float:

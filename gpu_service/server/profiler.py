@@ -1,6 +1,6 @@
 """Watches this process and its expert servers for some seconds, for `moebius profile`.
 
-Nothing of it exists while nobody asks. Expert servers note what their threads compute, torch's profiler what
+Until then nothing of it exists. Expert servers note what their threads compute, torch's profiler what
 GPU or CPU do, the expert client when it submitted and collected; who asked puts it together.
 """
 
@@ -115,7 +115,7 @@ class EngineProfiler:
         profiler = None
         try:
             profiler = _start_torch()
-        except Exception as error:  # of torch, CUPTI or a profiler that somebody else runs
+        except Exception as error:  # of torch, CUPTI or a profiler that another process runs
             _log.warning("torch's profiler does not start", error=str(error))
             answer.notes.append(f"no GPU kernels or CPU operations: {error}")
         try:

@@ -1,4 +1,4 @@
-"""Whether a request would be answered now, and if not, why: looked at all the time, for whoever asks."""
+"""Whether a request would be answered now, and if not, why: looked at all the time, for probes and calls."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class HealthReport:
         """`others`: services that serve when the engine's does."""
         self._others = others
         self._servicer = _ExplainedHealth()
-        self.state = ProcessState()  # the same for probes over HTTP; set by whoever answers those
+        self.state = ProcessState()  # the same for probes over HTTP; set by the server that answers those
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set(self, serving: bool, works: bool = True, why: str = "") -> None:
-        """What whoever asks from now on, and whoever watches, gets as an answer; `why` it does not serve."""
+        """Sets the answer to calls from now on, and to those that watch; `why` it does not serve."""
         self.state.not_ready = "" if serving else why or "not serving"
         self.state.broken = "" if works else why or "the engine has ended"
         self._servicer.not_ready = self.state.not_ready
@@ -100,7 +100,7 @@ class Readiness:
                 else:
                     _log.info("ready again")
                 await self._tell()
-            if problem == _ENDED:  # of the same look: whoever waits for it finds what health says already
+            if problem == _ENDED:  # of the same look: a waiting caller finds what health says already
                 self.lost.set()
             await asyncio.sleep(self._look_every_s)
 

@@ -71,7 +71,7 @@ class OutputRouter:
             buffer.end(reason)
 
     def on_output(self, deltas: list[OutputDelta]) -> None:
-        """Called by the engine thread; never blocks it. After the loop has closed nobody listens."""
+        """Called by the engine thread; never blocks it. After the loop has closed nothing is delivered."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._deliver, deltas)
 

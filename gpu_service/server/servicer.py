@@ -160,7 +160,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         """Ends all outputs of each id."""
         service = await self._ready(context)
         for request_id in request.request_ids:
-            # Of ids nobody has there may be any number, of any length.
+            # Of ids that no request has there may be any number, of any length.
             if request_id in service.router:
                 _log.info("abort", request_id=request_id, reason=request.reason[:200])
             service.engine.abort(request_id)

@@ -1,10 +1,10 @@
 """Speculative decoding: several tokens of a request from one step, the same ones as without it.
 
-A drafter guesses the next k tokens of a request. The next step then has 1 + k rows of that request instead
+A drafter proposes the next k tokens of a request. The next step then has 1 + k rows of that request instead
 of one: the last known token, and each draft at the position after the one before. Row i says, with the
 uniform number of its own output position (docs/decisions/0004), which token follows its own; as long as that
 is the next draft, the draft is accepted. So a step adds 1 to 1 + k tokens, and outputs are those of decoding
-one by one at every temperature: a draft is only ever a guess of what is sampled anyway.
+one by one at every temperature: a draft only ever anticipates what is sampled anyway.
 
 step N       | t5 -> 17 | d6=17 -> 4 | d7=9 -> 30 |      rows; the token that each of them samples
 commit N       17, 4 appended (d6 was right, d7 was not); the KV of t5 and d6 stands, d7's is written over
@@ -19,7 +19,7 @@ requests, and need to know nothing.
 **Only where every request decodes**, and whose last token the host knows. While a step with drafts is in
 flight no other is planned in its lane: how far its requests come is unknown, and a step of the others alone
 would cost about as much as one of all. Other steps overlap as ever. Prompts go first: drafts never take a
-row, a page or budget that somebody's own token needs.
+row, a page or budget that a request's own token needs.
 
 **Drafters** (`drafter.py`). A host drafter looks at known tokens (`ngram.py`). A device drafter, such as the
 model's MTP layers, is called by the model runner in every step once its tokens are sampled; its drafts come
@@ -27,7 +27,7 @@ back with them, `StepOutputs.drafts`, and are the request's for the next step. I
 ExpertUnavailable: then there are none.
 
 **How many are worth it** (`policy.py`) follows from how often a request's drafts were right, and from what
-steps of so many rows took; the latter is measured by the first rank (`pace.py`), which tells all ranks at
+steps of as many rows took; the latter is measured by the first rank (`pace.py`), which tells all ranks at
 one place. All else is decided from tokens alone, so that ranks decide alike.
 
 Requests with penalties or a constraint do not speculate: what their rows may sample depends on the tokens

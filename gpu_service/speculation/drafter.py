@@ -1,4 +1,4 @@
-"""What guesses tokens: on the host from known ones, or on the device from hidden states."""
+"""Drafters propose tokens: on the host from known ones, or on the device from hidden states."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class HostDrafter(Protocol):
-    """Called by the scheduler. Deterministic: every rank has its own, and all have to guess alike."""
+    """Called by the scheduler. Deterministic: every rank has its own, and all have to propose the same."""
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """At most `count` ids that may follow the known tokens; empty: no guess. Changes no length."""
+        """At most `count` ids that may follow the known tokens; may be empty. Changes no length."""
 
 
 class DeviceDrafter(Protocol):
@@ -45,5 +45,5 @@ class DeviceDrafter(Protocol):
         `[T, H]`: after the final norm; `next_ids` int64 `[T]`: the token after each row, by now in the token
         pool: the prompt's, or what the row sampled; `last_rows` int64 `[Q]`: the row of each request whose
         next token is its newest, drafts that were right counted, those after it are of no use.
-        k is at most `plan.num_drafts`; 0: nobody will read drafts, only the drafter's own KV is to be kept.
+        k is at most `plan.num_drafts`; 0: no drafts will be read, only the drafter's own KV is to be kept.
         """

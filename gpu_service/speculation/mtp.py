@@ -11,7 +11,7 @@ what a head attends to is not exactly its own, at the cost of drafts alone:
 
 - The entry of the last position of a page that another request's prompt shares was made with the token that
   followed there.
-- Passes of a single head after the first write where the request's next step computes, which writes it anew;
+- Passes of a single head after the first write where the request's next step computes, which writes it again;
   where no page is there yet, they share the dummy page.
 - A second head's entry of a request's last row was made with a draft, right or wrong.
 """

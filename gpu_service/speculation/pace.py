@@ -17,7 +17,7 @@ from gpu_service.speculation.policy import bucket
 # Weight of the newest time, and how much of the mean so far it counts at most: a pause is not the usual.
 _NEWEST, _MOST = 0.25, 2.0
 # Changes of a time that are not worth a message to all ranks.
-_UNTOLD = 0.05
+_REPORTED_CHANGE = 0.05
 # Of a first few times the shortest counts: any of them may have compiled or loaded something.
 _FIRST = 4
 # How often a step without drafts has to be measured before others are compared with it.
@@ -47,7 +47,7 @@ class DraftPace:
         self._verifying: _Times = {}
         # After how many steps those without drafts are forgotten next, by rows.
         self._lasts: dict[int, int] = {}
-        self._told: list[dict[int, float]] = [{}, {}]
+        self._reported: list[dict[int, float]] = [{}, {}]
         self._steps = 0
         self._last: float | None = None
 
@@ -91,13 +91,15 @@ class DraftPace:
             {rows: known.seconds for rows, known in table.items() if known.count >= least}
             for table, least in ((self._plain, _TRUSTED), (self._verifying, 1))
         ]
-        if all(map(_are_close, times, self._told)):
+        if all(map(_are_close, times, self._reported)):
             return None
-        self._told = times
+        self._reported = times
         return json.dumps(times)
 
 
-def _are_close(times: dict[int, float], told: dict[int, float]) -> bool:
-    if times.keys() != told.keys():
+def _are_close(times: dict[int, float], reported: dict[int, float]) -> bool:
+    if times.keys() != reported.keys():
         return False
-    return all(abs(seconds - told[rows]) <= _UNTOLD * told[rows] for rows, seconds in times.items())
+    return all(
+        abs(seconds - reported[rows]) <= _REPORTED_CHANGE * reported[rows] for rows, seconds in times.items()
+    )

@@ -1,16 +1,16 @@
-"""Who has drafts verified, and how many; the scheduler asks, and every rank comes to the same answer.
+"""Chooses how many draft tokens of which requests a step verifies, alike on every rank.
 
-A step of R requests gives R tokens, and each verified draft one more if it and all before it are right. With
-the share `a` of a request's latest drafts that were right, its j-th draft gives `a ** j` tokens. So the
-drafts of a step are taken in the order of what they give, as many as make the most tokens per second of
+A step of R requests gives R tokens, and each verified draft one more if it and all before it are accepted.
+With the acceptance rate `a` of a request's latest drafts, its j-th draft gives `a ** j` tokens. So the drafts
+of a step are taken in the order of what they give, as many as make the most tokens per second of
 
     (R + what the drafts give) / seconds of a step of R + drafts rows
 
 against R / seconds of a step without drafts, which overlaps with others. Seconds are those that the first
-rank measured (`pace.py`) and told; before it has, rows cost nothing. A host drafter's guesses at tokens that
-steps without drafts sample anyway are compared with them, too. What is known wears off: a request's
-share with every token, towards the usual one of all, which itself rises slowly; so what was given up is tried
-again now and then.
+rank measured (`pace.py`) and sent to all; before it has, rows cost nothing. A host drafter also proposes
+tokens that steps without drafts sample anyway, which are compared with them. What is known wears off: a
+request's share with every token, towards the usual one of all, which itself rises slowly; so what was given
+up is tried again now and then.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class StepCosts:
     def __init__(self) -> None:
         self._plain: Mapping[int, float] = {}
         self._verifying: list[tuple[int, float]] = []
-        self.is_told = False
+        self.is_measured = False
 
-    def tell(self, plain: Mapping[int, float], verifying: Mapping[int, float]) -> None:
-        """What was measured of steps without drafts, and with, by `bucket`."""
+    def update(self, plain: Mapping[int, float], verifying: Mapping[int, float]) -> None:
+        """Takes the seconds measured of steps without drafts, and with, by `bucket`."""
         self._plain = plain
         self._verifying = sorted({**plain, **verifying}.items())
-        self.is_told = True
+        self.is_measured = True
 
     def plain(self, rows: int) -> float | None:
         """Of a step without drafts; None: it has to be measured first."""
-        return self._plain.get(bucket(rows)) if self.is_told else 1.0
+        return self._plain.get(bucket(rows)) if self.is_measured else 1.0
 
     def verifying(self, rows: int) -> float:
         """Of a step with drafts. More rows than were ever tried cost as much as those, until they are."""
@@ -74,7 +74,7 @@ class StepCosts:
 
     def most_rows(self, rows: int) -> int:
         """What may be tried: twice what was. `rows`: of requests alone."""
-        if not self.is_told:
+        if not self.is_measured:
             return sys.maxsize
         tried = self._verifying[-1][0] if self._verifying else rows
         return 2 * max(rows, tried)
@@ -91,11 +91,11 @@ class Speculation:
         *,
         adaptive: bool = False,
     ) -> None:
-        """`num_drafts`: of a request, at most; `adaptive`: what steps cost will be told."""
+        """`num_drafts`: of a request, at most; `adaptive`: what steps cost will be measured."""
         self.costs = StepCosts()
         if adaptive:
-            self.costs.tell({}, {})
-        # Since start: requests that had drafts in a step, drafts verified, and those that were right.
+            self.costs.update({}, {})
+        # Since start: requests that had drafts in a step, drafts verified, and those that were accepted.
         self.num_drafts = self.num_verified = self.num_accepted = 0
         self._limits = limits
         self._most_drafts = num_drafts
@@ -108,7 +108,7 @@ class Speculation:
     def read(self, message: str) -> None:
         """What `DraftPace.message` wrote. Raises ValueError for anything else."""
         plain, verifying = ({int(rows): s for rows, s in table.items()} for table in json.loads(message))
-        self.costs.tell(plain, verifying)
+        self.costs.update(plain, verifying)
 
     def waits(self, running: Sequence[Request]) -> bool:
         """Whether no step is to be planned before the one in flight is committed."""
@@ -119,9 +119,9 @@ class Speculation:
         in_flight = [request for request in running if request.inflight_tokens and not request.in_lane]
         if not in_flight:
             return False
-        # The token in flight is the first that is guessed; those after it are worth waiting for it, or not.
+        # The token in flight is the first that is proposed; those after it are worth waiting for it, or not.
         for request in in_flight:
-            request.drafts = self._guesses(request, 1)
+            request.drafts = self._draft_tokens(request, 1)
         offers = [(request, len(request.drafts) - 1) for request in in_flight]
         return any(self._choose(offers, len(running), first=2))  # right only if that token is, too
 
@@ -133,13 +133,13 @@ class Speculation:
             return
         if not all(batch.samples):  # one that was preempted starts again while its latest token is in flight
             return
-        guesses = [
-            self._guesses(request, 0) if start + 1 == request.total_len else []
+        draft_tokens = [
+            self._draft_tokens(request, 0) if start + 1 == request.total_len else []
             for request, start in zip(batch.requests, batch.start_positions, strict=True)
         ]
-        offers = [(request, len(own)) for request, own in zip(batch.requests, guesses, strict=True)]
+        offers = [(request, len(own)) for request, own in zip(batch.requests, draft_tokens, strict=True)]
         counts = self._choose(offers, len(offers))
-        drafts = [own[:count] for own, count in zip(guesses, counts, strict=True)]
+        drafts = [own[:count] for own, count in zip(draft_tokens, counts, strict=True)]
         for index, (request, own) in enumerate(zip(batch.requests, drafts, strict=True)):
             if own and not grow(request, request.scheduled_len + len(own)):
                 drafts[index] = []
@@ -157,7 +157,7 @@ class Speculation:
         # Those after the first that was wrong say nothing, nor do those after the output's end.
         tried, right = accepted if request.finished else min(verified, accepted + 1), accepted
         if self._drafter is not None and verified == 0 and request.drafts and request.output_token_ids:
-            # `waits` guessed this very token, which costs no row.
+            # `waits` proposed this very token, which costs no row.
             tried, right = 1, int(request.drafts[0] == request.output_token_ids[-1])
         request.drafts_verified = kept * request.drafts_verified + tried
         request.drafts_accepted = kept * request.drafts_accepted + right
@@ -189,7 +189,7 @@ class Speculation:
         in_context = self._limits.context_limit - request.total_len
         return max(0, min(self._most_drafts, min(in_output, in_context) - inflight - 1))
 
-    def _guesses(self, request: Request, inflight: int) -> list[int]:
+    def _draft_tokens(self, request: Request, inflight: int) -> list[int]:
         room = self._room(request, inflight)
         if room == 0:
             return []
@@ -200,7 +200,7 @@ class Speculation:
     def _choose(self, offers: Sequence[tuple[Request, int]], rows: int, first: int = 1) -> list[int]:
         """How many of its drafts each request gets in a step of `rows` rows without them.
 
-        `first`: guesses that have to be right for a request's first draft to be.
+        `first`: draft tokens that have to be accepted for a request's first draft to be.
         """
         counts = [0] * len(offers)
         limits, plain = self._limits, self.costs.plain(rows)

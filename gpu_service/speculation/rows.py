@@ -48,7 +48,7 @@ def plan_drafts(batch: Batch) -> Drafts | None:
 
 
 def fold(rows: Sequence[RowResult], counts: Sequence[int]) -> list[RowResult]:
-    """Results of rows as those of requests with so many drafts each."""
+    """Returns the results of rows as those of requests, with `counts` drafts each."""
     folded, begin = [], 0
     for count in counts:
         end = begin + 1 + count

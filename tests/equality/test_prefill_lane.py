@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gpu_service.core.interface import Abort, Add, Message, NullObserver, Stop
 from gpu_service.core.request import FinishReason, Request
 from gpu_service.core.step import Batch
-from gpu_service.engine.prefill_lane import Pace
+from gpu_service.engine.prefill_lane import LanePace
 from gpu_service.experts.client import ExpertUnavailable
 from tests.helpers.engine_harness import Knobs, make_request, prompt_of, running_engine
 from tests.helpers.virtual_device import (
@@ -246,7 +246,7 @@ def test_a_bound_on_what_is_added_holds() -> None:
 def test_late_tokens_hold_the_lane_only_while_somebody_decodes() -> None:
     """A late token pauses the lane once what is queued has ended, for a bounded time; idleness frees it."""
     now = [0.0]
-    pace = Pace(None, lambda: now[0])
+    pace = LanePace(None, lambda: now[0])
     decode = Batch([make_request("r", [1])], [0], [1], [True])
 
     def token(after: float, lane_is_open: bool) -> None:

@@ -56,7 +56,7 @@ def running_engine(config: MoebiusConfig, observer: EngineObserver | None = None
     try:
         gate.run(built.engine, built.model_config.vocab_size, WAIT_S, built.warm_up_tokens)
         built.memory.seal()
-        gate.open(on_output)
+        built.engine.on_output = on_output
         yield RunningEngine(built, ended)
     finally:
         built.close()

@@ -96,7 +96,7 @@ class Script:
         self.vocab_size = self.built.model_config.vocab_size
         self.built.engine.start()
         gate.run(self.built.engine, self.vocab_size, WAIT_S)
-        gate.open(self._on_output)
+        self.built.engine.on_output = self._on_output
 
     def _on_output(self, deltas: list[OutputDelta]) -> None:
         with self._changed:

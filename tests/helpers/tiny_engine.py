@@ -26,7 +26,7 @@ from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
-from gpu_service.engine.prefill_lane import Pace, PrefillLane
+from gpu_service.engine.prefill_lane import LanePace, PrefillLane
 from gpu_service.engine.sampler import Sampler
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
@@ -195,4 +195,4 @@ def _lane(
         states=runner.states,
     )
     device = DeviceLane(own, stream, main, is_ready=lambda: True, min_tokens=lambda: (min_tokens, min_tokens))
-    return PrefillLane(device, Pace(None))
+    return PrefillLane(device, LanePace(None))

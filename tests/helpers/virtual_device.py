@@ -22,7 +22,7 @@ from gpu_service.device.stream import DeviceEvent
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.prefill_lane import LaneRunner, Pace, PrefillLane
+from gpu_service.engine.prefill_lane import LanePace, LaneRunner, PrefillLane
 from gpu_service.engine.results import StepOutputs, to_result
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step_runner import Pending, StepRunner, StepsInFlight
@@ -356,7 +356,7 @@ class VirtualEngine:
             return ModelRunner(model, cache, attention, experts, pool, sampler)  # type: ignore[arg-type]
 
         self.lane = VirtualLane(self.device, runner(None), times)
-        pace = Pace(max_added_s, lambda: self.device.now)
+        pace = LanePace(max_added_s, lambda: self.device.now)
         self.inbox = make_inbox(self.device)
         self.steps = VirtualSteps(self.device, runner(self.experts), times)
         self.engine = Engine(

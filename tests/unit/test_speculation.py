@@ -79,7 +79,7 @@ def speculation(num_drafts: int = 3, **tables: dict[int, float]) -> Speculation:
     scheduler = build_scheduler(Knobs(num_drafts=num_drafts, drafter=FixedDrafter(1, 2, 3)))
     assert scheduler.speculation is not None
     if tables:
-        scheduler.speculation.costs.tell(tables.get("plain", {}), tables.get("verifying", {}))
+        scheduler.speculation.costs.update(tables.get("plain", {}), tables.get("verifying", {}))
     return scheduler.speculation
 
 
@@ -263,7 +263,7 @@ def test_steps_without_drafts_are_measured_again_soon_and_then_later() -> None:
 def test_costs_between_known_rows_are_linear_and_those_beyond_are_as_the_last() -> None:
     """Optimistic where nothing was tried, so that it is tried; many rows are measured together."""
     costs = StepCosts()
-    costs.tell({1: 1.0, 8: 3.0}, {4: 2.5})
+    costs.update({1: 1.0, 8: 3.0}, {4: 2.5})
     assert [costs.verifying(rows) for rows in (1, 2, 4, 6, 8, 30)] == [1.0, 1.5, 2.5, 2.75, 3.0, 3.0]
     assert costs.most_rows(1) == 16
     assert [bucket(rows) for rows in (1, 9, 64, 65, 73)] == [1, 9, 64, 72, 80]

@@ -62,9 +62,9 @@ def _figures(now: Mapping[str, Any], figures: Figures) -> Table:
     hits = f"prefix hits {kv['prefix_hit_rate']:.0%}"
     table.add_row("KV cache", f"{_bar(used, 20)} {used:.0%} of {kv['total_tokens']:,} tokens, {hits}")
     table.add_row("step", _step(figures))
-    drafts = now.get("guesses")  # Verified and accepted draft tokens. None: of an older server.
+    drafts = now.get("draft_tokens")  # Verified and accepted draft tokens. None: of an older server.
     if drafts and drafts["verified"]:
-        share = drafts["right"] / drafts["verified"]
+        share = drafts["accepted"] / drafts["verified"]
         table.add_row("draft tokens", f"{share:.0%} of {drafts['verified']:,} verified ones were accepted")
     if now.get("experts"):
         table.add_row("CPU reads", _bandwidth(now, figures))

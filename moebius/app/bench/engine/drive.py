@@ -155,7 +155,7 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
         gate.run(built.engine, vocab_size, seconds, built.warm_up_tokens)
         built.memory.seal()
         engine = EngineUnderTest(built)
-        gate.open(engine.on_output)
+        built.engine.on_output = engine.on_output
         yield engine
     except UserError as error:
         if built.engine.is_alive:
