@@ -181,7 +181,7 @@ def test_what_flashinfer_lacks_is_said() -> None:
     assert unsupported_types(torch.bfloat16, 128) == ""
     assert "needs a CUDA device" in unsupported_device(torch.device("cpu"))
     case = make_case(Geometry(), [(3, 1)])
-    assert FlashInferAttention.unsupported(case.geometry.config(), case.cache)
+    assert FlashInferAttention.unsupported(case.geometry.config().layers, case.cache)
 
 
 @pytest.mark.parametrize("name", sorted(MIXTURES))
