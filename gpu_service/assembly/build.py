@@ -72,7 +72,7 @@ from gpu_service.experts.streaming.make import StreamingPlan, open_streamer, pro
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.layers.deferral import deferral_rule
-from gpu_service.loader.load import load_weights, shape_weights
+from gpu_service.loader.load import dense_form, load_weights, shape_weights
 from gpu_service.memory.plan import DENSE, GRAPHS, KV, LANE, RESIDENT, RING, STATES, VISION
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
@@ -270,7 +270,7 @@ def _load(
     device, dtype = model.device, TORCH_DTYPES[model_config.dtype]
     vision = load_vision(config, model_config, device)
     memory.reached(VISION)
-    load_weights(model, config.model.model, keep_fp8=config.model.dense_weights == "keep")
+    load_weights(model, config.model.model, dense_form(config.model, device))
     memory.reached(DENSE)
     record = routing_record(config, moe, group, device, fingerprint)
     known = {} if moe is None else known_routing(config, moe, record)

@@ -5,6 +5,7 @@ Models are composed on the meta device as `build_engine` composes them, and the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.partition import stage_layers
 from gpu_service.layers.gated_streams import NGramRows
-from gpu_service.layers.linear import Linear
+from gpu_service.layers.linear import Linear, StoredWeight
 from gpu_service.loader.load import shape_weights
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import (
@@ -166,7 +167,7 @@ def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheSha
         dense_bytes=parameter_bytes(model),
         read_bytes=sum(map(_nbytes, read)),
         host_bytes=sum(map(_nbytes, host_parameters(model))),
-        read_elements=sum(tensor.numel() for tensor in read),
+        read_elements=_elements(model, read),
         largest_tensor_bytes=_largest_tensor_bytes(model),
         page_bytes=shape.page_bytes,
         state_bytes=all_states_bytes(config.gpu, model.rank_layers, model.dtype),
@@ -177,6 +178,13 @@ def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheSha
             model.config, StepSize.largest(config.gpu), model.parallel, has_resident_experts=False
         ),
     )
+
+
+def _elements(model: CausalLM, tensors: Sequence[torch.Tensor]) -> int:
+    """Weights that the tensors stand for: those that are kept as they are stored are bytes."""
+    kept = [module for module in model.modules() if isinstance(module, StoredWeight)]
+    counts = {id(module.weight): math.prod(module.weight_shape) for module in kept if module.packed_parts}
+    return sum(counts.get(id(tensor), tensor.numel()) for tensor in tensors)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -35,7 +35,7 @@ class BackendEntry:
     class_name: str
     package: str = ""  # must be importable; empty: nothing beyond torch
     install: str = ""  # how the user gets it
-    needs_cuda: bool = False
+    device_type: str = ""  # of the devices that it runs on; empty: of all
     cost: str = ""  # what is lost with those before it
 
     def load(self) -> Any:
@@ -44,8 +44,8 @@ class BackendEntry:
 
     def missing(self, device: torch.device) -> str:
         """Why the backend cannot be used on a device; empty: nothing is missing."""
-        if self.needs_cuda and device.type != "cuda":
-            return f"it needs a CUDA device, this one is {device.type!r}"
+        if self.device_type and device.type != self.device_type:
+            return f"it needs a {self.device_type.upper()} device, this one is {device.type!r}"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"package {self.package!r} is not installed; {self.install}"
         return ""
@@ -64,16 +64,17 @@ ATTENTION_BACKENDS: dict[str, BackendEntry] = {
         "FlashInferAttention",
         "flashinfer",
         _FLASHINFER_INSTALL,
-        needs_cuda=True,
+        device_type="cuda",
     ),
     "triton": BackendEntry(
         "gpu_service.attention.triton_backend",
         "TritonAttention",
         "triton",
         _TRITON_INSTALL,
-        needs_cuda=True,
+        device_type="cuda",
         cost="long prompts are slower",
     ),
+    "cpu": BackendEntry("gpu_service.attention.cpu_backend", "CpuAttention", device_type="cpu"),
     "torch": BackendEntry(
         "gpu_service.attention.torch_reference",
         "TorchReferenceAttention",
@@ -135,7 +136,7 @@ def _try_make(
     if reason:
         return None, reason
     made = backend(config, cache)
-    if try_out is not None and entry.needs_cuda:
+    if try_out is not None and entry.device_type == "cuda":
         try:
             try_out(made)
         except Exception as error:  # a compiler, a driver or a kernel may raise anything
@@ -163,7 +164,7 @@ def _entry_like(name: str, module: str, class_name: str) -> BackendEntry:
     """The same package is needed as for grouped-query attention."""
     base = ATTENTION_BACKENDS[name]
     path = f"gpu_service.attention.{module}"
-    return BackendEntry(path, class_name, base.package, base.install, base.needs_cuda, base.cost)
+    return BackendEntry(path, class_name, base.package, base.install, base.device_type, base.cost)
 
 
 MLA_BACKENDS: dict[str, BackendEntry] = {

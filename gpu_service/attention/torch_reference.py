@@ -64,12 +64,18 @@ def plan_gathers(
     dtype: torch.dtype,
     window: int | None,
     chunk: int | None = None,
+    left_out: frozenset[int] = frozenset(),
 ) -> GatherPlan:
-    """`table`: the step's block table as int64; pages before the window or chunk are not read at all."""
+    """`table`: the step's block table as int64; pages before the window or chunk are not read at all.
+
+    `left_out`: requests of the step that are not planned for.
+    """
     seen = FirstSeen(window, chunk)
     starts, chunks = inputs.query_start_loc, []
     by_length: dict[int, list[int]] = {}
     for index, kv_len in enumerate(inputs.seq_lens):
+        if index in left_out:
+            continue
         begin, end = starts[index], starts[index + 1]
         if end - begin == 1:
             num_pages = -(-kv_len // page_size) - seen(kv_len - 1) // page_size
@@ -78,7 +84,7 @@ def plan_gathers(
         else:
             ahead = None if window is None or inputs.visible_ends is None else inputs.visible_ends[begin:end]
             chunks.append(_plan_chunk(begin, end, kv_len, table[index], page_size, dtype, seen, ahead))
-    all_rows = len(by_length) == 1 and not chunks
+    all_rows = len(by_length) == 1 and not chunks and not left_out
     groups = [
         _plan_decode(requests, inputs, table, page_size, dtype, seen, all_rows)
         for requests in by_length.values()
@@ -241,6 +247,7 @@ class TorchReferenceAttention(AttentionBackend):
         self._table = torch.empty(0, dtype=torch.int64)
         # By window and chunk.
         self._plans: dict[tuple[int | None, int | None], GatherPlan] = {}
+        self._left_out: frozenset[int] = frozenset()  # Requests of the step that gathers are not for.
         # Gathered pages of one layer, kept between calls: fresh memory of this size costs a page fault per
         # 4 KiB, which is more than the copy itself. A second one where pages must be converted, too.
         # Elements of a page in the layer that has most.
@@ -253,14 +260,14 @@ class TorchReferenceAttention(AttentionBackend):
         self._inputs, self._table = inputs, inputs.block_table.long()
         self._max_length = max(inputs.seq_lens, default=1)
         self._plans = {}
-        self._plan_of(None, None)
 
     def _plan_of(self, window: int | None, chunk: int | None) -> GatherPlan:
         """The step's plan for layers of this window or chunk, made when the first of them asks."""
         plan = self._plans.get((window, chunk))
         if plan is None:
             cache = self.kv_cache
-            plan = plan_gathers(self._planned, self._table, cache.page_size, cache.dtype, window, chunk)
+            sizes = cache.page_size, cache.dtype, window, chunk
+            plan = plan_gathers(self._planned, self._table, *sizes, self._left_out)
             self._plans[window, chunk] = plan
             if self._gathered.shape[0] < plan.most_pages * self._page_elements:
                 self._gathered = self._gathered.new_empty(plan.most_pages * self._page_elements)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from gpu_service.cache.fp8 import E4M3, quantise_e4m3
+from gpu_service.device.stream import own_pages
 from gpu_service.ops.kv import append_kv, rotate_and_append
 from gpu_service.ops.rope import Unrotated
 from moebius.models.layers.compressed import CompressedAttention
@@ -27,7 +28,9 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Pages that all have memory, for good."""
+    """Pages that all have memory, for good; on a CPU once they are used, since mappings begin as zeros."""
+    if device.type == "cpu" and all(shape):
+        return own_pages(shape, dtype)
     return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from gpu_service.core.partition import padded_vocab, vocab_shard
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.linear import CheckpointPart, Linear, ReadsSeam, Seam, empty_parameter
+from gpu_service.layers.linear import CheckpointPart, Linear, ReadsSeam, Seam, StoredWeight, empty_parameter
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import Norm, RMSNorm, make_norm
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
@@ -24,26 +25,35 @@ from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.residual import NormedStream, Sequential, Shortcut
 
 
-class Embedding(nn.Module):
+class Embedding(StoredWeight):
     """Row look-up; a rank holds the rows of its part of the vocabulary, padded with zeros to equal parts."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
     ) -> None:
-        super().__init__()
-        self.weight = empty_parameter(padded_vocab(vocab_size, parallel), hidden_size, dtype=dtype)
+        super().__init__(padded_vocab(vocab_size, parallel), hidden_size, dtype=dtype)
         self._shard = vocab_shard(vocab_size, parallel)
         self._hidden_size = hidden_size
-        self._parallel = parallel
+        self._parallel, self._dtype = parallel, dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[T]` to `[T, hidden_size]`: each id's row from the rank that has it, zeros from others."""
         if self._parallel.tp_size == 1:
-            return functional.embedding(input_ids, self.weight)
+            return self._rows(input_ids)
         rows = input_ids - self._shard.begin
         elsewhere = (rows < 0) | (rows >= self._shard.size)
-        embedded = functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        embedded = self._rows(rows.masked_fill(elsewhere, 0))
         return self._parallel.tensor_group.all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(1), 0.0))
+
+    def _rows(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.take_rows(rows, self._dtype)
+        return functional.embedding(rows, self.weight)
+
+    def pack(self) -> None:
+        """The loader calls it once: a kept weight may be the head as well."""
+        if self.packed is not None:
+            self.packed.calibrate()
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         yield CheckpointPart("", "weight", self._shard, ShardRange.whole(self._hidden_size))
@@ -177,9 +187,11 @@ class ResidualStream:
 
         Of few rows the addition, the norm and the product are one kernel on a GPU.
         """
-        if isinstance(reader, ReadsSeam) and isinstance(norm, RMSNorm):
+        # Of the class: whether an object has all of a protocol's methods takes longer than a norm.
+        reads_seam = hasattr(type(reader), ReadsSeam.read_seam.__name__)
+        if reads_seam and isinstance(norm, RMSNorm):
             seam = Seam(self._total, self._pending, norm.weight, norm.eps)
-            found = reader.read_seam(seam, inputs)
+            found = cast(ReadsSeam, reader).read_seam(seam, inputs)
             if found is not None:
                 self._total, self._pending = found[0], None
                 return found[1:]
@@ -240,7 +252,8 @@ class DecoderLayer(nn.Module):
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
     ) -> ResidualStream:
         """Adds the layer's two halves to the stream and returns it."""
-        attention = self.get_submodule(self._attention_name)
+        attention = self._modules[self._attention_name]
+        assert attention is not None, "made with the layer"
         hidden_states, *projected = stream.read_for(attention, self.input_layernorm, context.inputs)
         attended = attention(hidden_states, rope, context, *projected)
         stream.add(self._normed(self.post_self_attn_layernorm, attended))

@@ -52,6 +52,8 @@ class LoadContext:
     # Dequantises as many blocks at a time as it has threads.
     workers: Executor
     num_workers: int
+    # Of weights that are kept as they are stored; None: there are none.
+    dense_threads: _kernels.DenseThreads | None = None
 
 
 class WeightSource(Protocol):

@@ -239,6 +239,8 @@ class CausalLM(nn.Module):
         weight = self._packed_tied_head
         if weight is None:
             assert self.model.embed_tokens is not None
+            if self.model.embed_tokens.packed is not None:
+                return self.model.embed_tokens.packed.linear(hidden_states, None)
             weight = self.model.embed_tokens.weight
         return linear(hidden_states, weight, None)
 

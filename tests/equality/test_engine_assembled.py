@@ -53,7 +53,14 @@ def device(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 
 def config_for(directory: Path, gpu: dict[str, Any], placement: dict[str, Any]) -> MoebiusConfig:
     """A small pool, and graphs for up to four requests."""
-    small = {"num_pages": 96, "page_size": 4, "max_num_seqs": 6, "cuda_graph_max_batch_size": 4}
+    small: dict[str, Any] = {
+        "num_pages": 96,
+        "page_size": 4,
+        "max_num_seqs": 6,
+        "cuda_graph_max_batch_size": 4,
+    }
+    # Graphs are recorded from torch's operations, and hold no other kernel's.
+    small["attention_backend"] = "torch"
     return MoebiusConfig.model_validate(
         {
             "model": {"model": str(directory), "dtype": "float32"},

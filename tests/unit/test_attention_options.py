@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.attention.base import AttentionBackend, AttentionLayer, grouped_queries
+from gpu_service.attention.cpu_backend import CpuAttention
 from gpu_service.attention.flashinfer_backend import FlashInferAttention
 from gpu_service.attention.torch_reference import (
     TorchReferenceAttention,
@@ -57,8 +58,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def backend_of(name: str, case: Case) -> AttentionBackend:
     config = case.geometry.config()
-    if name == "torch":
-        return TorchReferenceAttention(config.layers, case.cache)
+    if name in ("torch", "cpu"):
+        kind = CpuAttention if name == "cpu" else TorchReferenceAttention
+        return kind(config.layers, case.cache)
     return TritonAttention(config.layers, case.cache, min_split=16)
 
 
@@ -71,14 +73,14 @@ def check(name: str, case: Case, tolerance: float = LOGITS_FLOAT32_SELF) -> None
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("option", sorted(OPTIONS))
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", "cpu", "triton"])
 @pytest.mark.parametrize("mixture", sorted(MIXTURES))
 def test_mixtures(mixture: str, name: str, option: str) -> None:
     check(name, make_case(Geometry(**OPTIONS[option]), MIXTURES[mixture]))
 
 
 @pytest.mark.parametrize("window", [3, 9, None])
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", "cpu", "triton"])
 def test_tokens_of_an_image_see_one_another_within_the_window(name: str, window: int | None) -> None:
     """Nothing changes in layers without a window, and in other rows."""
     shape = [(9, 1), (0, 5), (6, 13), (3, 1), (4, 40), (2, 3)]
@@ -113,7 +115,11 @@ def test_8_bit_pages_with_scales(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance"),
-    [("torch", torch.bfloat16, ATTENTION_BFLOAT16), ("triton", torch.float16, ATTENTION_FLOAT16)],
+    [
+        ("torch", torch.bfloat16, ATTENTION_BFLOAT16),
+        ("cpu", torch.bfloat16, ATTENTION_BFLOAT16),
+        ("triton", torch.float16, ATTENTION_FLOAT16),
+    ],
 )
 def test_16_bit_types(name: str, dtype: torch.dtype, tolerance: float) -> None:
     check(name, make_case(Geometry(dtype=dtype, window=9, sinks=True), MIXTURES["mixture"]), tolerance)
@@ -129,7 +135,7 @@ def test_16_bit_types(name: str, dtype: torch.dtype, tolerance: float) -> None:
     block_size=st.sampled_from([0, 1, 5, 32]),
     chunk=st.sampled_from([None, 1, 9, 40]),
 )
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", "cpu", "triton"])
 def test_any_geometry(
     name: str,
     group: int,

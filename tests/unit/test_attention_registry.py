@@ -44,7 +44,7 @@ class Unable(_Made):
         return "head_dim 80 has no kernel"
 
 
-FIRST = BackendEntry(THIS, "Able", "json", "install json", needs_cuda=True)
+FIRST = BackendEntry(THIS, "Able", "json", "install json", device_type="cuda")
 LAST = BackendEntry(THIS, "Able")
 
 
@@ -127,7 +127,7 @@ def test_a_missing_choice_is_seen_before_anything_is_loaded(monkeypatch: pytest.
 
 
 def test_unknown_and_impossible_choices_are_refused() -> None:
-    with pytest.raises(UserError, match="'fast' is unknown; allowed: auto, flashinfer, triton, torch"):
+    with pytest.raises(UserError, match="'fast' is unknown; allowed: auto, flashinfer, triton, cpu, torch"):
         choose(ATTENTION_BACKENDS, "fast")
     with pytest.raises(UserError, match="no attention backend can serve this model: only: head_dim 80"):
         choose({"only": replace(LAST, class_name="Unable")})

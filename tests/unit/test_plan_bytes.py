@@ -229,5 +229,5 @@ def test_layers_kept_in_fp8_are_planned_so(tmp_path: Path) -> None:
         for choice in ("keep", "dequantise")
     )
     loaded = build_model(read_model_config(directory))
-    load_weights(loaded, directory, keep_fp8=True)
+    load_weights(loaded, directory, "packed")
     assert kept == parameter_bytes(loaded) < whole
