@@ -69,12 +69,12 @@ SHAPES: dict[str, Shape] = {
 
 def backend_for(case: Case, name: str, **options: Any) -> AttentionBackend:
     """The backend by name; skips where it cannot serve the case, and says why."""
-    config = case.geometry.config()
+    layers = case.geometry.config().layers
     entry = ATTENTION_BACKENDS[name]
-    reason = entry.missing(case.cache.device) or entry.load().unsupported(config, case.cache)
+    reason = entry.missing(case.cache.device) or entry.load().unsupported(layers, case.cache)
     if reason:
         pytest.skip(reason)
-    backend: AttentionBackend = entry.load()(config, case.cache, **options)
+    backend: AttentionBackend = entry.load()(layers, case.cache, **options)
     return backend
 
 
