@@ -177,8 +177,8 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
         for n in tl.static_range(AHEAD):
             line = begin + n * LINES + tl.arange(0, LINES)
             if IS_GATED:
-                gates = gates + (load_lines(words, scales, bytes_, gate, line, PANEL),)  # noqa: RUF005
-            ups = ups + (load_lines(words, scales, bytes_, up, line, PANEL),)  # noqa: RUF005
+                gates += (load_lines(words, scales, bytes_, gate, line, PANEL),)  # type: ignore[assignment]
+            ups += (load_lines(words, scales, bytes_, up, line, PANEL),)  # type: ignore[assignment]
         if OVERLAPS and PREFETCHED and begin == 0:
             prefetch(bytes_, down, PREFETCHED, BLOCK)
         tl.debug_barrier()
@@ -239,7 +239,7 @@ def down_rows(  # type: ignore[no-untyped-def]
         loaded = ()
         for n in tl.static_range(AHEAD):
             lines = begin + n * LINES + line
-            loaded = loaded + (load_lines(words, scales, bytes_, panels, lines, PANEL),)  # noqa: RUF005
+            loaded += (load_lines(words, scales, bytes_, panels, lines, PANEL),)  # type: ignore[assignment]
         if begin == 0:
             wait_for_previous(OVERLAPS)
         tl.debug_barrier()
