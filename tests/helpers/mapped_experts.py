@@ -37,7 +37,14 @@ def mapped_cluster(directory: Path, split: str, **experts: Any) -> Iterator[Clus
 
 def gpu_settings(cluster: Cluster, **gpu: Any) -> MoebiusConfig:
     """The settings of a small engine on the GPU; `gpu`: more of them."""
-    small = {"num_pages": 128, "page_size": 4, "max_num_seqs": 8, "cuda_graph_max_batch_size": 8}
+    small: dict[str, Any] = {
+        "num_pages": 128,
+        "page_size": 4,
+        "max_num_seqs": 8,
+        "cuda_graph_max_batch_size": 8,
+    }
     document = cluster.config.model_dump()
-    document["gpu"] |= small | {"device": "cuda", "max_num_batched_tokens": 32, "prefix_caching": False} | gpu
+    # FlashInfer computes no float32, and its modules take a minute to compile.
+    small |= {"device": "cuda", "attention_backend": "triton", "prefix_caching": False}
+    document["gpu"] |= small | {"max_num_batched_tokens": 32} | gpu
     return MoebiusConfig.model_validate(document)
