@@ -9,7 +9,6 @@ import typer
 
 from moebius.app.cli_options import JsonFile, with_settings
 from moebius.app.commands.models import check_files
-from moebius.app.commands.plan_variants import variants
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 
@@ -96,6 +95,8 @@ def _run(
     json_file: Path | None,
     values: Path | None,
 ) -> None:
+    # Every other command would pay for its imports.
+    from moebius.app.commands.plan_variants import variants
     from moebius.app.planning import comparison
     from moebius.app.planning.report import run
 
