@@ -27,6 +27,7 @@ from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.fetching import metrics as fetch_metrics
 from gpu_service.experts.resident import metrics as watch_metrics
 from gpu_service.memory.ledger import export
+from gpu_service.memory.shares import share_figures
 from gpu_service.server.live import make_live_experts
 from gpu_service.server.profiler import EngineProfiler
 from gpu_service.server.readiness import SERVICE_NAME, HealthReport, Readiness
@@ -336,6 +337,7 @@ def _warm_up(
         export(built.memory.ledger, name)
     if built.placement is not None:
         placement_metrics.export(built.placement, name)
+    export_figures(share_figures(built.memory_shares), name, REGISTRY)
     if built.elastic is not None:
         export_figures(built.elastic.figures, name, REGISTRY)
     if built.fetcher is not None:

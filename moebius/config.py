@@ -92,7 +92,7 @@ class GpuConfig(SpeculationSettings):
         gt=0,
         description="KV cache, at least, GiB, if num_pages is unset; unset: 1 on a CPU, the rest of a GPU",
     )
-    # Off, as `fetch_experts` is, until whole engines with them have been measured on a GPU.
+    # Off until experts have been seen to come back after a long prompt on a GPU.
     elastic_memory: Literal["auto", "on", "off"] = Field(
         default="off",
         description="KV pages and experts lend each other memory (auto: on one GPU; on: on a CPU, too)",
@@ -128,7 +128,7 @@ class GpuConfig(SpeculationSettings):
         description="Experts of prompts: on expert servers, streamed to the GPU, or both as measured (auto)",
     )
     fetch_experts: Literal["auto", "off"] = Field(
-        default="off",
+        default="auto",
         description="Experts that decode steps lack: some copied to the GPU where that is faster, or none",
     )
     stream_min_rows: int | None = Field(

@@ -46,7 +46,8 @@ class PlacementConfig(Section):
     """Which routed experts are computed on the GPU."""
 
     gpu_layers: str = Field(
-        default="", description="Layers whose experts are all on the GPU, as in 0-1,9; empty: none"
+        default="",
+        description="Layers whose experts are all on the GPU, as in 0-1,9,40- (from 40 on); empty: none",
     )
     gpu_experts: int | None = Field(
         default=None,

@@ -6,6 +6,7 @@ import contextlib
 import re
 import resource
 import sys
+from collections.abc import Sequence
 
 USER_ERROR_EXIT = 2
 """Exit status of every command and process that ended because of such an error."""
@@ -57,6 +58,22 @@ class ConfigError(UserError):
     """A setting is unknown, of the wrong type or out of range; the message names key, value and choices."""
 
 
+class ConfigErrors(ConfigError):
+    """Several settings are wrong. The message names all of them; `details` has a line for each, `summary` the
+    line after those."""
+
+    def __init__(self, details: Sequence[str], summary: str) -> None:
+        super().__init__("; ".join((*details, summary)))
+        self.details, self.summary = tuple(details), summary
+
+
+def all_problems(problems: Sequence[str], summary: str = "") -> ConfigError:
+    """Returns an error that names all of them, and `summary` if there is one."""
+    if len(problems) == 1 and not summary:
+        return ConfigError(problems[0])
+    return ConfigErrors(problems, summary or f"{len(problems)} settings are not allowed")
+
+
 class StartupError(UserError):
     """A process of the system did not become ready; the message names it and repeats its last words."""
 
@@ -69,6 +86,15 @@ class WrongIdentity(UserError):
     """A process does not fit those it has to work with; the message says which part differs."""
 
     exit_status = WRONG_IDENTITY_EXIT
+
+
+class EngineLost(UserError):
+    """The engine of a command was lost, with its device for example; the message says why.
+
+    Nothing that it holds on the device can be freed, so the command ends without trying to.
+    """
+
+    exit_status = 1
 
 
 def brief(error: BaseException) -> str:

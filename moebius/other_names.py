@@ -1,65 +1,70 @@
-"""Settings by the names that vLLM, SGLang, llama.cpp, KTransformers and LvLLM have for them.
+"""Settings by the names that vLLM, SGLang, llama.cpp, KTransformers, LvLLM and ollama have for them.
 
-Each name stands for one of our settings, or has no effect here, or is refused with what does it here. Used
-for command lines (`moebius/app/other_options.py`), and for flat configuration files (`config_loader.py`).
+Each name stands for one of our settings, or asks for what is so here, or is refused with what does it here.
+Command lines and flat configuration files are translated by `moebius/translation.py`.
 """
 
 from __future__ import annotations
 
 import sys
 
-from moebius.other_names_table import TABLE, OtherName, no_effect, refused
+from moebius.other_servers import hybrids, llama_cpp, serving, variables, vllm_sglang
+from moebius.other_servers.name import OtherName, fulfilled
+from moebius.other_servers.values import OTHER_VALUES
 
-__all__ = ["MEANINGS", "OTHER_NAMES", "OTHER_VALUES", "OtherName", "note", "other_name"]
+__all__ = ["OTHER_NAMES", "OTHER_VALUES", "OtherName", "field_name", "note", "other_name", "other_variable"]
 
-OTHER_NAMES = {name: other for names, other in TABLE.items() for name in names.split()}
-
-# Values that other servers have for our settings, by leaf.
-OTHER_VALUES: dict[str, dict[str, str]] = {
-    "max_model_len": {"auto": "none", "-1": "none"},
-    "dtype": {
-        "bf16": "bfloat16",
-        "fp32": "float32",
-        "float": "float32",
-        "fp16": "float16",
-        "half": "float16",
-    },
-    "kv_cache_dtype": {"fp8": "fp8_e4m3", "bf16": "auto", "bfloat16": "auto"},
-    "device": {"gpu": "cuda"},
-    "expert_dtype": {"bf16": "bfloat16", "fp32": "float32"},
-}
-
-_REQUEST = "it is a field of each request"
-
-# What has another meaning here than people expect.
-MEANINGS: dict[str, str] = {
-    "top-k": "sampling is set in each request (top_k); experts per token: --experts-per-token",
-    "n": "max_tokens is a field of each request",
-    "predict": "max_tokens is a field of each request",
-    "n-predict": "max_tokens is a field of each request",
-    **dict.fromkeys(("temperature", "temp", "top-p", "min-p", "repeat-penalty", "samplers"), _REQUEST),
-    **dict.fromkeys(("presence-penalty", "frequency-penalty", "logit-bias", "ignore-eos"), _REQUEST),
-    **dict.fromkeys(("typical", "mirostat", "dry-multiplier", "xtc-probability"), "it is not supported"),
-    "grammar": "response_format, structured_outputs and tools are fields of each request",
-    "json-schema": "response_format is a field of each request",
+# One table for all, since people type what they are used to.
+OTHER_NAMES = {
+    name: other
+    for table in (vllm_sglang, serving, llama_cpp, hybrids, variables)
+    for names, other in table.TABLE.items()
+    for name in names.split()
 }
 
 
 def other_name(name: str) -> OtherName | None:
-    """What an option, a key or an environment variable of another server means here; None: unknown."""
-    # Short options differ by case: -c is a context's length, -C a mask of CPUs.
-    short = name.startswith("-") and not name.startswith("--")
-    spelling = (name if short else name.lower()).lstrip("-").replace("_", "-")
-    if (meaning := MEANINGS.get(spelling)) is not None:
-        return refused(meaning)
+    """Returns what an option or a key of another server means here; None: it is unknown.
+
+    A field of an object (`speculative-config.method`) that has no meaning of its own has the object's.
+    """
+    spelling = _spelling(name)
     other = OTHER_NAMES.get(spelling)
     if other is None and spelling.startswith("no-"):
         positive = OTHER_NAMES.get(spelling.removeprefix("no-"))
-        if positive is not None and not positive.takes_value and not positive.leaf:
-            other = no_effect(positive.no_effect or f"it is never on; {positive.refusal}")
+        if positive is not None and not positive.takes_value and positive.refusal:
+            other = fulfilled(f"it is never on; {positive.refusal}")
+    while other is None and "." in spelling:
+        spelling = spelling.rpartition(".")[0]
+        other = OTHER_NAMES.get(spelling)
     return other
 
 
+def field_name(name: str, key: str) -> OtherName | None:
+    """Returns what a field of another server's object means by itself; None: it is not known."""
+    return OTHER_NAMES.get(_spelling(f"{name}.{key}"))
+
+
+def _spelling(name: str) -> str:
+    # Short options differ by case: -c is a context's length, -C a mask of CPUs.
+    short = name.startswith("-") and not name.startswith("--") and "." not in name
+    spelling = (name if short else name.lower()).lstrip("-").replace("_", "-")
+    return spelling.replace("cc.", "compilation-config.", 1) if spelling.startswith("cc.") else spelling
+
+
+def other_variable(name: str) -> OtherName | None:
+    """Returns what an environment variable of another server means here; None: it is unknown."""
+    if (leaf := variables.OPENTELEMETRY.get(name)) is not None:
+        return OtherName(leaf)
+    if not name.startswith(variables.PREFIXES):
+        return None
+    spelling = name.lower().replace("_", "-")
+    if spelling.startswith("llama-arg-"):
+        option = spelling.removeprefix("llama-arg-")
+        return OTHER_NAMES.get(variables.LLAMA_ARGUMENTS.get(option, option))
+    return OTHER_NAMES.get(spelling)
+
+
 def note(text: str) -> None:
-    """One line on stderr for the person who typed or wrote the name."""
+    """Prints one line on stderr for the person who typed or wrote the name."""
     print(f"moebius: note: {text}", file=sys.stderr, flush=True)

@@ -36,7 +36,7 @@ TOOL_CALL_PARSERS: Mapping[str, tuple[str, ...]] = {
     "lfm2": (),
 }
 REASONING_PARSERS: Mapping[str, tuple[str, ...]] = {
-    "qwen3": ("qwen3_thinking", "qwen", "mimo", "nano_v3", "nemotron_3"),
+    "qwen3": ("qwen3_thinking", "qwen", "mimo", "nano_v3", "nemotron_3", "nemotron_v3", "super_v3"),
     "deepseek_r1": ("deepseekr1",),
     "deepseek_v31": (
         "deepseek_v3",

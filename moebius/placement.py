@@ -69,16 +69,22 @@ class Placement:
 def parse_layers(
     text: str, moe_layers: Sequence[int], num_layers: int, setting: str = "gpu_layers"
 ) -> tuple[int, ...]:
-    """The layers of a list such as `0-1,9`, ascending; empty text: none.
+    """Returns the layers of a list such as `0-1,9,20-`, ascending; empty text: none.
 
+    A range without an end has all layers with routed experts from its first on, which may be none.
     Raises UserError naming `setting` and what is not a number or a range, not a layer of the model, or a
     layer without experts.
     """
     chosen: set[int] = set()
     for part in (part.strip() for part in text.split(",") if part.strip()):
         first, dash, last = part.partition("-")
+        if first.strip().isdecimal() and dash and not last.strip():
+            chosen.update(layer for layer in moe_layers if layer >= int(first))
+            continue
         if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
-            raise UserError(f"{setting}: {part!r} is not allowed; allowed: layers and ranges, as in 0-1,9")
+            raise UserError(
+                f"{setting}: {part!r} is not allowed; allowed: layers and ranges, as in 0-1,9,20-"
+            )
         begin, end = int(first), int(last) if dash else int(first)
         if end < begin:
             raise UserError(f"{setting}: {part!r} is not allowed; a range begins with its smaller layer")

@@ -78,7 +78,7 @@ LOGITS_FLOAT32_RANKS = 5e-5
 MLA_FLOAT32 = 5e-5
 
 # Resident experts by Triton kernels in float32 against the torch reference, over the largest magnitude.
-RESIDENT_FLOAT32 = 2e-6
+RESIDENT_FLOAT32 = 4e-6
 
 # The same with bfloat16 rows on a GPU, against the reference in float32 on the same rows: the root mean
 # square of the error over that of the wanted values. Intermediate channels are rounded to bfloat16 once.

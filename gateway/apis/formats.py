@@ -112,11 +112,12 @@ class ResponseFormat(ABC):
 
     operation: str  # gen_ai.operation.name
     id: str
+    engine_id = ""  # of the engine's requests; empty: `id`
     media_type = "text/event-stream"  # of streams
     keep_alive = KEEP_ALIVE  # sent during silence, also before the stream's first data
 
     @abstractmethod
-    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any] | list[dict[str, Any]]:
         """Returns a non-streamed answer."""
 
     @abstractmethod

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from gateway.apis import messages, ollama, responses
+from gateway.apis import embeddings, messages, native, ollama, responses
 from gateway.apis.translation import Context, Translation
+from gateway.generation.model import ServedModel
+from gateway.schemas.embeddings import (
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    OllamaEmbeddingRequest,
+    OllamaEmbedRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
+from gateway.schemas.native import InfillRequest, LlamaCompletionRequest, SglangGenerateRequest
 from gateway.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
 from gateway.schemas.responses import ResponsesRequest
 
@@ -26,6 +37,17 @@ Kind = Literal[
     "ollama_generate",
     "ollama_show",
     "ollama_pull",
+    "llama_completion",
+    "llama_infill",
+    "sglang_generate",
+    "embeddings",
+    "score",
+    "rerank",
+    "rerank_v2",
+    "ollama_embed",
+    "ollama_embedding",
+    "cohere_embed",
+    "cohere_embed_v2",
 ]
 Translate = Callable[[Any, Context], Translation]
 
@@ -37,4 +59,19 @@ TRANSLATIONS: Mapping[Kind, tuple[type[BaseModel], Translate]] = {
     "ollama_generate": (OllamaGenerateRequest, ollama.translate_generate),
     "ollama_show": (OllamaModelRequest, ollama.translate_show),
     "ollama_pull": (OllamaModelRequest, ollama.translate_pull),
+    "llama_completion": (LlamaCompletionRequest, native.translate_completion),
+    "llama_infill": (InfillRequest, native.translate_infill),
+    "sglang_generate": (SglangGenerateRequest, native.translate_generate),
+}
+
+# Kinds that want the hidden states of prompts, not text.
+POOLED: Mapping[Kind, tuple[type[BaseModel], Callable[[Any, ServedModel], embeddings.PooledPrompts]]] = {
+    "embeddings": (EmbeddingRequest, embeddings.embedding),
+    "score": (ScoreRequest, embeddings.scores),
+    "rerank": (RerankRequest, embeddings.ranking),
+    "rerank_v2": (RerankRequest, partial(embeddings.ranking, shape="rerank_v2")),
+    "ollama_embed": (OllamaEmbedRequest, embeddings.ollama_embedding),
+    "ollama_embedding": (OllamaEmbeddingRequest, embeddings.ollama_prompt),
+    "cohere_embed": (CohereEmbedRequest, embeddings.cohere_embedding),
+    "cohere_embed_v2": (CohereEmbedRequest, partial(embeddings.cohere_embedding, shape="cohere_v2")),
 }

@@ -18,7 +18,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.apis.registry import TRANSLATIONS
+from gateway.apis.registry import POOLED, TRANSLATIONS
+from gateway.app.embedding_routes import router as embedding_router
+from gateway.app.heads import HeadMiddleware
+from gateway.app.native_routes import router as native_router
 from gateway.app.openapi import install_openapi
 from gateway.app.routes import create_chat_completion, create_completion, live_router, router
 from gateway.app.state import Gateway
@@ -146,6 +149,8 @@ def create_app(
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.include_router(router)
     app.include_router(api_router)
+    app.include_router(embedding_router)
+    app.include_router(native_router)
     app.include_router(page_router(config.gateway.web_page))
     if config.gateway.live_view:
         app.state.live_figures = LiveFigures(lambda replica: gateway.engine.live(replica))
@@ -156,7 +161,7 @@ def create_app(
         TokenizeRequest,
         DetokenizeRequest,
     ]
-    described = [*schemas, *(schema for schema, _ in TRANSLATIONS.values())]
+    described = [*schemas, *(schema for schema, _ in (*TRANSLATIONS.values(), *POOLED.values()))]
     install_openapi(app, described, config.gateway.strict_parameters)
     # Polled paths are matched first, without the framework's handling of parameters and dependencies, which
     # they do not have. Everything else about them, also the document, is as declared.
@@ -167,6 +172,7 @@ def create_app(
 
 def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> None:
     """Adds the middleware, outermost last. Raises ConfigError for a key file that cannot be used."""
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(DrainMiddleware, drain=gateway.drain, failed=gateway.metrics.failed)
     keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
     if keys.required:

@@ -14,7 +14,7 @@ from gateway.apis.registry import Kind
 from gateway.app.openapi import refuses, takes
 from gateway.app.serving import answered, respond
 from gateway.app.state import gateway_of
-from gateway.schemas.errors import ApiError, bad_request
+from gateway.schemas.errors import ApiError, bad_request, is_anthropic
 from gateway.schemas.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -84,15 +84,21 @@ async def list_models(request: Request) -> dict[str, Any]:
 
     Codex sends its version and reads only `models`: OpenAI's own facts about its models, instructions
     included. For a model that is not listed there it uses its defaults, so that the list is empty.
+    Anthropic's clients, by their header, get its shape.
     """
-    listed = {"object": "list", "data": [gateway_of(request).model().card()]}
+    model = gateway_of(request).model()
+    if is_anthropic(request.scope):
+        card = model.anthropic_card()
+        return {"data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
+    listed = {"object": "list", "data": [model.card()]}
     return {**listed, "models": []} if "client_version" in request.query_params else listed
 
 
 @router.get("/v1/models/{model_id:path}", **refuses(401, 404, 503))
 async def retrieve_model(request: Request, model_id: str) -> dict[str, Any]:
     """Returns the served model if it has this id; names may contain slashes."""
-    return gateway_of(request).model_named(model_id).card()
+    model = gateway_of(request).model_named(model_id)
+    return model.anthropic_card() if is_anthropic(request.scope) else model.card()
 
 
 @router.get("/health", response_class=Response)

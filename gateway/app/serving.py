@@ -29,8 +29,15 @@ from gateway.transport.streaming import INLINE_TOKENS, EventStream, LastEvent, e
 
 logger = structlog.get_logger(__name__)
 _LONGEST_DETAILS = 160
+_MOST_PROMPTS = 256
 # Headers for requests while the engine is gone or full.
 _COMMON = frozenset({429, 503})
+
+
+def prompts_at_once(max_waiting_outputs: int) -> int:
+    """Returns how many prompts of one request for embeddings are in the engine at once: a quarter of what
+    it queues (0: not known), so that other requests find room."""
+    return max(1, min(_MOST_PROMPTS, max_waiting_outputs // 4)) if max_waiting_outputs else _MOST_PROMPTS
 
 
 class RequestRun:
@@ -50,6 +57,7 @@ class RequestRun:
         self._jobs = prepared.jobs
         self._format = form
         self._stream = bool(body.stream)
+        self._is_pooled = bool(self._jobs[0].request.sampling_params.pooling)
         self._engine_streams = self._jobs[0].request.stream
         self._rows_per_token = 1 + max(prepared.logprobs or 0, body.prompt_logprobs or 0)
         self._log = logger if body.user is None else logger.bind(user=body.user)
@@ -58,7 +66,8 @@ class RequestRun:
         self._last_token: dict[int, float] = {}
         self._span = trace.get_current_span()
         for number, job in enumerate(self._jobs):
-            job.request.request_id = form.id if len(self._jobs) == 1 else f"{form.id}-{number}"
+            engine_id = form.engine_id or form.id
+            job.request.request_id = engine_id if len(self._jobs) == 1 else f"{engine_id}-{number}"
         gateway.metrics.described(self._jobs[0].request.sampling_params)
         tracing.describe_request(
             self._span, form.operation, body, self._jobs[0].request.sampling_params, model.name
@@ -146,7 +155,8 @@ class RequestRun:
     def _deltas(self) -> AsyncGenerator[ParsedDelta, None]:
         """Yields new content of all outputs of all prompts."""
         client, tokenizer = self._gateway.engine, self._model.tokenizer
-        return merge([job.run(client, tokenizer, self._context) for job in self._jobs])
+        at_once = prompts_at_once(self._model.max_waiting_outputs) if self._is_pooled else 0
+        return merge([job.run(client, tokenizer, self._context) for job in self._jobs], at_once)
 
     async def _guarded_whole(self) -> bytes:
         try:

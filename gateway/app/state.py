@@ -12,7 +12,7 @@ import grpc
 import structlog
 from starlette.requests import Request
 
-from gateway.apis.registry import Kind
+from gateway.apis.registry import POOLED, Kind
 from gateway.apis.stored_responses import ResponseStore, check_store
 from gateway.generation.job import Prepared
 from gateway.generation.model import ServedModel, load_served_model
@@ -40,7 +40,7 @@ REFUSED_S = 30.0  # how long to check whether the right files are back
 _LOOK_S = 2.0
 _LISTEN_S = 60.0  # a process that cannot serve for longer answers so itself
 _MIB = 2**20
-_TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize"})
+_TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize", *POOLED})
 
 
 class Gateway:

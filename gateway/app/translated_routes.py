@@ -17,7 +17,7 @@ from gateway.apis.stored_responses import StoredResponse, not_found
 from gateway.app.openapi import refuses, takes
 from gateway.app.serving import answered, respond
 from gateway.app.state import gateway_of
-from gateway.schemas.errors import ApiError, bad_request
+from gateway.schemas.errors import bad_request
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
 from gateway.schemas.responses import ResponsesRequest
@@ -165,15 +165,3 @@ async def ollama_running(request: Request) -> dict[str, Any]:
 async def ollama_version() -> dict[str, str]:
     """Returns the Ollama version whose API this is."""
     return {"version": ollama.VERSION}
-
-
-@router.post("/api/embed", **refuses(400, 401))
-@router.post("/api/embeddings", **refuses(400, 401))
-@router.post("/v1/embeddings", **refuses(400, 401))
-async def create_embedding() -> Response:
-    """Refuses: the model generates text and has no embeddings."""
-    raise ApiError(
-        400,
-        "this server's model generates text: it has no embeddings; ask a server of an embedding model",
-        code="unsupported_operation",
-    )

@@ -40,6 +40,7 @@ class PromptJob:
     stream_interval: int = 1  # tokens per delta, except for the first and last
     kept_outputs: int = 0  # how many of the n outputs, the likeliest, are returned; 0: all
     input_logprobs: engine_pb2.InputLogProbs | None = None  # None: the engine sent none
+    pooled_states: Sequence[float] = ()  # of the prompt, where they were asked for
     called_at: float = 0.0  # time.perf_counter() when the engine was called
     # Seconds from then to the first token of the first output that has ended; unset: none has ended.
     first_token_s: float | None = None
@@ -124,6 +125,7 @@ class PromptJob:
         message = response.complete if is_complete else response.chunk
         if is_complete:
             self._note_first_token(response.complete.first_token_seconds)
+            self.pooled_states = response.complete.pooled_hidden_states
         if message.HasField("input_logprobs"):
             self.input_logprobs = message.input_logprobs
         self.counted_prompt_tokens = message.prompt_tokens
@@ -132,7 +134,8 @@ class PromptJob:
         if state.finish is not None:
             return None
         delta = state.complete(response.complete) if is_complete else state.feed(response.chunk)
-        self.completion_tokens += delta.new_tokens
+        if not self.request.sampling_params.pooling:  # else its one token is not part of the answer
+            self.completion_tokens += delta.new_tokens
         self.reasoning_tokens += delta.reasoning_tokens
         if delta.finish is not None:
             self.finish_reasons.append(delta.finish.reason)
@@ -179,19 +182,23 @@ async def gathered(
             yield held.pop(index)
 
 
-def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yields the items of all streams as they arrive; the first failure ends it and closes the others."""
-    return streams[0] if len(streams) == 1 else _merged(streams)
+def merge(streams: Sequence[AsyncGenerator[T, None]], at_once: int = 0) -> AsyncGenerator[T, None]:
+    """Yields the items of all streams as they arrive; the first failure ends it and closes the others.
+
+    `at_once`: how many run at the same time; 0: all.
+    """
+    return streams[0] if len(streams) == 1 else _merged(streams, at_once or len(streams))
 
 
-async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+async def _merged(streams: Sequence[AsyncGenerator[T, None]], at_once: int) -> AsyncGenerator[T, None]:
+    turns = asyncio.Semaphore(at_once)
     # One slot per stream: a slow reader delays the engine calls instead of filling memory.
     queue: asyncio.Queue[tuple[bool, Any]] = asyncio.Queue(len(streams))
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:
         end: Exception | None = None
         try:
-            async with aclosing(stream) as items:
+            async with turns, aclosing(stream) as items:
                 async for item in items:
                     await queue.put((False, item))
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import time
@@ -36,6 +37,7 @@ class ServedModel:
     model_type: str = ""  # as in the checkpoint's config.json
     tool_parser: str | None = None  # names of `gateway/parsers/registry.py`; None: no parser
     reasoning_parser: str | None = None
+    hidden_size: int = 0  # values of an embedding; 0: not reported
     max_waiting_outputs: int = 0  # the engine's limit; 0: not reported
     fingerprint: str = ""  # of all that determines an answer; empty: the engine reports no identity
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
@@ -52,6 +54,16 @@ class ServedModel:
             "max_model_len": self.max_context_length,
             "capabilities": {"vision": self.supports_vision},
             "system_fingerprint": self.fingerprint or None,
+        }
+
+    def anthropic_card(self) -> dict[str, Any]:
+        """Returns the entry of Anthropic's list of models."""
+        created = datetime.datetime.fromtimestamp(self.created, datetime.UTC)
+        return {
+            "type": "model",
+            "id": self.name,
+            "display_name": self.name,
+            "created_at": created.isoformat().replace("+00:00", "Z"),
         }
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
@@ -122,6 +134,7 @@ def load_served_model(
         model_type=info.model_type,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        hidden_size=info.hidden_size,
         max_waiting_outputs=info.max_waiting_requests,
         fingerprint=_fingerprint(info.identity, tokenizer),
     )

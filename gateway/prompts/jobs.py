@@ -143,6 +143,7 @@ class JobPlan:
     best_of: int | None = None  # outputs generated, of which `n` are returned; None: n
     output: OutputPlan | None = None  # how outputs are read; None: everything is content
     with_images: bool = False  # the engine adds tokens to the prompt
+    pooling: engine_pb2.Pooling = engine_pb2.POOLING_NONE  # of prompts that run in turns
     constraint: engine_pb2.Constraint | None = None  # that every output satisfies; None: none
 
 
@@ -156,7 +157,8 @@ def build_jobs(
     """
     given = body.n or 1
     made = max(given, plan.best_of or given)
-    _check_outputs(model, len(prompts), made)
+    if plan.pooling == engine_pb2.POOLING_NONE:
+        _check_outputs(model, len(prompts), made)
     jobs = []
     for number, (text, prompt_ids) in enumerate(prompts):
         check_prompt(model, prompt_ids, plan.prompt_param)
@@ -165,6 +167,7 @@ def build_jobs(
         if made > given:
             params.n = made
             params.logprobs = plan.logprobs or 0  # needed to rank the outputs
+        params.pooling = plan.pooling
         stops = body.stop_strings()
         request = engine_pb2.GenerateRequest(
             tokenized=engine_pb2.TokenizedInput(input_ids=prompt_ids),

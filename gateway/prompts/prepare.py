@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gateway.apis.registry import TRANSLATIONS, Kind
+from gateway.apis.registry import POOLED, TRANSLATIONS, Kind
 from gateway.apis.stored_responses import ResponseStore
 from gateway.apis.translation import Context, Translation
 from gateway.constraints.response_format import GrammarTakesLong, response_format_constraint
@@ -38,6 +38,7 @@ from gateway.text.chat_template import ChatTemplateError
 from gateway.text.conversation import Conversation, MarkedText, choose_mark, mark_text, render_prompt
 from gateway.transport.bodies import too_large
 from moebius.config import ImageConfig
+from protos import engine_pb2
 
 T = TypeVar("T", bound=BaseModel)
 _LONGEST_MESSAGE = 1000
@@ -77,6 +78,7 @@ class Preparer:
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
             **{kind: functools.partial(self._translated, kind) for kind in TRANSLATIONS},
+            **{kind: functools.partial(self._pooled, kind) for kind in POOLED},
         }
 
     def answer(self, kind: Kind, data: bytes | bytearray) -> Answer:
@@ -120,6 +122,25 @@ class Preparer:
 
     def _chat(self, data: bytes | bytearray) -> Prepared:
         return self._chat_prepared(self._parsed(data, ChatCompletionRequest), len(data))
+
+    def _pooled(self, kind: Kind, data: bytes | bytearray) -> Prepared | bytes:
+        """Prepares the prompts of embeddings."""
+        schema, translate = POOLED[kind]
+        asked = translate(self._parsed(data, schema), self._model)
+        self._model.check_name(asked.fields.get("model"))
+        if not asked.inputs:
+            return _json({"model": asked.reply.model, "embeddings": []})
+        body = self._validated(
+            {"prompt": "", "max_tokens": 1, **asked.fields}, CompletionRequest, Tolerance()
+        )
+        pooling = engine_pb2.POOLING_MEAN if asked.pooling == "mean" else engine_pb2.POOLING_LAST
+        plan = JobPlan(asked.param, "max_tokens", 1, None, fits_limit=True, pooling=pooling)
+        try:
+            prompts = [("", self._prompt(prompt, body)[1]) for prompt in asked.inputs]
+        except ApiError as error:
+            raise Translation({}, {"prompt": asked.param}).named(error) from None
+        jobs = build_jobs(body, self._model, plan, prompts)
+        return Prepared(body.model_copy(update={"prompt": []}), jobs, None, [], reply=asked.reply)
 
     def _translated(self, kind: Kind, data: bytes | bytearray) -> Prepared | bytes:
         """Prepares a request of another API as the chat or completion that it corresponds to."""
@@ -284,7 +305,10 @@ class Preparer:
         body = self._parsed(data, DetokenizeRequest)
         self._model.check_name(body.model)
         self._model.check_token_ids(body.tokens, "tokens")
-        return _json({"prompt": self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        text = self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return _json(
+            {"prompt": text, "content": text, "text": text}
+        )  # vLLM's, llama-server's and SGLang's name
 
     def _rendered(self, conversation: Conversation, parse_special: bool) -> MarkedText:
         """Returns the prompt of a conversation. Raises ApiError 400 if there is no template or it refuses."""

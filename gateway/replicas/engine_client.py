@@ -208,6 +208,15 @@ class EngineClient:
         answer = await self._engine.GetMetrics(engine_pb2.GetMetricsRequest(), timeout=timeout_s)
         return cast(engine_pb2.GetMetricsResponse, answer)
 
+    async def abort(self, request_ids: Sequence[str], timeout_s: float = 2.0) -> None:
+        """Ends requests by their ids; unknown ones are ignored."""
+        await self._engine.Abort(engine_pb2.AbortRequest(request_ids=request_ids), timeout=timeout_s)
+
+    async def flush_cache(self, timeout_s: float = 30.0) -> int:
+        """Drops cached prefixes that no request holds; returns how many tokens they had."""
+        answer = await self._engine.FlushCache(engine_pb2.FlushCacheRequest(), timeout=timeout_s)
+        return int(answer.freed_tokens)
+
     async def load(self, timeout_s: float = 2.0) -> engine_pb2.GetLoadResponse:
         """Returns current queues and cache occupancy."""
         answer = await self._engine.GetLoad(engine_pb2.GetLoadRequest(), timeout=timeout_s)

@@ -216,6 +216,15 @@ class ReplicaSet:
         total.token_usage = total.num_used_tokens / max(total.max_total_num_tokens, 1)
         return total
 
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends requests by their ids, whichever replica has them."""
+        asked = (replica.client.abort(request_ids) for replica in self.replicas.values())
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    async def flush_cache(self) -> int:
+        """Drops cached prefixes of all replicas; returns how many tokens they had. Raises AioRpcError."""
+        return sum(await asyncio.gather(*(one.client.flush_cache() for one in self.replicas.values())))
+
     async def metrics(self) -> dict[str, engine_pb2.GetMetricsResponse]:
         """Returns the engines' counters by label: "0" for a single one, else its address."""
         asked = [one for one in self.replicas.values() if not one.is_leaving]

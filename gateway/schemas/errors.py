@@ -85,14 +85,23 @@ class ApiError(Exception):
         from fastapi.responses import JSONResponse
 
         path, status, body = scope["path"], self.status, self.body()
-        if path.startswith(MESSAGES_PATH):
+        if is_anthropic(scope):
             status, body = anthropic_error(self, scope.get("state", {}).get("request_id"))
         elif path.startswith(OLLAMA_PATH):
             body = ollama_error(self)
         return JSONResponse(body, status_code=status, headers=self.headers())
 
 
+def is_anthropic(scope: Scope) -> bool:
+    """Returns whether a request is of Anthropic's API: by its path, or by the header of its clients."""
+    if scope["path"].startswith(MESSAGES_PATH):
+        return True
+    is_shared = scope["path"].startswith(MODELS_PATH)
+    return is_shared and any(name == b"anthropic-version" for name, _ in scope.get("headers", ()))
+
+
 MESSAGES_PATH = "/v1/messages"
+MODELS_PATH = "/v1/models"
 OLLAMA_PATH = "/api/"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 THREAD_UNSUPPORTED = "thread_unsupported_request"
@@ -198,20 +207,15 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     return bad_request(message, param, code).response(request.scope)
 
 
-_CHAT_OR_COMPLETION = "here POST /v1/chat/completions or /v1/completions"
 # Paths of other servers, which their clients request.
 _OTHER_PATHS = {
     # llama-server
-    "/completion": "here POST /v1/completions, with max_tokens for n_predict",
     "/completions": "here POST /v1/completions",
     "/chat/completions": "here POST /v1/chat/completions",
     "/models": "here GET /v1/models",
-    "/props": "here GET /v1/models, and /tokenizer_info for the chat template",
-    "/slots": "here GET /v1/live",
     "/apply-template": "here POST /tokenize, with messages and return_token_strs",
     # SGLang, text-generation-inference
-    "/generate": _CHAT_OR_COMPLETION,
-    "/generate_stream": f"{_CHAT_OR_COMPLETION}, with stream",
+    "/generate_stream": "here POST /generate, /v1/chat/completions or /v1/completions, with stream",
     "/get_model_info": "here GET /v1/models",
     "/get_server_info": "here GET /v1/live",
     "/server_info": "here GET /v1/live",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from gateway.schemas.common import (
     MAX_LABEL_CHARACTERS,
@@ -331,7 +331,11 @@ class TokenizeRequest(StrictModel):
     )
 
     model: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
-    prompt: str | None = None
+    prompt: str | None = Field(
+        None,
+        validation_alias=AliasChoices("prompt", "content"),
+        description="`content` in llama-server's API",
+    )
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(
         None, description="Unset: true for `prompt`, false for `messages`"

@@ -19,6 +19,7 @@ from gateway.telemetry.metrics import GatewayMetrics
 from moebius.api_keys import ApiKey, ApiKeys, KeyLimits
 
 _MINUTE_S = 60.0
+_KEY_HEADERS = ("x-api-key", "api-key")
 _HASH_BYTES = 16  # of a client
 
 
@@ -111,18 +112,18 @@ class KeyUse:
 
 
 def _sent_keys(headers: Headers) -> list[bytes]:
-    """Returns the keys in the client's headers, OpenAI's and Anthropic's."""
+    """Returns the keys in the client's headers, OpenAI's, Anthropic's and Azure's."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    keys = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    keys = [bearer if scheme.lower() == "bearer" else "", *map(headers.get, _KEY_HEADERS)]
     # Headers are read as latin-1; keys are compared by the bytes that were sent.
-    return [key.strip().encode("latin-1") for key in keys if key.strip()]
+    return [key.strip().encode("latin-1") for key in keys if key is not None and key.strip()]
 
 
 class KeyMiddleware:
     """Requires a key on every path but open ones, and keeps its requests within its limits.
 
-    A key is sent as `Authorization: Bearer KEY` or as `x-api-key: KEY`. `scope["state"]["key_use"]` is its
-    `KeyUse`, to which the serving code reports tokens.
+    A key is sent as `Authorization: Bearer KEY`, `x-api-key: KEY` or `api-key: KEY`.
+    `scope["state"]["key_use"]` is its `KeyUse`, to which the serving code reports tokens.
     """
 
     def __init__(

@@ -69,8 +69,14 @@ def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
         "guesses": {"verified": load.draft_tokens, "right": load.accepted_tokens},
         "steps": {"count": live.steps, "seconds": live.step_seconds},
         "costs": _costs(live.costs) if live.HasField("costs") else None,
+        "memory": _memory(live.memory) if live.HasField("memory") else None,
         "experts": _experts(live) if live.num_experts else None,
     }
+
+
+def _memory(memory: engine_pb2.LiveMemory) -> dict[str, Any]:
+    names = ("kv_bytes", "expert_bytes", "stream_bytes", "fetch_bytes", "free_bytes", "is_shared")
+    return {name: getattr(memory, name) for name in names}
 
 
 def _costs(costs: engine_pb2.LiveCosts) -> dict[str, Any]:

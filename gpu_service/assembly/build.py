@@ -184,7 +184,7 @@ def _assemble(
         *(engine, group, experts, runner.recorder, memory, model_config, kv.num_pages, limits.context_limit),
         warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
         *(self_test, vision, streamer, adaptive, resident, check, runner.watch, compiler),
-        fetcher=fetcher,
+        *(fetcher, kv_cache.nbytes),
     )
 
 
@@ -234,6 +234,12 @@ def _plan_memory(
     streaming = rank_streaming(config, moe, device)
     held = expert_memory(config, moe, dtype, group, streaming)
     vision = vision_memory(config, model.config)
+    fetches = streaming is not None and held.ring_bytes > streaming.layout.nbytes
+    if fetches and not has_room_to_stream(config, model, held, group, device, vision):
+        _log.info("decode steps fetch no experts: the GPU has no room for their slots")
+        gpu = config.gpu.model_copy(update={"fetch_experts": "off"})
+        config = config.model_copy(update={"gpu": gpu})
+        held = expert_memory(config, moe, dtype, group, streaming)
     if config.gpu.prefill_experts == "auto" and not has_room_to_stream(
         config, model, held, group, device, vision
     ):

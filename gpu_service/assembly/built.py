@@ -21,6 +21,7 @@ from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.memory.elastic import ElasticMemory
+from gpu_service.memory.shares import MemoryShares
 from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import SelfTestReport
 from moebius.checkpoint.gguf.files import companion_directory, served_name
@@ -55,6 +56,7 @@ class Built:
     watch: ResidentWatch | None = None  # Over `resident`.
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
     fetcher: ExpertFetcher | None = None  # None: decode steps copy no experts.
+    kv_bytes: int = 0  # Of all pages that there may be.
     # Of all files that were read; filled by `build_engine` once they have proved to be unchanged.
     identity: Parts = field(default_factory=dict)
 
@@ -63,6 +65,18 @@ class Built:
         """None: KV pages and experts keep the memory that they have."""
         supply = self.engine.scheduler.supply
         return supply if isinstance(supply, ElasticMemory) else None
+
+    def memory_shares(self) -> MemoryShares:
+        """Who has this rank's memory of pages and experts now."""
+        elastic = self.elastic
+        return MemoryShares(
+            kv=self.kv_bytes if elastic is None else elastic.kv_bytes,
+            experts=0 if self.resident is None else self.resident.nbytes,
+            stream=0 if self.streamer is None else self.streamer.ring.nbytes,
+            fetch=0 if self.fetcher is None else self.fetcher.state.nbytes,
+            free=0 if elastic is None else elastic.pool.free * elastic.pool.chunk_bytes,
+            is_shared=elastic is not None,
+        )
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Ends every request, then the engine, its experts and its rank's part in the group, in order.
@@ -123,4 +137,5 @@ def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
         max_waiting_requests=config.gpu.max_waiting_requests,
         identity=identity_text(built.identity),
         image_token_id=-1 if built.vision is None else built.vision.preparer.layout.placeholder,
+        hidden_size=model.hidden_size,
     )

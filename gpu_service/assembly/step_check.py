@@ -62,6 +62,10 @@ def make_check(
     def has_lane_step() -> bool:
         return streamer is not None and streamer.has_lane_step
 
+    def on_decode(rows: int, seconds: float, has_copies: bool | None) -> None:
+        if runner.placement is not None:
+            runner.placement.budget.observe(rows, seconds, has_copies)
+
     def measure_again() -> None:
         """For all ranks at once, with no step in flight; steps choose by the new costs from then on."""
         check.forget()
@@ -72,7 +76,7 @@ def make_check(
 
     has_all_layers = config.parallel.pipeline_parallel_size == 1
     facts = StepFacts(
-        len(layers), geometry.mean_top_k, has_all_layers, busy_seconds, hit_share, has_lane_step
+        len(layers), geometry.mean_top_k, has_all_layers, busy_seconds, hit_share, has_lane_step, on_decode
     )
     check = StepCheck(observer, moe.costs, facts)
     check.measure_again = measure_again

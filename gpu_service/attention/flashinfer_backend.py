@@ -2,6 +2,7 @@
 
 | step | wrapper | captured |
 |---|---|---|
+| few requests, one token each | none: `fused_decode.py` | yes |
 | every request computes one token | BatchDecodeWithPagedKVCache | yes, one wrapper per batch size |
 | first chunks only, pages hold what is computed in | BatchPrefillWithRaggedKVCache, reads no page | no |
 | anything else | BatchPrefillWithPagedKVCache, every request a chunk | no |
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_step, grouped_queries
+from gpu_service.attention.base import AttentionLayer, check_step, grouped_queries
 from gpu_service.attention.flashinfer_plan import (
     CHUNK_KERNELS,
     DECODE_KERNELS,
@@ -34,12 +35,13 @@ from gpu_service.attention.flashinfer_plan import (
     unsupported_layers,
     unsupported_types,
 )
+from gpu_service.attention.fused_decode import FusedDecodeAttention
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
 from moebius.models.layers.layer import Layers
 
 
-class FlashInferAttention(AttentionBackend):
+class FlashInferAttention(FusedDecodeAttention):
     """One FlashInfer wrapper for each kind of step, as in the table above.
 
     `deterministic` keeps every request's keys in one piece; `chunk_kernels` is "fa2" or "fa3" (Hopper);
@@ -82,6 +84,8 @@ class FlashInferAttention(AttentionBackend):
             flashinfer.BatchPrefillWithRaggedKVCacheWrapper(results, "NHD", backend=chunk_kernels)
         )
         self._captured: dict[int, Any] = {}
+        # Wrappers that a step has run: a graph without them needs no plan.
+        self._run: set[Any] = set()
         self._wrapper: Any = None  # the one the last plan chose
 
     @classmethod
@@ -131,6 +135,8 @@ class FlashInferAttention(AttentionBackend):
             raise ValueError(
                 f"no step of {len(inputs.seq_lens)} requests was captured; captured: {sorted(self._captured)}"
             )
+        if wrapper not in self._run:
+            return
         page_size = self.kv_cache.page_size
         bounds = page_bounds(inputs.seq_lens, page_size, self.kv_cache.device, pinned=False)
         indices = wrapper._paged_kv_indices_buf
@@ -163,6 +169,7 @@ class FlashInferAttention(AttentionBackend):
         cache = self.kv_cache
         key_scale, value_scale = cache.key_scales[layer_id], cache.value_scales[layer_id]
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        self._run.add(self._wrapper)
         if self._wrapper is self._ragged:
             self._ragged.run(query, key, value, out=output)
         else:

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import torch
 
-from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_step
+from gpu_service.attention.base import AttentionLayer, check_step
+from gpu_service.attention.fused_decode import FusedDecodeAttention
 from gpu_service.attention.triton_kernels import MIN_SPLIT, decode, prefill
 from gpu_service.attention.triton_tiles import Partial, PartialResults, num_splits, streaming_multiprocessors
 from gpu_service.cache.kv_cache import KVCache
@@ -14,7 +15,7 @@ from gpu_service.core.step import ForwardInputs
 from moebius.models.layers.layer import Layers
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(FusedDecodeAttention):
     """Requests of one token take the split kernel, chunks the tiled one; a mixed step launches both.
 
     All indices are read from the step's device tensors, so a plan only counts and a captured step needs no

@@ -15,8 +15,11 @@ from collections.abc import Iterable, Sequence
 from gpu_service.cache.radix_cache import PrefixHandle, RadixCache
 from gpu_service.cache.request_states import RequestStates, StatePool, num_snapshots
 from gpu_service.cache.state_cache import StateSlots
-from gpu_service.core.request import Request
+from gpu_service.core.request import Pooling, Request
 from moebius.config import GpuConfig
+
+# Pages that are taken at once, from which they are those of a prompt.
+_MANY_PAGES = 8
 
 
 class PageState(enum.IntEnum):
@@ -34,7 +37,8 @@ class OutOfPages(RuntimeError):
 
 class PagePool:
     """The free pages and each page's state. The lowest free page is handed out first, so that memory of high
-    ones can be given up.
+    ones can be given up. Where memory moves, many at once are the highest: a prompt's pages lie together, and
+    those that decoding requests take one by one meanwhile do not keep the memory that it leaves.
     """
 
     def __init__(self, num_pages: int, absent: Iterable[int] = ()) -> None:
@@ -45,6 +49,7 @@ class PagePool:
         self._state = bytearray(num_pages)
         for page in absent:
             self._state[page] = PageState.ABSENT
+        self._has_absent = any(state == PageState.ABSENT for state in self._state)
         # A heap.
         self._free = [page for page in range(1, num_pages) if self._state[page] == PageState.FREE]
         self.usable = len(self._free)  # Pages that have memory, but for the dummy page.
@@ -66,7 +71,13 @@ class PagePool:
         """Takes `count` free pages; the caller owns them. Raises OutOfPages and takes none if too few."""
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free of {self.usable}")
-        pages = [heapq.heappop(self._free) for _ in range(count)]
+        if self._has_absent and count >= _MANY_PAGES:
+            # Sorted it is a heap still.
+            self._free.sort()
+            pages = self._free[len(self._free) - count :]
+            del self._free[len(self._free) - count :]
+        else:
+            pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
             self._state[page] = PageState.OWNED
         return pages
@@ -167,10 +178,13 @@ class RequestCache:
         """The cached prefix the request would start from, unlocked; None when it may not use one.
 
         At least one token is left to compute, because only computed tokens have logits. Prompt
-        log-probabilities need the logits of every prompt token, so they forgo the cache.
+        log-probabilities need the logits of every prompt token, and a mean its hidden states, so they forgo
+        the cache.
         """
         wanted = request.params.prompt_logprobs is not None
         if not self.prefix_caching or (wanted and len(request.prompt_logprobs) < request.prompt_len):
+            return None
+        if request.params.pooling == Pooling.MEAN:
             return None
         return self.tree.match(request.prefix_keys(request.total_len - 1), request.cache_namespace)
 

@@ -46,6 +46,14 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
+class Pooling(enum.IntEnum):
+    """Which of a prompt's hidden states are wanted; the values are those of `protos/engine.proto`."""
+
+    NONE = 0
+    LAST = 1  # of its last token
+    MEAN = 2  # of all its tokens, averaged
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Validated once, where the request enters; see `protos/engine.proto` for ranges."""
@@ -68,6 +76,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprob_token_ids: tuple[int, ...] = ()
+    pooling: Pooling = Pooling.NONE
 
     @property
     def is_greedy(self) -> bool:
@@ -138,6 +147,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # float64 [H]: the sum of the prompt's hidden states that are pooled, computed so far; None: of none.
+    pooled_sum: npt.NDArray[np.float64] | None = None
     finish_reason: FinishReason | None = None
     matched_stop_token: int | None = None
     error_message: str = ""
@@ -158,6 +169,19 @@ class Request:
     drafts_verified: float = 0.0
 
     reported_len: int = 0  # Filled by the engine: output tokens handed to whoever asked for them.
+
+    def add_pooled(self, step_sum: npt.NDArray[np.float32], from_start: bool) -> None:
+        """Adds a step's sum of hidden states, float32 `[H]`; a prompt that is computed again from its start,
+        after a preemption, begins a new sum."""
+        earlier = None if from_start else self.pooled_sum
+        self.pooled_sum = step_sum + (np.float64(0) if earlier is None else earlier)
+
+    @property
+    def pooled_states(self) -> npt.NDArray[np.float64] | None:
+        """The hidden states that were asked for, float64 `[H]`; None: none were, or none is computed yet."""
+        if self.pooled_sum is None:
+            return None
+        return self.pooled_sum / (self.prompt_len if self.params.pooling == Pooling.MEAN else 1)
 
     @property
     def key(self) -> str:

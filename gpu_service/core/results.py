@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from gpu_service.core.request import TokenLogprobs
 
 # What outputs end with whose step computed no number.
@@ -25,6 +28,10 @@ class RowResult:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     # Position of the token that prompt_logprobs[0] is about.
     prompt_logprobs_start: int = 0
+    # float32 [H]: the sum of the hidden states that are pooled; None: of none in this step.
+    pooled_sum: npt.NDArray[np.float32] | None = None
+    # Whether the step computed the prompt's first token, so that no earlier sum counts.
+    pooled_from_start: bool = False
     # Not empty: the request ends with this error.
     error: str = ""
     # Of the rows of its drafts, in order.
@@ -44,6 +51,8 @@ class StepResult:
     # Whether a share of its experts was streamed, and what it should take by their costs; None: that is not
     # known.
     is_streamed: bool = False
+    # Whether copies of experts to the device ran beside the step; None: that is not known.
+    has_copies: bool | None = False
     predicted_seconds: float | None = None
     num_replays: int = 0
     seconds: float = 0.0

@@ -200,6 +200,15 @@ class PromptLogprobRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows of one request's prompt whose hidden states are pooled."""
+
+    batch_index: int
+    rows: Annotated[Tensor, TensorField("N", int64)]  # rows of hidden_states
+    from_start: bool  # whether the prompt's first token is computed in this step
+
+
+@dataclass(frozen=True, slots=True)
 class PenaltyRows:
     """Rows with any penalty."""
 
@@ -307,6 +316,7 @@ class StepPlan(ForwardInputs):
     # None: no row is sampled from.
     sampling: SamplingPlan | None = None
     prompt_logprobs: list[PromptLogprobRows] = field(default_factory=list)
+    pooled: list[PooledRows] = field(default_factory=list)
     # Per logprob row: alternatives, and ids scored in addition.
     num_top_logprobs: list[int] = field(default_factory=list)
     num_scored_ids: list[int] = field(default_factory=list)
@@ -341,7 +351,7 @@ class StepPlan(ForwardInputs):
         """Whether every request computes exactly one token, which is text, and samples the next."""
         rows = len(self.seq_lens)
         one_each = self.query_start_loc[-1] == len(self.sample_batch_indices) == rows
-        return one_each and not self.prompt_logprobs and self.images is None
+        return one_each and not (self.prompt_logprobs or self.pooled) and self.images is None
 
 
 # In a plan of the host, which does not know the ids.

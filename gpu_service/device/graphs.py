@@ -85,3 +85,8 @@ class CudaGraphs(GraphBackend):
 
     def _closed(self) -> None:
         self._open -= 1
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what the thread launches on a device now becomes part of a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

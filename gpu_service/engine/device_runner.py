@@ -22,6 +22,7 @@ from gpu_service.engine.model_runner import ComputedStep, LaneModelRunner, Model
 from gpu_service.engine.prefill_lane import LaneRunner
 from gpu_service.engine.results import StepOutputs, to_result
 from gpu_service.engine.step_runner import DeviceLost, Pending, StepRunner, StepsInFlight
+from moebius.errors import brief
 
 
 class LaunchedStep:
@@ -72,7 +73,7 @@ class LaunchedStep:
         try:
             (self._download.event if self._computed is None else self._computed_event).wait()
         except RuntimeError as error:
-            raise DeviceLost(str(error)) from error
+            raise DeviceLost(brief(error)) from error
         if self._computed is not None:
             return StepResult()
         result = to_result(self._plan, with_tensors(self._outputs, self._download.tensors))
@@ -170,7 +171,7 @@ class DeviceRunner(StepRunner):
                 staged = staged.with_masks(masks)
                 return staged, self._runner.draw(staged, computed)
         except torch.AcceleratorError as error:
-            raise DeviceLost(str(error)) from error
+            raise DeviceLost(brief(error)) from error
 
     def time_of(self, started: float) -> float:
         """Seconds that a step that has just ended had the device: it began when the one before had ended."""
@@ -181,7 +182,7 @@ class DeviceRunner(StepRunner):
         try:
             return self._launch(plan)
         except torch.AcceleratorError as error:
-            raise DeviceLost(str(error)) from error
+            raise DeviceLost(brief(error)) from error
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         started = time.monotonic()
@@ -246,7 +247,7 @@ class LaneStep(Pending[StepResult]):
         try:
             self._end.wait()
         except RuntimeError as error:
-            raise DeviceLost(str(error)) from error
+            raise DeviceLost(brief(error)) from error
         finally:
             self._on_end()
         return self._inner.wait()

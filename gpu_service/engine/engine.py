@@ -367,7 +367,7 @@ class Engine:
         try:
             result = step.pending.wait()
         except DeviceLost as error:
-            self._lose(f"the device is lost: {error}")
+            self._lose(f"the device is lost: {error}", error)
             self.scheduler.ended(step.batch)
             return
         except Exception as error:
@@ -463,11 +463,11 @@ class Engine:
         self._observer.committed(batch, None, deltas)
         self._emit(deltas)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, error: Exception | None = None) -> None:
         """Ends the engine, unless it has ended already."""
         if self._stopping:
             return
-        _log.error("the engine is lost", reason=reason)
+        _log.error("the engine is lost", reason=reason, exc_info=error)
         self._stopping = True
         self._end_all(FinishReason.ERROR, reason)
         self.on_lost(reason)

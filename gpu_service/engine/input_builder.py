@@ -12,10 +12,11 @@ from opentelemetry.context import Context
 
 from gpu_service.core.images import NUM_AXES, ImagePlan, ImageSlice, Positions
 from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
+from gpu_service.core.request import Pooling, Request
 from gpu_service.core.step import (
     NO_INPUT_IDS,
     Batch,
+    PooledRows,
     PromptLogprobRows,
     SamplingPlan,
     SlotUpload,
@@ -106,6 +107,7 @@ class InputBuilder:
             state_reads=_state_slots(batch.state_reads),
             state_writes=_state_slots(batch.state_writes),
             prompt_logprobs=_prompt_logprob_rows(batch),
+            pooled=_pooled_rows(batch),
             num_top_logprobs=[r.params.logprobs for r in requests if r.params.logprobs is not None],
             num_scored_ids=[
                 len(r.params.logprob_token_ids) for r in requests if r.params.logprobs is not None
@@ -150,6 +152,21 @@ def _prompt_logprob_rows(batch: Batch) -> list[PromptLogprobRows]:
             targets = torch.tensor(request.prompt_token_ids[start + 1 : start + 1 + scored])
             rows = torch.arange(row, row + scored)
             wanted.append(PromptLogprobRows(index, rows, targets, start + 1, request.params.prompt_logprobs))
+        row += count
+    return wanted
+
+
+def _pooled_rows(batch: Batch) -> list[PooledRows]:
+    """Returns the rows of prompts whose hidden states are pooled."""
+    wanted = []
+    row = 0
+    for index, request in enumerate(batch.requests):
+        start, count = batch.start_positions[index], batch.num_new_tokens[index]
+        end = min(start + count, request.prompt_len)
+        first = {Pooling.MEAN: start, Pooling.LAST: request.prompt_len - 1}.get(request.params.pooling, end)
+        if max(first, start) < end:
+            rows = torch.arange(row + max(first, start) - start, row + end - start)
+            wanted.append(PooledRows(index, rows, start == 0))
         row += count
     return wanted
 

@@ -18,7 +18,7 @@ from opentelemetry import context as otel_context
 from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import StateSlots
-from gpu_service.core.step import Feature, ForwardInputs, PromptLogprobRows, StepPlan
+from gpu_service.core.step import Feature, ForwardInputs, PooledRows, PromptLogprobRows, StepPlan
 from gpu_service.core.token_pool import TokenPool
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs
 from gpu_service.engine.sampler import Sampler, token_logprobs
@@ -58,6 +58,7 @@ class ComputedStep:
 
     logits: torch.Tensor | None  # float32 [S, V]; None: no row is sampled from
     prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
+    pooled: list[torch.Tensor] = field(default_factory=list)
     streamed: StreamedExperts | None = None
     first_overflow: torch.Tensor | None = None  # As in `StepOutputs`.
     hidden_states: torch.Tensor | None = None  # [T, H], for a drafter; None: there is none.
@@ -169,11 +170,12 @@ class ModelRunner:
         hidden_states = self.forward(context)
         first_overflow = self.first_overflow(context)
         prompt_logprobs = [self._score_prompt(wanted, hidden_states) for wanted in plan.prompt_logprobs]
+        pooled = [self._pool(wanted, hidden_states) for wanted in plan.pooled]
         logits = None
         if plan.sampling is not None:
             logits = self.model.compute_logits(hidden_states[plan.logits_indices])
         kept = None if self.drafter is None else hidden_states
-        return ComputedStep(logits, prompt_logprobs, context.streamed, first_overflow, kept)
+        return ComputedStep(logits, prompt_logprobs, pooled, context.streamed, first_overflow, kept)
 
     def draw(self, plan: StepPlan, computed: ComputedStep, sampled: Sampled | None = None) -> StepOutputs:
         """The rest of it; `sampled` is what a graph has drawn already."""
@@ -182,9 +184,11 @@ class ModelRunner:
         return StepOutputs(
             sampled,
             computed.prompt_logprobs,
+            computed.pooled,
             computed.streamed,
             first_overflow=computed.first_overflow,
             is_float16=self.is_float16,
+            has_copies=False if self.placement is None else self.placement.has_copies,
             drafts=None if self.drafter is None else self._draft(self.drafter, plan, computed, sampled),
         )
 
@@ -290,6 +294,10 @@ class ModelRunner:
             features = self.encoder.features_of(plan.images)
         ids = self.token_pool.gather(plan.token_slots, plan.positions)
         return replace(plan, input_ids=ids, image_features=features)
+
+    def _pool(self, wanted: PooledRows, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of the rows' hidden states, float32 `[H]`."""
+        return hidden_states[wanted.rows].sum(0, dtype=torch.float32)
 
     def _score_prompt(self, wanted: PromptLogprobRows, hidden_states: torch.Tensor) -> list[Logprobs]:
         scored = []

@@ -49,12 +49,16 @@ class StepOutputs:
     sampled: Sampled | None  # None when no row samples
     # For each of the plan's prompt_logprobs: its rows in order, in pieces.
     prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
+    # For each of the plan's pooled: float32 [H].
+    pooled: list[Tensor] = field(default_factory=list)
     # To be asked, once the step has ended, whether its experts were whole; None: it streamed none.
     streamed: StreamedExperts | None = None
     # The first layer after which a row was not finite; None: it is not noted.
     first_overflow: Annotated[Tensor | None, TensorField("T", int32)] = None
     # Whether that ends the row's request: the activations' type is what has too little room.
     is_float16: bool = False
+    # As in `StepResult`.
+    has_copies: bool | None = False
     # What a device drafter guesses for each request that samples; None: there is none, or it had no guess.
     drafts: Annotated[Tensor | None, TensorField("Q K", int64)] = None
 
@@ -81,6 +85,11 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
         nonfinite = frozenset(outputs.first_overflow.tolist()) - {NO_OVERFLOW}
         if outputs.is_float16:
             _add_overflows(plan, outputs.first_overflow, rows)
+    for pooled, summed in zip(plan.pooled, outputs.pooled, strict=True):
+        row = rows[pooled.batch_index]
+        row.pooled_sum, row.pooled_from_start = summed.numpy(), pooled.from_start
+        if not summed.isfinite().all():
+            row.error = row.error or NON_FINITE_LOGITS
     if outputs.drafts is not None:
         owners = plan.drafts.owners if plan.drafts is not None else plan.sample_batch_indices
         for index, drafts in zip(owners, outputs.drafts.tolist(), strict=True):
@@ -89,7 +98,8 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
         rows = fold(rows, plan.drafts.counts)
     streamed = outputs.streamed
     predicted = None if streamed is None else streamed.predicted_seconds
-    return StepResult(rows, nonfinite, streamed is not None and streamed.is_planned, predicted)
+    is_streamed = streamed is not None and streamed.is_planned
+    return StepResult(rows, nonfinite, is_streamed, outputs.has_copies, predicted)
 
 
 def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]) -> None:

@@ -92,6 +92,8 @@ class StepFacts:
     busy_seconds: Callable[[], float] = float
     hit_share: Callable[[], float] = float
     has_lane_step: Callable[[], bool] = bool
+    # Is given the rows of a decode step, its seconds, and what `StepResult.has_copies` says of it.
+    on_decode: Callable[[int, float, bool | None], None] = lambda rows, seconds, has_copies: None
 
 
 class StepCheck(EngineObserver):
@@ -147,6 +149,8 @@ class StepCheck(EngineObserver):
         if batch.num_tokens >= 2 * len(batch.requests):
             seconds, tokens = self._prompts
             self._prompts = _KEPT * seconds + result.seconds, _KEPT * tokens + batch.num_tokens
+        if batch.is_uniform_decode:
+            self._facts.on_decode(batch.num_tokens, result.seconds, result.has_copies)
         predicted = result.predicted_seconds
         if not result.is_streamed:
             predicted = self._predict_plain(batch, result.seconds, busy)

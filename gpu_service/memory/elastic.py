@@ -129,14 +129,9 @@ class ElasticMemory(PageSupply):
                 self._shrink(spare - self._pages.pages_per_group, queues.next_step)
 
     def figures(self) -> list[Figure]:
-        """Who has the pool's memory now, and what has moved, in bytes."""
-        pool = self.pool
-        kv, free = self.kv_bytes, pool.free * pool.chunk_bytes
-        parts = {"kv": kv, "experts": pool.nbytes - kv - free, "free": free}
-        text = "Memory that KV pages and expert slots share, by who has it now"
-        moved = "Bytes of that memory that KV pages "
+        """What has moved between pages and experts, bytes."""
+        moved = "Bytes of device memory that KV pages "
         return [
-            Figure("gpu_pool_bytes", text, parts, is_counter=False, by="part"),
             Figure("gpu_pool_taken_bytes", moved + "got from experts", self.taken_bytes),
             Figure("gpu_pool_given_bytes", moved + "gave up to experts", self.given_bytes),
         ]
@@ -301,8 +296,10 @@ def stale_after(
     """Seconds, by the rule of this file: a prefix that was not used for longer is worth less than experts.
 
     `prompt_token_s`: to compute a token; `token_bytes` of KV; `saved_per_byte`: seconds that a byte of slots
-    saves in a second. None: not known yet, so prefixes stay.
+    saves in a second. None: not known yet, so prefixes stay, unless none was ever found again.
     """
+    if not hit_share:
+        return 0.0
     if prompt_token_s is None or not saved_per_byte:
         return math.inf
     return hit_share * prompt_token_s / token_bytes / saved_per_byte

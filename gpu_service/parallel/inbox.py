@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gpu_service.core.constraint import ConstraintCompiler
 from gpu_service.core.images import PreparedImage, PromptImage, locate
 from gpu_service.core.interface import Abort, Add, Call, Flush, Inbox, LaneSight, Message, Stop
-from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.request import Pooling, Request, SamplingParams
 from gpu_service.parallel.control import RankControl
 from protos import engine_pb2, ranks_pb2
 
@@ -27,6 +27,7 @@ _PIXEL = np.dtype("<f4")
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs", "seed"),
+    "pooling",
 )
 
 
@@ -138,6 +139,7 @@ def _decode_params(params: engine_pb2.SamplingParams) -> SamplingParams:
     for name in ("logprobs", "prompt_logprobs"):
         if not params.HasField(name):
             same[name] = None
+    same["pooling"] = Pooling(params.pooling)
     return SamplingParams(
         **same,
         stop_token_ids=frozenset(params.stop_token_ids),

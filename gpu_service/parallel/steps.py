@@ -9,7 +9,7 @@ import torch
 
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.results import StepResult
-from gpu_service.core.step import PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
+from gpu_service.core.step import PooledRows, PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
 from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs
 from gpu_service.engine.sampler import Sampler
@@ -17,6 +17,7 @@ from gpu_service.engine.step_runner import Pending, StepInFlight, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentDamaged
 from gpu_service.layers.context import ForwardContext
+from gpu_service.models.common import CausalLM
 
 
 class RankSampler(Sampler):
@@ -81,6 +82,15 @@ class RankSampler(Sampler):
         ids, values = shared[:, 1 : 1 + columns], shared[:, 1 + columns :]
         return shared[:, 0].float(), ids.long(), values.float()
 
+    def share_pooled(self, own: torch.Tensor | None, size: int) -> torch.Tensor:
+        """Returns the sampling rank's float32 `[size]`; `own` is None on stages without a final norm."""
+        if self.parallel.num_stages == 1:
+            assert own is not None
+            return own
+        shared = torch.zeros(size, device=self._device) if own is None else own.contiguous()
+        self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
+        return shared
+
 
 class RankModelRunner(ModelRunner):
     """A `ModelRunner` among others: its sampler is a `RankSampler`, its experts are `RankExperts` or None."""
@@ -113,6 +123,12 @@ class RankModelRunner(ModelRunner):
             return None
         world = cast(RankSampler, self.sampler).parallel.world_group
         return world.all_gather(own).view(-1, own.shape[0]).amin(0)
+
+    def _pool(self, wanted: PooledRows, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The last stage's sums: earlier stages have hidden states of other layers, some of another size."""
+        sampler = cast(RankSampler, self.sampler)
+        own = super()._pool(wanted, hidden_states) if sampler.parallel.is_last_stage else None
+        return sampler.share_pooled(own, cast(CausalLM, self.model).config.hidden_size)
 
     def _score_prompt(self, wanted: PromptLogprobRows, hidden_states: torch.Tensor) -> list[Logprobs]:
         """The sampling rank's scores, in one piece."""

@@ -215,6 +215,8 @@ class Scheduler:
                 if batch.state_writes:
                     self.cache.keep_state(request, batch.state_writes[index])
             self._append_prompt_logprobs(request, result)
+            if result.pooled_sum is not None:
+                request.add_pooled(result.pooled_sum, result.pooled_from_start)
             if batch.samples[index]:
                 self._append_token(request, result)
                 if self.speculation is not None:

@@ -21,6 +21,7 @@ from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.recorder import ExpertRecorder
 from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.memory.shares import MemoryShares
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.grpc_channels import open_aio_channel
@@ -49,11 +50,12 @@ class LiveExperts:
         placement: AdaptivePlacement | None = None,
         check: StepCheck | None = None,
         fetcher: ExpertFetcher | None = None,
+        memory: Callable[[], MemoryShares] | None = None,
     ) -> None:
         """`resident`: of a layer, experts that are on the device now; `addresses`: of the expert servers.
 
         `client`: of this process; None: no experts are asked for. `placement`: None: what is resident stays.
-        `fetcher`: None: decode steps copy no experts.
+        `fetcher`: None: decode steps copy no experts. `memory`: None: not known.
         """
         self._geometry = geometry
         self._resident = resident
@@ -62,6 +64,7 @@ class LiveExperts:
         self._streamer = streamer
         self._client = client
         self._placement, self._check, self._fetcher = placement, check, fetcher
+        self._memory = memory
         self._channels: list[grpc.aio.Channel] = []
 
     async def describe(self, live: pb.GetLiveResponse) -> None:
@@ -79,6 +82,8 @@ class LiveExperts:
         self._describe_hand_off(live)
         if self._check is not None:
             live.costs.CopyFrom(_costs(self._check, self._placement))
+        if self._memory is not None:
+            live.memory.CopyFrom(_memory(self._memory()))
         live.servers.extend(server for server, _ in answers)
         rows = self._rows([stats for _, stats in answers])
         seconds, calls = _layer_times([stats for _, stats in answers])
@@ -213,6 +218,17 @@ def _layer_bytes(answers: Sequence[expert_pb2.StatsResponse | None]) -> dict[int
     return found
 
 
+def _memory(shares: MemoryShares) -> pb.LiveMemory:
+    return pb.LiveMemory(
+        kv_bytes=shares.kv,
+        expert_bytes=shares.experts,
+        stream_bytes=shares.stream,
+        fetch_bytes=shares.fetch,
+        free_bytes=shares.free,
+        is_shared=shares.is_shared,
+    )
+
+
 def _costs(check: StepCheck, placement: AdaptivePlacement | None) -> pb.LiveCosts:
     figures = check.costs.figures
     price = None if placement is None else placement.copy_price
@@ -248,6 +264,6 @@ def make_live_experts(config: MoebiusConfig, built: Built) -> LiveExperts | None
         held = resident is not None and layer in resident.slots
         return resident.experts(layer) if resident is not None and held else placed[layer]
 
-    moves = built.placement, built.check, built.fetcher
+    moves = built.placement, built.check, built.fetcher, built.memory_shares
     addresses = config.experts.expert_addresses
     return LiveExperts(geometry, experts, addresses, built.recorder, built.streamer, built.experts, *moves)

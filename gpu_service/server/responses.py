@@ -124,6 +124,8 @@ def complete(delta: OutputDelta, stream: bool, first_token_s: float) -> pb.Gener
     )
     if delta.matched_stop_token is not None:
         message.matched_token_id = delta.matched_stop_token
+    if (states := request.pooled_states) is not None:
+        message.pooled_hidden_states.extend(states)
     if not stream:
         _whole_logprobs(request, message)
     return pb.GenerateResponse(complete=message)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gpu_service.core.constraint import ConstraintCompiler, OutputConstraint
 from gpu_service.core.images import ImageError, PreparedImage, VisionPrompt, place_images
-from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.request import Pooling, Request, SamplingParams
 from gpu_service.engine.sampling_plan import derive_seed
 from gpu_service.vision.processor import ImagePreparer
 from moebius.grammar.compile import GrammarError
@@ -153,7 +153,12 @@ def _seed(message: pb.GenerateRequest, index: int, bounds: Bounds) -> int:
 
 def _params(sampling: pb.SamplingParams, prompt_len: int, bounds: Bounds) -> SamplingParams:
     room = bounds.context_limit - prompt_len
+    if sampling.pooling not in {int(one) for one in Pooling}:
+        raise InvalidField("sampling_params.pooling", sampling.pooling, "0 (none), 1 (last) or 2 (mean)")
+    if sampling.pooling and sampling.n > 1:
+        raise InvalidField("sampling_params.n", sampling.n, "1 with pooling")
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else room
+    max_tokens = 1 if sampling.pooling else max_tokens
     if not 1 <= max_tokens <= room:
         raise InvalidField(
             "sampling_params.max_tokens",
@@ -182,6 +187,7 @@ def _params(sampling: pb.SamplingParams, prompt_len: int, bounds: Bounds) -> Sam
         allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids))),
         bad_words=tuple(tuple(sequence.token_ids) for sequence in sampling.bad_words),
         logprob_token_ids=tuple(sampling.logprob_token_ids),
+        pooling=Pooling(sampling.pooling),
     )
 
 

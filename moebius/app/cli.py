@@ -7,6 +7,7 @@ traceback means a defect of Moebius.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import sys
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from moebius import __version__
 from moebius.app.commands import (
     bench,
     chat,
+    daily,
     demo,
     doctor,
     experts,
@@ -26,6 +28,7 @@ from moebius.app.commands import (
     models,
     plan,
     serve,
+    translate,
     verify,
     watch,
 )
@@ -36,10 +39,13 @@ from moebius.config_loader import sections
 # Headings of `moebius --help`, in the order in which a newcomer meets the commands.
 COMMANDS = {
     "Serve": ("demo", "plan", "serve", "run", "chat"),
-    "Look": ("top", "profile", "bench", "doctor", "topology", "experts", "verify"),
-    "Prepare": ("models", "keys", "demo-model", "version"),
+    "Look": ("ps", "stop", "top", "profile", "bench", "doctor", "topology", "experts", "verify"),
+    "Prepare": ("models", "list", "rm", "keys", "translate", "demo-model", "version"),
     "One process alone": ("gateway", "gpu", "expert", "ranks"),
 }
+
+
+HELP_ALL = "--help-all"
 
 
 class GroupedCommands(TyperGroup):
@@ -73,12 +79,17 @@ app = typer.Typer(
 
 
 class GroupedHelp(TyperCommand):
-    """A command whose many settings stand under a heading per topic in `--help`."""
+    """A command whose many settings stand under a heading per topic in `--help-all`, and those that most
+    people need in `--help`."""
+
+    shows_all = False  # set by `_run`
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         arguments: list[tuple[str, str]] = []
-        for parameter in self.get_params(ctx):
+        parameters = self.get_params(ctx)
+        is_shown = [self._is_shown(parameter, len(parameters)) for parameter in parameters]
+        for parameter in itertools.compress(parameters, is_shown):
             record = parameter.get_help_record(ctx)
             if record is not None:
                 section = getattr(parameter, "rich_help_panel", None) or ""
@@ -90,8 +101,25 @@ class GroupedHelp(TyperCommand):
         for section in ["", *(name for name in sections() if name in groups)]:
             with formatter.section(TOPICS.get(section, section.capitalize())):
                 formatter.write_dl(groups.get(section, []))
+        if hidden := len(is_shown) - sum(is_shown):
+            formatter.write_paragraph()
+            formatter.write_text(f"{hidden} further settings: {ctx.command_path} --help-all")
+
+    def _is_shown(self, parameter: Any, count: int) -> bool:
+        is_setting = bool(getattr(parameter, "rich_help_panel", None))
+        return self.shows_all or count <= MOST_OPTIONS or not is_setting or parameter.name in USUAL_SETTINGS
 
 
+# A command with more options than this shows only the usual ones in `--help`.
+MOST_OPTIONS = 60
+USUAL_SETTINGS = frozenset(
+    {
+        *("served_model_name", "max_model_len", "revision", "host", "port", "api_key_file", "chat_template"),
+        *("tool_call_parser", "reasoning_parser", "device", "kv_cache_gib", "kv_cache_dtype"),
+        *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "speculative_method"),
+        *("expert_dtype", "expert_threads", "tensor_parallel_size", "gpu_experts", "gpu_layers", "log_level"),
+    }
+)
 # Headings of `--help`, by section of the configuration.
 TOPICS = {
     "": "Options",
@@ -107,7 +135,7 @@ TOPICS = {
     "telemetry": "Telemetry (telemetry)",
 }
 
-for module in (serve, plan, chat, demo, host, verify, doctor, watch):
+for module in (serve, plan, chat, demo, host, verify, doctor, watch, translate, daily):
     module.register(app)
 for registered in app.registered_commands:
     registered.cls = GroupedHelp
@@ -160,6 +188,9 @@ def _run(arguments: list[str]) -> object:
     chosen = getattr(command, "commands", {}).get(arguments[0]) if arguments else None
     if not arguments or (len(arguments) == 1 and hasattr(chosen, "commands")):
         arguments = [*arguments, "--help"]  # of the whole, or of a group: its commands
+    if HELP_ALL in arguments and isinstance(chosen, GroupedHelp):
+        chosen.shows_all = True
+        arguments = ["--help" if word == HELP_ALL else word for word in arguments]
     options = {
         name: not getattr(parameter, "is_flag", False)
         for parameter in getattr(chosen, "params", ())
@@ -167,5 +198,6 @@ def _run(arguments: list[str]) -> object:
     }
     if "--config" in options:  # it takes settings
         note_variables(os.environ)
-        arguments = [arguments[0], *translated(arguments[1:], {**options, "-h": False, "--help": False})]
+        options |= {"-h": False, "--help": False}
+        arguments = [arguments[0], *translated(arguments[1:], options, command=arguments[0])]
     return command(args=arguments, prog_name="moebius", standalone_mode=False)

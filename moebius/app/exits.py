@@ -18,7 +18,14 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from moebius.errors import USER_ERROR_EXIT, ProcessFailed, UserError, report_failure
+from moebius.errors import (
+    USER_ERROR_EXIT,
+    ConfigErrors,
+    EngineLost,
+    ProcessFailed,
+    UserError,
+    report_failure,
+)
 
 # Errors of other packages that are about what the user gave. By name: importing them here would load the
 # packages, and an error whose module is not loaded cannot have been raised.
@@ -102,6 +109,7 @@ class EndingSignals:
 def exit_with(run: Callable[[], object]) -> NoReturn:
     """Runs it and exits with the status that it returns, or that its error or a signal stands for."""
     signals, status = EndingSignals(), None
+    ends_at_once = False
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="replace")  # a locale without an answer's letters: question marks
@@ -110,9 +118,13 @@ def exit_with(run: Callable[[], object]) -> NoReturn:
             status = run()
     except (KeyboardInterrupt, SystemExit, Exception) as error:
         status = signals.status if signals.explains(error) else _status_of(error)
+        ends_at_once = isinstance(error, EngineLost)
     unwritten = _flush_error()
     if unwritten is not None and not signals.number:
         status = _status_of_unwritten(unwritten, status)
+    if ends_at_once:
+        # What a lost device holds aborts the process when it is freed.
+        os._exit(status if isinstance(status, int) else 1)
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -135,6 +147,10 @@ def _status_of(error: BaseException) -> object:
     if isinstance(error, ProcessFailed):
         with contextlib.suppress(OSError, ValueError):
             print(f"moebius: {error}", file=sys.stderr)
+    elif isinstance(error, ConfigErrors):
+        with contextlib.suppress(OSError, ValueError):
+            print(*(f"  {line}" for line in error.details), sep="\n", file=sys.stderr)
+        report_failure(error.summary)
     else:
         report_failure(message)
     return getattr(error, "exit_status", USER_ERROR_EXIT)

@@ -186,10 +186,11 @@ def assert_same(found: dict[str, list[Outcome]], expected: dict[str, list[Outcom
             where = f"{case}[{index}]"
             assert ours.token_ids == theirs.token_ids, where
             assert (ours.finish_reason, ours.cached_len) == (theirs.finish_reason, theirs.cached_len), where
-            for kind in ("logprobs", "prompt_logprobs"):
+            for kind in ("logprobs", "prompt_logprobs", "pooled_states"):
                 expected_scores = pytest.approx(getattr(theirs, kind), abs=LOGITS_FLOAT32_RANKS)
                 assert getattr(ours, kind) == expected_scores, f"{where}.{kind}"
     assert any(outcome.cached_len for outcome in expected["prefix"])
+    assert all(outcome.pooled_states for outcome in expected["pooled"])
     assert expected["aborted"][0].finish_reason == "abort"
     assert [outcome.finish_reason for outcome in expected["constrained"]] == [
         "stop",

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from gpu_service.attention.base import AttentionBackend
+from gpu_service.attention.fused_decode import can_decode
 from gpu_service.attention.registry import ATTENTION_BACKENDS, make_attention
+from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.fp8 import E4M3, E4M3_MAX, quantise_e4m3
 from gpu_service.ops.backends import install, uninstall
@@ -29,6 +31,7 @@ from tests.helpers.attention_cases import (
     refill,
     run,
 )
+from tests.helpers.fused_decode import Options, attend, unrotated
 from tests.helpers.gpu_capture import capture, hold_device
 from tests.tolerances import ATTENTION_BFLOAT16, ATTENTION_FLOAT16, LOGITS_FLOAT32_SELF
 
@@ -257,3 +260,27 @@ def test_auto_takes_the_first_that_can() -> None:
         case = make_case(geometry, [(3, 1)])
         chosen = type(make_attention(case.geometry.config().layers, case.cache, "cuda")).__name__
         assert chosen == (name if installed else "TritonAttention")
+
+
+@pytest.mark.parametrize("shape", [[(0, 1)], [(63, 1)], [(5000, 1), (1, 1), (129, 1)], [(700, 1)] * 32])
+def test_decode_in_one_launch(shape: Shape) -> None:
+    """Norm, rotation, storing and attention by one kernel, replayed, against the same apart in float32."""
+    case = make_case(Geometry(32, 4, 128, 16, torch.bfloat16, device="cuda"), shape)
+    layers, cache = case.geometry.config().layers, case.fresh_cache()
+    expected = attend(TorchReferenceAttention(layers, cache), case, Options())
+    found = case.fresh_cache()
+    attention = make_attention(layers, found, "cuda", "triton")
+    given = unrotated(case, Options())
+    attention.plan_capture(case.inputs)
+    assert can_decode(given, case.value, found.slots(LAYER))
+
+    def step() -> torch.Tensor:
+        return attention.forward_unrotated(given, case.value, LAYER)
+
+    graph, output = capture(step)
+    for _ in range(3):
+        output.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(output.float(), expected.float(), rtol=0, atol=ATTENTION_BFLOAT16)
+    torch.testing.assert_close(found.slots(LAYER), cache.slots(LAYER), rtol=0, atol=ATTENTION_BFLOAT16)

@@ -16,14 +16,19 @@ import torch
 
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.flashinfer_backend import FlashInferAttention
+from gpu_service.attention.fused_decode import FusedDecodeAttention
 from gpu_service.attention.triton_backend import TritonAttention
 from gpu_service.cache.fp8 import E4M3
 from tests.helpers.attention_cases import LAYER, Case, Geometry, Shape, make_case
+from tests.helpers.fused_decode import Options, unrotated
+from tests.helpers.gpu_capture import capture
 
 REPEATS, ROUNDS = 20, 15
 STEPS: dict[str, Shape] = {
     "1 decode at 1 k": [(1023, 1)],
+    "1 decode at 64": [(63, 1)],
     "1 decode at 16 k": [(16383, 1)],
+    "1 decode at 128 k": [(131071, 1)],
     "8 decodes at 4 k": [(4095, 1)] * 8,
     "32 decodes at 1 k": [(1023, 1)] * 32,
     "64 decodes at 4 k": [(4095, 1)] * 64,
@@ -86,6 +91,21 @@ def time_step(name: str, case: Case, label: str, attention: AttentionBackend) ->
     )
 
 
+def time_fused(name: str, case: Case, attention: FlashInferAttention) -> None:
+    """Prints microseconds of a layer's decode, norm, rotation and storing included: apart, and as one."""
+    given = unrotated(case, Options())
+    cells = []
+    for forward in (AttentionBackend.forward_unrotated, FusedDecodeAttention.forward_unrotated):
+        attention.plan_capture(case.inputs)
+
+        def layers(forward: Callable[..., torch.Tensor] = forward) -> torch.Tensor:
+            return [forward(attention, given, case.value, LAYER) for _ in range(REPEATS)][-1]
+
+        graph, _ = capture(layers)
+        cells.append(device_us(graph.replay) / REPEATS)
+    print(f"{name:<36} four launches {cells[0]:9.1f} us, one {cells[1]:9.1f} us", flush=True)
+
+
 def main() -> None:
     """All steps with all backends, bfloat16 and 8-bit pages."""
     chunk_kernels = "fa3" if "--fa3" in sys.argv else "fa2"
@@ -98,6 +118,8 @@ def main() -> None:
             time_step(name, case, "Triton", TritonAttention(config.layers, case.cache))
             attention = FlashInferAttention(config.layers, case.cache, chunk_kernels=kernels)
             time_step(name, case, f"FlashInfer {kernels}", attention)
+            if case.inputs.is_uniform_decode and storage is None:
+                time_fused(name, case, attention)
 
 
 if __name__ == "__main__":

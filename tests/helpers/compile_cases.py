@@ -38,6 +38,7 @@ from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import cached
 from moebius.models.read import read_model_config
 from tests.helpers.attention_cases import Geometry, make_case, run
+from tests.helpers.fused_decode import Options, attend
 from tests.helpers.mla_cases import make_mla_case, run_absorbed
 from tests.helpers.published_checkpoints import FIXTURES
 from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed, with_down
@@ -186,7 +187,10 @@ def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
         )
         for shape in ([(900, 1)], [(30, 1), (3, 7)]):
             case = make_case(geometry, shape)
-            run(case, TritonAttention(geometry.config().layers, case.cache))
+            attention = TritonAttention(geometry.config().layers, case.cache)
+            run(case, attention)
+            if case.inputs.is_uniform_decode:
+                attend(attention, case, Options())
 
 
 def _attend_latents(config: ModelConfig, storage: torch.dtype | None) -> None:

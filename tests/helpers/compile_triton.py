@@ -39,7 +39,7 @@ _POINTERS = {
 ARCHITECTURES = {80: (163, 108), 86: (99, 82), 89: (99, 128), 90: (227, 132), 100: (227, 148), 120: (99, 170)}
 # Columns of tensor memory, which architecture 100 has.
 _TENSOR_COLUMNS = 512
-_OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
+_OPTIONS = {"num_warps", "num_stages", "launch_pdl", "maxnreg"}
 
 
 def limits_of(architecture: int) -> limits.DeviceLimits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import random
 import threading
@@ -27,8 +28,15 @@ SERVICE = "moebius.engine.v1.Engine"
 MODEL = "tiny-model"
 CONTEXT = 256
 FIRST_TOKEN_S = 3.0  # what it says of the first output's first token
+HIDDEN = 8  # values of its hidden states
 WAITING = 120  # outputs it says it queues
 WORDS = ["fox", "dog", "hill", "lazy", "brown", "runs", "über", "東京", "😀", "quick", "over", "the"]
+
+
+def pooled_states(prompt: Sequence[int], pooling: int) -> list[float]:
+    """The states that it returns for a prompt: sines of its last id, or the mean of those of all ids."""
+    chosen = prompt if pooling == pb.POOLING_MEAN else prompt[-1:]
+    return [sum(math.sin(token * (at + 1)) for token in chosen) / len(chosen) for at in range(HIDDEN)]
 
 
 @dataclass
@@ -53,6 +61,7 @@ class Seen:
 
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
     cancelled_at: list[float] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -100,6 +109,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             max_waiting_requests=WAITING,
             default_sampling_params_json='{"temperature": 0.7, "top_k": 20}',
             identity=self.identity,
+            hidden_size=HIDDEN,
         )
 
     def GetLive(self, request: Any, context: Any) -> pb.GetLiveResponse:
@@ -109,7 +119,19 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
 
     def GetLoad(self, request: Any, context: Any) -> pb.GetLoadResponse:
         """Load that it pretends to have."""
-        return pb.GetLoadResponse(version="fake", num_running_reqs=3, num_total_reqs=3, token_usage=0.25)
+        return pb.GetLoadResponse(
+            version="fake", num_running_reqs=3, num_total_reqs=3, max_running_requests=4, token_usage=0.25
+        )
+
+    def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        """Notes the ids."""
+        self.seen.aborted += request.request_ids
+        return pb.AbortResponse()
+
+    def FlushCache(self, request: pb.FlushCacheRequest, context: Any) -> pb.FlushCacheResponse:
+        """Forgets which prompts it has seen."""
+        self._prompts.clear()
+        return pb.FlushCacheResponse(success=True, freed_tokens=16)
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         """Streams the scripted outputs, indices interleaved, then one GenerateComplete each."""
@@ -235,6 +257,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             index=index,
             first_token_seconds=FIRST_TOKEN_S + 100 * index if ids else 0,
         )
+        if params.pooling:
+            message.pooled_hidden_states.extend(pooled_states(request.tokenized.input_ids, params.pooling))
         if reason == "stop":
             message.matched_token_id = ids[-1]
         if not request.stream and params.HasField("logprobs"):

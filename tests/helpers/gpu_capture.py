@@ -17,7 +17,7 @@ def capture(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, tor
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         output = step()
     return graph, output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,23 @@ from tests.helpers.tiny_models import make_tiny_model
 
 @contextlib.contextmanager
 def mapped_cluster(directory: Path, split: str, **experts: Any) -> Iterator[Cluster]:
-    """Servers of a tiny model, divided by `split` ("tensor", "expert"); `experts`: more of their settings."""
+    """Servers of a tiny model, divided by `split` ("tensor", "expert"); `experts`: more of their settings.
+
+    Their memory is in a tmpfs, as `serve` makes it: CUDA registers no file of a disk.
+    """
     make_tiny_model("qwen3_moe", directory / "model")
-    memory = directory / "memory"
-    memory.mkdir()
-    division: dict[str, Any] = {"split_count": 2, "expert_split": split, "expert_weights_dir": str(memory)}
-    with running_cluster(directory / "model", directory, dtype="float32", **division, **experts) as running:
+    division: dict[str, Any] = {"split_count": 2, "expert_split": split}
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+        running_cluster(
+            directory / "model",
+            directory,
+            dtype="float32",
+            expert_weights_dir=memory,
+            **division,
+            **experts,
+        ) as running,
+    ):
         yield running
 
 

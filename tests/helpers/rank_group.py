@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from gpu_service.assembly.build import Built, WarmUpGate, build_engine
 from gpu_service.core.images import VisionPrompt
 from gpu_service.core.interface import OutputDelta
-from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.request import Pooling, Request, SamplingParams
 from gpu_service.experts.recorder import START, STOP
 from gpu_service.main import run_follower
 from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
@@ -49,6 +49,7 @@ class Outcome:
     cached_len: int
     logprobs: list[float | None] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
+    pooled_states: list[float] = field(default_factory=list)
 
 
 def rank_config(
@@ -182,6 +183,10 @@ class Script:
         self.built.engine.abort("long")
         aborted = self.wait([long])[0]
         cases["aborted"] = [Outcome([], aborted.finish_reason, 0), *self.wait([concurrent])]
+        pooled = [Pooling.LAST, Pooling.MEAN]
+        cases["pooled"] = self.wait(
+            [self.submit(f"p{how}", prompts[0], pooling=how, max_tokens=1) for how in pooled]
+        )
         assert self.built.engine.flush().result(WAIT_S) > 0
         recorder = self.built.recorder
         if recorder is not None:  # the first stage may have dense layers only
@@ -210,6 +215,7 @@ def _outcome(request: Request) -> Outcome:
         request.cached_len,
         [record.logprob for record in request.output_logprobs],
         [record.logprob for record in request.prompt_logprobs],
+        [] if request.pooled_states is None else request.pooled_states.tolist(),
     )
 
 

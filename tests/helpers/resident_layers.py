@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.resident.experts import LayerSlots, make_slots
 from gpu_service.experts.resident.panels import layer_format
 from moebius import _kernels_testing as testing
@@ -89,16 +90,22 @@ def with_down(weight_format: str) -> tuple[str, str]:
 
 
 def resident_layer(
-    shape: Shape, weight_format: str, experts: tuple[int, ...], device: str = "cpu"
+    shape: Shape,
+    weight_format: str,
+    experts: tuple[int, ...],
+    device: str = "cpu",
+    pool: PhysicalPool | None = None,
 ) -> LayerSlots:
     """Random weights of a packed format; `experts` in slots, in that order, and one empty slot.
 
-    Where the format is ordered each expert has another order.
+    `pool`: what the slots' memory is mapped from; slots of no expert have none then. Where the format is
+    ordered each expert has another order.
     """
     engine = shape.engine(weight_format)
     sizes = shape.hidden, shape.intermediate, shape.has_bias, shape.geometry.is_gated
     kind = layer_format(*with_down(weight_format), *sizes)
-    slots = make_slots(kind, len(experts) + 1, shape.experts, torch.device(device), shape.limit)
+    count = len(experts) + (pool is None)
+    slots = make_slots(kind, count, shape.experts, torch.device(device), shape.limit, pool)
     for slot, expert in enumerate(experts):
         packed = np.array(engine.packed_expert(0, expert))
         if kind.gate_up.ordered:

@@ -107,10 +107,12 @@ def test_random_requests_find_their_memory(seed: int, model: Path, tmp_path: Pat
                 check_memory(engine)
             elastic = engine.built.elastic
             assert elastic is not None
-            parts = elastic.figures()[0].value
-            assert isinstance(parts, dict)
-            assert set(parts) == {"kv", "experts", "free"}
-            assert sum(parts.values()) == elastic.pool.nbytes
+            shares = engine.built.memory_shares()
+            assert shares.is_shared
+            # A layer's last slot need not end where its last chunk does.
+            chunks = len(engine.built.resident.slots) * elastic.pool.chunk_bytes
+            rest = elastic.pool.nbytes - shares.kv - shares.experts - shares.free
+            assert 0 <= rest < chunks
             assert elastic.taken_bytes > 0
             assert elastic.given_bytes > 0
 

@@ -188,13 +188,6 @@ def test_leaving_cancels(setup: Setup) -> None:
     assert setup.engine.seen.cancelled.wait(60)
 
 
-def test_embeddings_are_refused(setup: Setup) -> None:
-    """A clear refusal rather than an unknown path."""
-    answer = httpx.post(f"{setup.url}/v1/embeddings", json={"model": "m", "input": "x"})
-    assert answer.status_code == 400
-    assert "no embeddings" in answer.json()["error"]["message"]
-
-
 def test_metrics_count_messages(setup: Setup) -> None:
     """A message is counted like a chat."""
 

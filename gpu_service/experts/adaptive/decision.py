@@ -1,4 +1,4 @@
-"""What a placement wants exchanged by all it has seen, and how fast: free of threads and devices, so that
+"""What a placement wants exchanged by all it has seen: free of threads and devices, so that
 `moebius bench replay` decides as the engine does.
 """
 
@@ -14,13 +14,8 @@ from gpu_service.experts.adaptive.exchange import Wanted
 from gpu_service.experts.adaptive.forecast import RoutingForecast
 from gpu_service.experts.adaptive.policy import worthwhile
 
-# Exchanges that one step begins, at most, and the share of a step's time that their copies may take of the
-# link: servers lose no more of their bandwidth than a third of that.
-_MOST_A_STEP, _SHARE_OF_STEP = 8, 0.05
 # Exchanges that may wait, and experts for empty slots: later counts know better.
 _MOST_WANTED, _MOST_REFILLED = 64, 256
-# Experts for empty slots take no other's place: by this factor more of them may be copied.
-_REFILLS = 4
 
 
 class PlacementDecision:
@@ -83,12 +78,3 @@ class PlacementDecision:
     def to_record(self) -> NDArray[np.int64]:
         """Counts int64 `[layers, experts]` for a file that a later start begins with."""
         return self._forecast.to_record()
-
-
-def exchanges_per_step(step_s: float, link: float, expert_bytes: int, are_refills: bool = False) -> int:
-    """How many exchanges a step of `step_s` seconds begins, at most. `link`: bytes per second.
-
-    `are_refills`: they fill empty slots.
-    """
-    times = _REFILLS if are_refills else 1
-    return max(1, min(times * _MOST_A_STEP, int(times * step_s * _SHARE_OF_STEP * link / expert_bytes)))

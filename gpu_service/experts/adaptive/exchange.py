@@ -105,6 +105,11 @@ class SlotExchanges:
             (wanted.layer, wanted.newcomer) for wanted, _ in self._packing
         ]
 
+    @property
+    def copies(self) -> bool:
+        """Whether copies may be running now."""
+        return bool(self._copying)
+
     def slots_under_way(self, layer: int) -> set[int]:
         """Slots of a layer to which an expert is being copied."""
         return {each.slot for each in self._copying if each.layer == layer}

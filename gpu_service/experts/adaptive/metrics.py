@@ -14,9 +14,22 @@ def export(placement: AdaptivePlacement, model_name: str, registry: CollectorReg
     def figures() -> list[Figure]:
         found = placement.figures()
         half_lives = {str(layer): tokens for layer, tokens in found.half_lives.items()}
+        budget = placement.budget
         return [
             Figure("expert_exchanges", "Experts that took another's slot on the GPU", found.exchanges),
             Figure("expert_exchange_bytes", "Bytes copied for that", found.copied_bytes),
+            Figure(
+                "expert_exchange_link_share",
+                "Of a step's time, what its exchanges may take of the link",
+                budget.share,
+                is_counter=False,
+            ),
+            Figure(
+                "expert_exchange_slowdown",
+                "By how much exchanges lengthened the latest decode steps, as measured; 0 before",
+                budget.slowdown or 0.0,
+                is_counter=False,
+            ),
             Figure("expert_choices", "Experts that decoding rows chose, in layers with slots", found.chosen),
             Figure("expert_hits", "Of these, experts that were in a slot", found.hits),
             Figure(

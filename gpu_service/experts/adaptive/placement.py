@@ -18,8 +18,9 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from gpu_service.experts.adaptive.budget import TransferBudget
 from gpu_service.experts.adaptive.counts import Observation, RoutingCounts
-from gpu_service.experts.adaptive.decision import PlacementDecision, exchanges_per_step
+from gpu_service.experts.adaptive.decision import PlacementDecision
 from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
 from gpu_service.experts.adaptive.policy import USUAL_COPY_PRICE
 from gpu_service.experts.adaptive.supply import SlotSupply
@@ -94,6 +95,9 @@ class AdaptivePlacement:
         self._counts = counts
         self._exchanges = exchanges
         self._costs, self._save = costs, save
+        self.budget = TransferBudget()
+        # Whether copies run beside the step that is being launched; None: those of earlier ones may.
+        self.has_copies: bool | None = False
         self._layers = tuple(resident.slots)
         self._bytes_each = max(found.kind.expert_bytes for found in resident.slots.values())
         self._num_experts, top_k = resident.geometry.num_experts, resident.geometry.top_k
@@ -130,13 +134,16 @@ class AdaptivePlacement:
         if self.supply is not None:
             self.supply.retire()
         if self._resident.is_held:
+            self.has_copies = None
             return
         damages = self.damages()
         if damages != self._known_damages:
             self._known_damages, self._careful_until = damages, now + _CAREFUL_S
             self._exchanges.distrust()
         is_careful = now < self._careful_until
+        begun = self._exchanges.count
         self._exchanges.advance(() if is_careful else self._next_exchanges())
+        self.has_copies = True if self._exchanges.count > begun else None if self._exchanges.copies else False
         if self.supply is not None:
             self.supply.advance(self._rates, None if is_careful else self.copy_price)
         found = self._counts.poll()
@@ -220,7 +227,7 @@ class AdaptivePlacement:
         if not self._wanted:
             return []
         refills = self._wanted[0].leaver < 0
-        count = exchanges_per_step(self._step_s, self._costs.link, self._bytes_each, refills)
+        count = self.budget.allowed(self._step_s, self._costs.link, self._bytes_each, refills)
         taken, self._wanted = self._wanted[:count], self._wanted[count:]
         return taken
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from gpu_service.device.virtual_memory import PhysicalPool, VirtualMemoryUnavailable
 from gpu_service.experts.adaptive.exchange import SlotExchanges
+from gpu_service.experts.resident.content import SlotContent
 from gpu_service.experts.resident.experts import ResidentExperts, SlotChange
 from gpu_service.experts.streaming.ring import TransferDevice
 
@@ -53,6 +54,8 @@ class SlotSupply:
         # The end of steps that may still read what was given up, and of copies that may still write there,
         # those included whose expert is not used after all; empty: nothing was given up.
         self._retiring: tuple[Any, ...] = ()
+        # Layer, slot and content of experts that moved: others may compare their bytes from that end on.
+        self._moved: list[tuple[int, int, SlotContent]] = []
         self._next_exchange = 0.0
         # Spare chunks that were not enough for a slot of any layer: they are not offered again every step.
         self._too_few = 0
@@ -131,7 +134,11 @@ class SlotSupply:
     def _unmap(self) -> None:
         for slots in self._layers.values():
             slots.unmap()
-        self._retiring = ()
+        for layer, slot, content in self._moved:
+            contents = self._layers[layer].contents
+            if contents[slot] is None and self._layers[layer].expert_of_slot[slot] == content.expert:
+                contents[slot] = content
+        self._retiring, self._moved = (), []
 
     # ---- giving up ----
 
@@ -142,8 +149,8 @@ class SlotSupply:
         heap = [(*offer, layer) for layer, found in offers.items() if (offer := next(found, None))]
         heapq.heapify(heap)
         while chunks > 0 and heap:
-            _, freed, end, layer = heapq.heappop(heap)
-            ends[layer] = end
+            _, end, freed, layer = heapq.heappop(heap)
+            ends[layer] = -end
             chunks -= freed
             offer = next(offers[layer], None)
             if offer is not None:
@@ -151,7 +158,9 @@ class SlotSupply:
         self._shrink({layer: end for layer, end in ends.items() if end < self._layers[layer].backed}, rates)
 
     def _offers(self, layer: int, rates: Rates) -> Iterator[tuple[float, int, int]]:
-        """What giving up one chunk more costs: choices a token times bytes by chunk, chunks, slots left."""
+        """What giving up one chunk more costs: choices a token times bytes by chunk; slots left, negated, so
+        that of equal ones a layer with many comes first; chunks.
+        """
         slots = self._layers[layer]
         size, each = self.pool.chunk_bytes, slots.kind.expert_bytes
         held = [expert for expert in slots.expert_of_slot if expert >= 0]
@@ -167,7 +176,7 @@ class SlotSupply:
                 return
             dropped = worth[slots.backed - end : slots.backed - left]
             end = left
-            yield float(dropped.sum()) * each / freed, freed, end
+            yield float(dropped.sum()) * each / freed, -end, freed
 
     def _shrink(self, ends: dict[int, int], rates: Rates) -> None:
         """Leaves layers the slots below `ends` and their most chosen experts; begins to retire the rest."""
@@ -184,7 +193,10 @@ class SlotSupply:
                     continue
                 leaving.append(SlotChange(layer, slot, -1))
                 if expert in stays:
-                    moves.append((SlotChange(layer, next(holes), expert, slots.contents[slot]), slot))
+                    hole, content = next(holes), slots.contents[slot]
+                    moves.append((SlotChange(layer, hole, expert), slot))
+                    if content is not None:
+                        self._moved.append((layer, hole, content))
                 else:
                     self._exchanges.moved(layer, slot, None)
         self._resident.remap(leaving, self._device)
@@ -248,13 +260,18 @@ class SlotSupply:
         wishes = sorted(wish for layer in self._layers if (wish := self._wish(layer, rates)) is not None)
         firsts = ((next(self._offers(layer, rates), None), layer) for layer in self._layers)
         offers = sorted((*offer, layer) for offer, layer in firsts if offer is not None)
-        ends = {}
-        for wish, (cost, _, end, giving) in zip(wishes[:_BETWEEN_LAYERS], offers, strict=False):
-            gained, chunks, wished_end, gaining = wish
+        ends = dict[int, int]()
+        for gained, chunks, end, gaining in wishes[:_BETWEEN_LAYERS]:
+            # As many as the wish needs, or those that gave would take it back.
+            giving, cost, freed = dict[int, int](), 0.0, 0
+            for price, left, count, layer in offers:
+                if freed < chunks and layer != gaining and layer not in ends:
+                    giving[layer] = -left
+                    cost, freed = cost + price * count, freed + count
             slots = self._layers[gaining]
-            copies = copy_price / _PAYS_WITHIN * (wished_end - slots.backed) * slots.kind.expert_bytes
-            if gaining != giving and -gained - cost > copies / max(1, chunks):
-                ends[giving] = end
+            copies = copy_price / _PAYS_WITHIN * (end - slots.backed) * slots.kind.expert_bytes
+            if freed >= chunks and gaining not in ends and -gained * chunks - cost > copies:
+                ends |= giving
         self._shrink(ends, rates)
 
 

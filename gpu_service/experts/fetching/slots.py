@@ -67,6 +67,11 @@ class FetchState:
     # By layer, bytes of an expert in all groups.
     expert_bytes: Mapping[int, int] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Device memory of all fetch slots."""
+        return sum(group.nbytes for layer in self.layers.values() for group in layer.groups)
+
     def forget(self) -> None:
         """No expert is in a fetch slot any more, from the next step on."""
         self.maps.fill_(-1)

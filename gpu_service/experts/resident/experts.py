@@ -125,7 +125,9 @@ def make_slots(
     """
     if pool is not None:
         memory = VirtualRange(pool, num_experts * kind.expert_bytes)
-        pool.add(max(0, -(-count * kind.expert_bytes // pool.chunk_bytes) - pool.free))
+        # One at least: a tensor is made over a range whose first chunk is mapped.
+        chunks = max(1, -(-count * kind.expert_bytes // pool.chunk_bytes))
+        pool.add(max(0, chunks - pool.free))
         slots = LayerSlots(
             kind,
             memory.tensor().view(num_experts, kind.expert_bytes),

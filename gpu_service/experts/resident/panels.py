@@ -69,11 +69,6 @@ class PanelFormat(PanelLayout):
         """What integer codes of fewer than 8 bits have subtracted, unless by zero points; 0 of others."""
         return 0 if self.mins else CODE_MIDDLES.get(self.code, 0)
 
-    @property
-    def chunk(self) -> int:
-        """k that a GEMM tile takes at once: within one group, and no less than tensor cores want."""
-        return min(self.group_size or 64, 64)
-
 
 @dataclass(frozen=True)
 class LayerFormat:

@@ -256,7 +256,8 @@ class SegmentSource:
                 "which is slower and takes the host's time",
                 because=problem,
                 remedy="raise the locked-memory limit: `ulimit -l unlimited`, LimitMEMLOCK=infinity of a "
-                "systemd unit, `--ulimit memlock=-1` of a container",
+                "systemd unit, `--ulimit memlock=-1` of a container; expert_weights_dir must be in a tmpfs: "
+                "no file of a disk can be registered",
             )
         return False
 

@@ -25,6 +25,9 @@ MAX_COLUMNS, TILE_BYTES = 8192, 65536
 MAX_FEATURES = 16
 # Programs that keep all processors of a large device reading.
 MIN_PROGRAMS = 256
+# Of a program; and registers of a thread with which a multiprocessor holds two programs of so many warps.
+# With more, the second half of a weight would be read only when the first one is done.
+MOST_WARPS, MAX_REGISTERS = 8, 128
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -196,9 +199,11 @@ def _launch(
     # What is not a parameter may be what the kernel before writes.
     overlaps = overlap(rows.device, isinstance(weight, nn.Parameter))
     options = {"num_warps": warps(columns), **overlaps}
+    if options["num_warps"] == MOST_WARPS:
+        options["maxnreg"] = MAX_REGISTERS
     return Launch((-(-num_features // features),), arguments | (seam or unused), options)
 
 
 def warps(columns: int) -> int:
     """16 elements of a row a thread."""
-    return min(8, max(1, columns // 512))
+    return min(MOST_WARPS, max(1, columns // 512))

@@ -1,26 +1,19 @@
 """A layer's seam, the router's product and the choice of experts in one launch, for few rows.
 
 Programs compute logits as `gemv.py` does. The last one to be done with its own finds all of them and chooses:
-each counts itself when its logits are written, and the counter is zero again when the kernel ends. Kernels of
-one stream follow one another, so each stream has one counter.
+each counts itself when its logits are written, and the counter is zero again when the kernel ends.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton.language as tl
 
+from gpu_service.ops.triton.counters import stream_counters
 from gpu_service.ops.triton.gemv import can_add_norm_linear, gemv_kernel, seam_launch
 from gpu_service.ops.triton.jit import jit
 from gpu_service.ops.triton.router import chosen_memory, route_arguments, route_row
 from moebius.models.config import RouterConfig
-
-# By device and stream, int32 [1]. Graphs hold their addresses: they are kept for good.
-_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
-# torch leaves its streams untyped.
-_cuda: Any = torch.cuda
 
 
 @jit
@@ -70,7 +63,7 @@ def can_add_norm_route(
     return (
         config.score != "sparse_mixer"
         and can_add_norm_linear(residual, update, norm_weight, eps, weight, bias)
-        and _counter(residual.device) is not None
+        and stream_counters(residual.device) is not None
     )
 
 
@@ -94,17 +87,6 @@ def add_norm_route(
     del product["output_ptr"]
     choice = route_arguments(logits, correction_bias, config, valid_rows, weights, ids)
     norm_route_kernel[launch.grid](
-        **product, **choice, counter_ptr=_counter(residual.device), **launch.options
+        **product, **choice, counter_ptr=stream_counters(residual.device), **launch.options
     )
     return total, normed, weights, ids
-
-
-def _counter(device: torch.device) -> torch.Tensor | None:
-    """Of the current stream; None while it is captured and has none yet: a graph could not keep it."""
-    on_gpu = device.type == "cuda"
-    key = device, int(_cuda.current_stream(device).cuda_stream) if on_gpu else 0
-    if key not in _counters:
-        if on_gpu and _cuda.is_current_stream_capturing():
-            return None
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[key]

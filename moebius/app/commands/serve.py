@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from moebius.app.cli_options import PrintConfig, print_configuration, with_settings
+from moebius.app.cli_options import MODEL_LEAF, PrintConfig, print_configuration, with_settings
 from moebius.app.commands.models import check_files, with_checkpoint
 from moebius.config import MoebiusConfig
+from moebius.config_leaves import leaves
 from moebius.limits import check_limits
 from moebius.web_origins import LOOPBACK_HOSTS
 
@@ -62,6 +63,16 @@ def register(app: typer.Typer) -> None:
                     print(examples(serve_plan.base_url, name, keys.required), flush=True)
                     print(container_note(serve_plan.config.gateway.host), end="", flush=True)
             supervisor.run()
+
+
+def serve_options() -> dict[str, bool]:
+    """Returns the options of `moebius serve`, and whether each takes a value."""
+    return {
+        spelling: leaf.annotation is not bool
+        for leaf in leaves()
+        if leaf.name != MODEL_LEAF
+        for spelling in (leaf.flag, f"--no-{leaf.flag[2:]}")[: 2 if leaf.annotation is bool else 1]
+    } | {"--config": True, "--dry-run": False, "--print-config": False}
 
 
 def print_dry_run(config: MoebiusConfig, asked: MoebiusConfig) -> None:

@@ -349,9 +349,13 @@ def filled_residency(
 ) -> Residency:
     """The resident experts: as many experts of every MoE layer as fit; none where not even one does.
 
-    `fits` must be monotone: what fits with more experts fits with fewer.
+    `fits` must be monotone: what fits with more experts fits with fewer, but for all of them, beside which
+    nothing is streamed.
     """
-    low, high = 0, geometry.num_experts
+    everything = _even(config, geometry, geometry.num_experts)
+    if fits(everything):
+        return everything
+    low, high = 0, geometry.num_experts - 1
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(_even(config, geometry, middle)) else (low, middle - 1)

@@ -201,14 +201,20 @@ class Planner:
         if has_placement(self.config) or not fill or not self.on_gpu or not self.geometry.moe_layers:
             return chosen_residency(self.config, self.geometry)
 
-        def fits(residency: Residency) -> bool:
+        def fits(residency: Residency, needs_ring: bool) -> bool:
             try:
-                ledgers = self._ledgers(hardware, residency)
+                ledgers = self._ledgers(hardware, residency, needs_ring=needs_ring)
             except DoesNotFit:
                 return False
-            return self._pool(ledgers).tokens >= kv_tokens
+            if self._pool(ledgers).tokens < kv_tokens:
+                return False
+            return not needs_ring or residency.is_everything or self._streamed_tokens(hardware, residency) > 0
 
-        return filled_residency(self.config, self.geometry, fits)
+        # Prompts gain more by long steps that stream than by the experts that would fit in their place.
+        found = filled_residency(self.config, self.geometry, lambda each: fits(each, True))
+        if found.count or fits(found, True):
+            return found
+        return filled_residency(self.config, self.geometry, lambda each: fits(each, False))
 
     def _with_num_seqs(self, hardware: Hardware) -> Planner:
         """The same, with as many outputs in a step as `moebius serve` would choose."""
@@ -237,14 +243,17 @@ class Planner:
         return other
 
     def _ledgers(
-        self, hardware: Hardware, residency: Residency, explain: bool = False
+        self, hardware: Hardware, residency: Residency, explain: bool = False, needs_ring: bool = False
     ) -> tuple[MemoryPlan, ...]:
-        """Every rank's. Raises DoesNotFit in the ledger's words, if asked with what would make it fit."""
+        """Every rank's. Raises DoesNotFit in the ledger's words, if asked with what would make it fit.
+
+        `needs_ring`: what cannot stream experts does not fit.
+        """
         from gpu_service.memory.plan import MemoryShort
 
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
-        held = self._all_held(residency, hardware)
+        held = self._all_held(residency, hardware, needs_ring)
         try:
             return self.forecast.device_plans(self.config, memory, held)
         except ConfigError:
@@ -255,8 +264,14 @@ class Planner:
         except UserError as error:
             raise DoesNotFit(str(error)) from error
 
-    def _all_held(self, residency: Residency, hardware: Hardware) -> list[ExpertMemory]:
-        """What the ranks hold, one after the other, with the rings that `moebius serve` streams through."""
+    def _all_held(
+        self, residency: Residency, hardware: Hardware, needs_ring: bool = False
+    ) -> list[ExpertMemory]:
+        """What the ranks hold, one after the other, with the rings that `moebius serve` streams through and
+        the slots that decode steps fetch to.
+
+        Without room the slots are left out, then the rings, unless it `needs_ring`.
+        """
         held = [self._held(rank, residency) for rank in range(len(self.forecast.ranks))]
         mode, serves = self.config.gpu.prefill_experts, self.config.experts.expert_transport == "mailbox"
         if mode == "cpu" or not serves:
@@ -264,12 +279,15 @@ class Planner:
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
         rings = [self._ring_bytes(rank, residency, hardware) for rank in range(len(held))]
-        with_rings = [replace(found, ring_bytes=ring) for found, ring in zip(held, rings, strict=True)]
-        if not any(rings) or mode == "stream":
-            return with_rings
-        return with_rings if self.forecast.has_room(self.config, memory, with_rings) else held
+        for fetches in (True, False):
+            sizes = [ring + fetch if fetches else ring for ring, fetch in rings]
+            with_rings = [replace(found, ring_bytes=size) for found, size in zip(held, sizes, strict=True)]
+            if not any(sizes) or self.forecast.has_room(self.config, memory, with_rings):
+                return with_rings
+        return with_rings if mode == "stream" or needs_ring else held
 
-    def _ring_bytes(self, rank: int, residency: Residency, hardware: Hardware) -> int:
+    def _ring_bytes(self, rank: int, residency: Residency, hardware: Hardware) -> tuple[int, int]:
+        """Of the ring, and of slots that decode steps fetch to."""
         from gpu_service.experts.fetching.make import plan_fetching
         from gpu_service.experts.streaming.make import StoredFormats, ring_of, served_parts
 
@@ -294,9 +312,9 @@ class Planner:
         memory = hardware.gpu.memory_bytes
         layout = ring_of(parts, self.config.parallel.tensor_parallel_size, memory)
         if layout is None:
-            return 0
+            return 0, 0
         fetch = plan_fetching(divided, self.geometry, parts, "cuda", memory)
-        return layout.nbytes + (0 if fetch is None else fetch.nbytes)
+        return layout.nbytes, 0 if fetch is None else fetch.nbytes
 
     def _held(self, rank: int, residency: Residency) -> ExpertMemory:
         from gpu_service.memory.plan import ExpertMemory

@@ -23,7 +23,7 @@ from rich.text import Text
 from moebius.app.client import ApiClient, Unreachable
 from moebius.app.top.figures import figures_between
 from moebius.app.top.layers import layer_table
-from moebius.app.top.view import costs_line, render
+from moebius.app.top.view import costs_line, memory_line, render
 from moebius.errors import UserError
 
 # Lines of everything but the layers, and how many more they become where 80 columns are not to be had.
@@ -100,11 +100,14 @@ def print_layers(source: Source, interval_s: float, as_json: bool) -> None:
     figures = figures_between(before, now)
     if as_json:
         layers = [asdict(rate) for rate in figures.placement]
-        print(json.dumps({"layers": layers, "costs": now.get("costs"), "limit": figures.limit}))
+        found = {"layers": layers, "costs": now.get("costs"), "memory": now.get("memory")}
+        print(json.dumps(found | {"limit": figures.limit}))
         return
     console = Console(highlight=False)
     console.print(layer_table(figures.placement, figures.roofline_bytes_per_second))
     console.print(costs_line(now, figures))
+    if now.get("memory"):
+        console.print(f"GPU memory: {memory_line(now['memory'])}")
     console.print(f"limited by {figures.limit}")
 
 

@@ -72,6 +72,8 @@ def _figures(now: Mapping[str, Any], figures: Figures) -> Table:
         table.add_row("predicted", f"{figures.predicted_share:.0%} of what steps take")
     if figures.link_bytes_per_second:
         table.add_row("copies", _copies(now, figures))
+    if now.get("memory"):
+        table.add_row("GPU memory", memory_line(now["memory"]))
     table.add_row("limited by", Text(figures.limit, style="bold yellow"))
     return table
 
@@ -99,6 +101,19 @@ def _bandwidth(now: Mapping[str, Any], figures: Figures) -> str:
         return f"{figures.bytes_per_second / 1e9:.2f} GB/s; roofline: {UNKNOWN}"
     share = figures.bytes_per_second / roof
     return f"{_bar(share, 20)} {figures.bytes_per_second / 1e9:.2f} of {roof / 1e9:.1f} GB/s (roofline)"
+
+
+def memory_line(memory: Mapping[str, Any]) -> str:
+    """Who has the memory of pages and experts now."""
+    parts = (
+        ("KV pages", "kv_bytes"),
+        ("experts", "expert_bytes"),
+        ("streaming ring", "stream_bytes"),
+        ("fetch slots", "fetch_bytes"),
+        ("free", "free_bytes"),
+    )
+    said = ", ".join(f"{name} {memory[key] / 2**30:.2f}" for name, key in parts if memory[key])
+    return f"{said or 'none'} GiB{' (pages and experts share)' if memory['is_shared'] else ''}"
 
 
 def costs_line(now: Mapping[str, Any], figures: Figures) -> str:

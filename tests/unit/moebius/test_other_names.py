@@ -4,6 +4,7 @@ with what does it here.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,24 +14,31 @@ import pytest
 from moebius.app.other_options import note_variables, translated
 from moebius.config_loader import leaves, load_config
 from moebius.errors import ConfigError
-from moebius.other_names import OTHER_NAMES, OTHER_VALUES
+from moebius.other_names import OTHER_NAMES, OTHER_VALUES, OtherName
 
-OPTIONS = {"--config": True, "--port": True, "--dry-run": False, "--cuda-graphs": False, "-h": False}
+OPTIONS = {
+    **dict.fromkeys(("--config", "--port", "--page-size", "--tensor-parallel-size"), True),
+    **dict.fromkeys(("--dry-run", "--cuda-graphs", "-h"), False),
+}
+
+
+def values_of(other: OtherName) -> list[tuple[str, str]]:
+    """Returns the (setting, value) pairs that a table has for a name, those that it refuses left out."""
+    given = [*other.values.values(), *([other.fixed] if other.fixed is not None and other.leaf else [])]
+    pairs = [value[1:].split("=") if value.startswith("@") else (other.leaf, value) for value in given]
+    return [(leaf, value) for leaf, value in pairs if not value.startswith("!")]
 
 
 def test_every_name_leads_somewhere() -> None:
     """A name stands for a setting that exists and a value that it takes, or says why not; never both."""
     by_name = {leaf.name: leaf for leaf in leaves()}
     for name, other in OTHER_NAMES.items():
-        assert (bool(other.leaf) + bool(other.no_effect) + bool(other.refusal)) == 1, name
-        if other.leaf:
-            leaf = by_name[other.leaf]
-            values = [*other.values.values(), *([other.fixed] if other.fixed is not None else [])]
-            for value in values:
-                if not value.startswith("!"):
-                    load_config(None, {leaf.name: value})
-        for text in (other.no_effect, other.refusal):
-            for word in text.replace("(", " ").replace(")", " ").replace(",", " ").replace(":", " ").split():
+        means = bool(other.leaf) + bool(other.fulfilled) + bool(other.refusal) + (other.unit == "tensors")
+        assert means == 1, name
+        for leaf, value in values_of(other):
+            load_config(None, {by_name[leaf].name: value})
+        for text in (other.fulfilled, other.refusal, *other.values.values()):
+            for word in re.split(r"[\s(),:;]+", text):
                 if word.startswith("--"):
                     assert word[2:].replace("-", "_") in by_name, f"{name}: {word} is none of our options"
     for leaf_name, renamed in OTHER_VALUES.items():
@@ -50,14 +58,14 @@ def test_every_name_leads_somewhere() -> None:
         ("m -ngl 99 -fa --dry-run", "m --dry-run"),
         ("m -fa on --dry-run", "m --dry-run"),
         ("m --max-model-len auto --port 1", "m --max-model-len auto --port 1"),
-        ("m --compilation_config.cudagraph_mode NONE -O 3", "m --no-cuda-graphs"),
+        ("m --compilation_config.cudagraph_mode NONE -O 0", "m --no-cuda-graphs"),
         ("m --compilation_config.cudagraph_mode FULL_DECODE_ONLY", "m --cuda-graphs"),
         ("--model m --no-op-offload --no-webui", "m --prefill-experts cpu --no-web-page"),
         ("m --config -c --port 1", "m --config -c --port 1"),
-        ("m -O3 --no-mmproj --enable-prompt-tokens-details", "m --language-model-only"),
-        ("m --cudagraph-capture-sizes 8 --nsa-prefill-backend auto --port 1", "m --port 1"),
+        ("m -O0 --no-mmproj --enable-prompt-tokens-details", "m --language-model-only"),
+        ("m --swap-space 0 --nsa-prefill-backend auto --port 1", "m --port 1"),
         ("m --max-cudagraph-capture-size 64", "m --cuda-graph-max-batch-size 64"),
-        ("m --no-enable-lora --no-perf --no-cont-batching --port 1", "m --port 1"),
+        ("m --no-enable-lora --no-perf --cont-batching --port 1", "m --port 1"),
         ("m --otlp-traces-endpoint http://c:4317", "m --otlp-endpoint http://c:4317"),
         ("m --no-cache-prompt --no-ui -cram 0", "m --no-prefix-caching --no-web-page"),
         (
@@ -71,35 +79,49 @@ def test_every_name_leads_somewhere() -> None:
         ("m --draft-max 16 --draft-min 1 --port 1", "m --num-draft-tokens 16 --port 1"),
         ("m --spec-type ngram-simple", "m --speculative-method ngram"),
         ("m --unheard-of 1 -- --tp 2", "m --unheard-of 1 -- --tp 2"),
+        ("m -ncmoe 30 -ctk q8_0 -ctv q8_0", "m --kv-cache-dtype fp8_e4m3 --gpu-layers 30-"),
+        ("m --kt-cpuinfer 56 --kt-threadpool-count 2", "m --expert-threads 28 --expert-servers 2"),
+        ("m --max-total-tokens 4000 --page-size 64", "m --num-pages 63 --page-size 64"),
+        (
+            "m --kt-enable-dynamic-expert-update --kt-expert-placement-strategy uniform",
+            "m --placement-strategy adaptive",
+        ),
+        (
+            "m --speculative-algo EAGLE --speculative-num-steps 3 --speculative-num-draft-tokens 4",
+            "m --speculative-method mtp --num-draft-tokens 3",
+        ),
+        ("m --tensor_parallel_size 2 --kt-weight-path m/", "m --tensor-parallel-size 2"),
         ("m --port -1", "m --port -1"),
     ],
 )
 def test_options_are_translated(typed: str, ours: str) -> None:
     """Other servers' spellings become ours, values of our own options are never looked at."""
-    assert translated(typed.split(), OPTIONS) == ours.split()
+    assert translated(typed.split(), OPTIONS, lambda: 1) == ours.split()
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("m --top-k 4", "--top-k is another server's option; .* --experts-per-token"),
-        ("m -ncmoe 30", "-ncmoe .* --gpu-layers"),
+        ("m --top-k 4", "--top-k 4: sampling is set in each request .* --experts-per-token"),
         ("m --compilation_config.cudagraph_mode OFTEN", "--cuda-graphs: 'OFTEN' is not allowed"),
-        ("m -C ff", "-C is another server's option; threads are pinned"),
+        ("m -C ff", "-C ff: threads are pinned"),
         ("m --rpc 10.0.0.2:50052", "--rpc .* --expert-addresses"),
-        ("m --speculative-config {}", "--speculative-config .* --speculative-method, --num-draft-tokens"),
+        ("m --speculative-config {1}", "--speculative-config .* --speculative-method, --num-draft-tokens"),
         ("m --speculative-algorithm EAGLE3", "--speculative-algorithm EAGLE3: no second model"),
-        ("m --speculative-num-draft-tokens 4", "--num-draft-tokens, which does not count"),
+        ("m --speculative-eagle-topk 4", "--speculative-eagle-topk 4: draft tokens are a sequence"),
+        ("m --cache-type-k q4_0", "-k q4_0: keys and values have 8 bits at least"),
+        ("m -ctk q8_0 -ctv f16", "-ctv auto, after -ctk fp8_e4m3: both are --kv-cache-dtype here"),
+        ("m -O3 --moe-backend triton", "-O3: no code is compiled.*--moe-backend triton: kernels are chosen"),
         ("m --nnodes 2", "--nnodes .* --rank-hosts"),
         ("m --hicache-ratio 2", "--hicache-ratio .* KV pages are not moved"),
         ("m --kv-offloading-size 64", "--kv-offloading-size .* KV pages are not moved"),
         ("m --enable-deterministic-inference", "--batch-invariant-experts"),
         ("m --disaggregation-mode prefill", "--disaggregation-mode .* same engine"),
         ("m --models-preset f.ini", "--models-preset .* --port"),
-        ("m -ctxcp 4 --reasoning off", "--reasoning .* chat_template_kwargs"),
+        ("m -ctxcp 4 --reasoning on", "-ctxcp 4: .*--reasoning on: .* chat_template_kwargs"),
         ("m --presence-penalty 1", "--presence-penalty .* field of each request"),
         ("m --model-draft small.gguf", "--model-draft .* no second model"),
-        ("m --mm-processor-cache-gb 4", "--mm-processor-cache-gb .* --image-cache-mib"),
+        ("m --mm-processor-cache-gb 8", "--mm-processor-cache-gb .* --image-cache-mib"),
     ],
 )
 def test_what_is_done_otherwise_here_is_named(typed: str, message: str) -> None:
@@ -131,14 +153,14 @@ def test_the_keys_of_the_file_that_lvllm_ships_are_known(
     path = tmp_path / "config.yaml"
     path.write_text(
         "model: /m\nmax-model-len: auto\ncompilation_config.cudagraph_mode: FULL_DECODE_ONLY\n"
-        "compilation_config.mode: VLLM_COMPILE\nenable_prefix_caching: true\nmax_num_seqs: 2\n"
+        "compilation_config.mode: NONE\nenable_prefix_caching: true\nmax_num_seqs: 2\n"
         "disable-custom-all-reduce: true\nmm-encoder-tp-mode: data\nblock-size: 128\n"
         "kv_cache_dtype: bfloat16\n"
     )
     config = load_config(path)
     assert (config.model.max_model_len, config.gpu.cuda_graphs, config.gpu.page_size) == (None, True, 128)
-    assert "compilation_config.mode has no effect" in capsys.readouterr().err
-    path.write_text("speculative-config: '{}'\n")
+    assert "mm-encoder-tp-mode has no effect" in capsys.readouterr().err
+    path.write_text("speculative-config: '{1}'\n")
     with pytest.raises(ConfigError, match="--speculative-method, --num-draft-tokens"):
         load_config(path)
 
@@ -167,7 +189,8 @@ def test_a_number_of_layers_is_not_taken_for_a_layer_in_silence(
 
 def test_variables_of_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """No setting is read from the environment; who relies on LvLLM's or OpenTelemetry's reads what to set."""
-    note_variables(["HOME", "LK_THREADS", "LVLLM_UNKNOWN", "HF_HOME", "OTEL_EXPORTER_OTLP_ENDPOINT"])
+    others = {"LK_THREADS": "8", "LVLLM_UNKNOWN": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"}
+    note_variables({"HOME": "/", "HF_HOME": "/", **others})
     lines = capsys.readouterr().err.splitlines()
     named = [line.split("variable ")[1].split(" ")[0] for line in lines]
     assert named == ["LK_THREADS", "LVLLM_UNKNOWN", "OTEL_EXPORTER_OTLP_ENDPOINT"]
@@ -190,5 +213,6 @@ def test_the_command_line_understands_them() -> None:
     status, _, err = moebius("serve", "/nowhere", "--tp", "two")
     assert (status, err) == (
         2,
-        "moebius: error: --tensor-parallel-size: 'two' is not allowed; allowed: an integer, >= 1, <= 64\n",
+        "  --tensor-parallel-size: 'two' is not allowed; allowed: an integer, >= 1, <= 64\n"
+        "moebius: error: without these it is: moebius serve /nowhere\n",
     )

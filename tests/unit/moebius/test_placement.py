@@ -138,13 +138,18 @@ def test_whole_layers_and_the_rest() -> None:
     assert not found.is_whole(4)
     assert place(geometry(), gpu_layers="1-2,4-5").covers_everything
     assert parse_layers("", (1, 2), 3) == ()
+    assert parse_layers("1,4-", (1, 2, 4, 5), 6) == (1, 4, 5)
+    assert parse_layers("6-", (1, 2, 4, 5), 6) == ()
     assert format_layers((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
 
 
 @pytest.mark.parametrize(
     ("settings_", "message"),
     [
-        ({"gpu_layers": "1-2,x"}, r"gpu_layers: 'x' is not allowed; allowed: layers and ranges, as in 0-1,9"),
+        (
+            {"gpu_layers": "1-2,x"},
+            r"gpu_layers: 'x' is not allowed; allowed: layers and ranges, as in 0-1,9,20-",
+        ),
         ({"gpu_layers": "2-1"}, "a range begins with its smaller layer"),
         ({"gpu_layers": "6"}, "layer 6 does not exist; the model has layers 0-5"),
         ({"gpu_layers": "2-3"}, "layer 3 has no routed experts; allowed: 1-2,4-5"),

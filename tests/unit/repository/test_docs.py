@@ -31,7 +31,7 @@ FILE = re.compile(r"(?<![\w./*{<-])([a-z_][\w/]*\.(?:py|cc|h|cu|proto|mk|sh))(?!
 COMMAND = re.compile(r"(?:^|[\s`(/])moebius ((?:[a-z][\w-]*)(?: .*)?)")
 OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
 # Of pytest, pip, containers and other programs, which this test cannot ask.
-FOREIGN = {"--help", "--hypothesis-profile"} | {
+FOREIGN = {"--help", "--help-all", "--hypothesis-profile"} | {
     "--no-deps",
     "--pids-limit",
     "--shm-size",

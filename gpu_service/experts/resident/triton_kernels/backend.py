@@ -11,9 +11,11 @@ import functools
 
 import torch
 
+from gpu_service.device.graphs import is_capturing
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
 from gpu_service.experts.resident.panels import LayerFormat, pair_bytes
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
+from gpu_service.experts.resident.triton_kernels.rows import EXPONENT, down_rows, gate_up_rows
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
 from moebius.models.geometry import MoeGeometry
 from moebius.progress import counted
@@ -76,9 +78,10 @@ class TritonResidentKernels(ResidentKernels):
             return result
         inputs = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         pairs, experts = topk_ids.numel(), self._geometry.num_experts
-        # Unpacking reads every slot, also those of no expert: only what has memory.
+        # Unpacking reads every slot that has memory, also those of no expert; a graph cannot know which have.
         is_few = num_rows <= self._few_rows(slots.kind) or not slots.backed
-        if is_few or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
+        is_captured = slots.memory is not None and is_capturing(hidden_states.device)
+        if is_few or is_captured or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
             for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
                 before = None if partial is None else partial[rows]
                 x, ids, weights = (tensor[rows] for tensor in inputs)
@@ -166,10 +169,11 @@ class TritonResidentKernels(ResidentKernels):
         partial: torch.Tensor | None,
         result: torch.Tensor,
     ) -> None:
-        kind, (rows, top_k) = slots.kind, topk_ids.shape
-        gate_up, down, pairs = slots.gate_up, slots.down, rows * top_k
+        kind, gate_up = slots.kind, slots.gate_up
+        pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+        lines, prefetched = launch.lines(kind.gate_up), launch.prefetched_lines(kind, pairs)
         intermediate = hidden_states.new_empty((pairs, kind.intermediate_columns))
-        gemm.gate_up_rows[(pairs, kind.layout.intermediate_blocks)](
+        gate_up_rows[(pairs, kind.layout.intermediate_blocks)](
             hidden_states,
             gate_up.words,
             gate_up.scales,
@@ -180,19 +184,36 @@ class TritonResidentKernels(ResidentKernels):
             intermediate,
             self._geometry.alpha,
             slots.limit,
+            EXPONENT,
             TOP_K=top_k,
             EXPERT_BYTES=kind.expert_bytes,
             ORDER_AT=kind.layout.order_offset,
+            DOWN_AT=kind.layout.down_offset,
             INTERMEDIATE_COLUMNS=kind.intermediate_columns,
             PANEL=kind.gate_up,
             ACTIVATION=self._geometry.activation,
-            LINES=launch.lines(kind.gate_up),
-            num_warps=launch.warps(launch.lines(kind.gate_up)),
+            LINES=lines,
+            AHEAD=launch.ahead(kind.gate_up, lines),
+            PREFETCHED=prefetched,
+            BLOCK=next_power_of_2(prefetched),
+            num_warps=launch.warps(lines),
             **overlap(hidden_states.device),
         )
+        self._down_by_rows(slots, intermediate, topk_ids, topk_weights, partial, result)
+
+    def _down_by_rows(
+        self,
+        slots: LayerSlots,
+        intermediate: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+        result: torch.Tensor,
+    ) -> None:
+        kind, down, (num_rows, top_k) = slots.kind, slots.down, topk_ids.shape
         choices = next_power_of_2(top_k)
         lines = launch.lines(kind.down, choices)
-        gemm.down_rows[(rows, kind.layout.down_panels)](
+        down_rows[(num_rows, kind.layout.down_panels)](
             intermediate,
             down.words,
             down.scales,
@@ -203,6 +224,7 @@ class TritonResidentKernels(ResidentKernels):
             topk_weights,
             result if partial is None else partial,
             result,
+            EXPONENT,
             TOP_K=top_k,
             EXPERT_BYTES=kind.expert_bytes,
             DOWN_AT=kind.layout.down_offset,
@@ -212,9 +234,9 @@ class TritonResidentKernels(ResidentKernels):
             HAS_PARTIAL=partial is not None,
             CHOICES=choices,
             LINES=lines,
-            UNROLLED=launch.UNROLLED,
+            AHEAD=launch.ahead(kind.down, lines),
             num_warps=launch.warps(choices * lines),
-            **overlap(hidden_states.device),
+            **overlap(intermediate.device),
         )
 
     def _by_tiles(
@@ -250,6 +272,7 @@ class TritonResidentKernels(ResidentKernels):
             ACTIVATION=self._geometry.activation,
             M=tile.rows,
             N=tile.columns,
+            CHUNK=launch.chunk(kind.gate_up),
             TYPE=type_,
             PRECISION=precision,
             num_warps=tile.warps,
@@ -272,6 +295,7 @@ class TritonResidentKernels(ResidentKernels):
             PANEL=kind.down,
             M=tile.rows,
             N=tile.columns,
+            CHUNK=launch.chunk(kind.down),
             TYPE=type_,
             PRECISION=precision,
             num_warps=tile.warps,

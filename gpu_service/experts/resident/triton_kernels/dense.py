@@ -12,14 +12,10 @@ from __future__ import annotations
 import triton.language as tl
 
 from gpu_service.experts.resident.triton_kernels.gemm import (
-    INTEGER_BASE,
     activate,
-    element,
+    dequantised,
     element_place,
     finish_tile,
-    high_words,
-    load_scales,
-    low_words,
 )
 from gpu_service.ops.triton.jit import jit, jit_for_any
 
@@ -44,31 +40,7 @@ def unpack(  # type: ignore[no-untyped-def]
     num_lines: tl.constexpr = PANEL.k_padded // per_word
     for begin in range(0, num_lines, LINES):
         line = begin + tl.arange(0, LINES)
-        packed = low_words(words, panel // 4, line[:, None], column[None, :], PANEL)
-        high = high_words(words, panel // 4, line[:, None], column[None, :], PANEL)
-        if PANEL.high_bits:
-            high = high[:, None, :]
-        value = element(packed[:, None, :], high, tl.arange(0, per_word)[None, :, None], PANEL)
-        if PANEL.group_size:
-            group = (line * per_word // PANEL.group_size)[:, None]
-            # The last group may end before the padding does.
-            inside = (line * per_word < PANEL.k)[:, None]
-            if not PANEL.panel_scale:
-                inside = inside & (column >= 0)[None, :]
-        if PANEL.zeros:
-            at = panel + PANEL.zeros_offset + group * 16 + column[None, :]
-            zero = tl.load(bytes_ + at, mask=inside, other=0).to(tl.float32) + INTEGER_BASE
-            value -= zero[:, None, :]
-        elif PANEL.is_small_integer:
-            value -= INTEGER_BASE + PANEL.middle
-        if PANEL.group_size:
-            section = panel + PANEL.scales_offset
-            scale = load_scales(scales, bytes_, section, group, column[None, :], inside, PANEL)
-            value *= scale[:, None, :]
-        if PANEL.mins:
-            section = panel + PANEL.mins_offset
-            minimum = load_scales(scales, bytes_, section, group, column[None, :], inside, PANEL, True)
-            value += minimum[:, None, :]
+        value = dequantised(words, scales, bytes_, panel, line, column[None, :], PANEL)
         k = begin * per_word + tl.arange(0, LINES * per_word)
         plain = tl.reshape(value, [LINES * per_word, 16])
         if PANEL.k != PANEL.k_padded:

@@ -1,17 +1,11 @@
-"""GEMMs of rows with packed experts: panels are dequantised in registers; `PANEL` is a `PanelFormat`.
+"""GEMMs of many rows with packed experts, and what all kernels read panels by; `PANEL` is a `PanelFormat`.
 
 Whole numbers become floats by setting them into the mantissa of a float whose exponent is known, and small
 floats by shifting their bits into place and multiplying by a power of two: both exact, both of full rate.
 
-Few rows (`gate_up_rows`, `down_rows`): one program multiplies one row with one panel, or a pair of them, of
-one chosen expert, and down with the same panel of all chosen experts, whose weighted sum it writes. Reading
-weights is all that counts: every word is loaded once, in whole lines. A program has fewer lines than threads
-(`launch.lines`): then the compiler loads the row where it is used, without exchanges in between. Programs of
-an expert that is not in a slot end at once.
-
-Many rows (`gate_up_tiles`, `down_tiles`): tiles on tensor cores over blocks of pairs that share an expert.
-Codes are multiplied as they are, which bfloat16 holds exactly, and group scales are applied to the sums of
-each group in float32.
+`gate_up_tiles` and `down_tiles` are tiles on tensor cores over blocks of pairs that share an expert. Weights
+are dequantised in registers, group scales included, and rounded once to the type of the rows, as in
+`dense.py`. Few rows: `rows.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from gpu_service.ops.triton.e4m3 import decode_e4m3
-from gpu_service.ops.triton.jit import jit, jit_for_any, wait_for_previous
+from gpu_service.ops.triton.jit import jit, jit_for_any
 
 # What the integer 0 is as a float of exponent 23.
 INTEGER_BASE = tl.constexpr(8388608.0)
@@ -201,194 +195,62 @@ def element_place(words, order, k, PANEL: tl.constexpr):  # type: ignore[no-unty
 
 
 @jit
-def line_products(  # type: ignore[no-untyped-def]
-    x, words, scales, bytes_, order, panel, line, PANEL: tl.constexpr
+def dequantised(  # type: ignore[no-untyped-def]
+    words, scales, bytes_, panel, line, column, PANEL: tl.constexpr
 ):
-    """float32 [L, 16]: for each of the lines int32 [L], its elements times those of the row at `x`, summed.
+    """float32 [L, k of a line, N]: weights of lines int32 [L] and columns [1, N], scales and mins applied.
 
-    `panel`, the panels' first byte, is one for all lines, or int64 [L, 1]; so may `x` be [L]. `order`: the
-    word from which on an ordered format says which of the row's elements each k meets.
+    `panel`: the panels' first byte, one for all columns, or int64 [1, N].
     """
     per_word: tl.constexpr = 32 // PANEL.low_bits
-    column = tl.arange(0, 16)
-    packed = low_words(words, panel // 4, line[:, None], column[None, :], PANEL)
-    high = high_words(words, panel // 4, line[:, None], column[None, :], PANEL)
+    packed = low_words(words, panel // 4, line[:, None], column, PANEL)
+    high = high_words(words, panel // 4, line[:, None], column, PANEL)
+    if PANEL.high_bits:
+        high = high[:, None, :]
+    value = element(packed[:, None, :], high, tl.arange(0, per_word)[None, :, None], PANEL)
     if PANEL.group_size:
         group = (line * per_word // PANEL.group_size)[:, None]
         # The last group may end before the padding does.
-        in_groups = (line * per_word < PANEL.k)[:, None]
-        if not PANEL.panel_scale:
-            in_groups = in_groups & (column >= 0)[None, :]
+        inside = (line * per_word < PANEL.k)[:, None]
+        if not PANEL.panel_scale or len(panel.shape) == 2:
+            inside = inside & (column >= 0)
     if PANEL.zeros:
-        at = panel + PANEL.zeros_offset + group * 16 + column[None, :]
-        offset = tl.load(bytes_ + at, mask=in_groups, other=0).to(tl.float32) + INTEGER_BASE
-    product = tl.zeros([line.shape[0], 16], tl.float32)
-    row_sum = tl.zeros([line.shape[0]], tl.float32)
-    for i in tl.static_range(per_word):
-        k = line * per_word + i
-        place = element_place(words, order, k, PANEL)
-        if PANEL.k == PANEL.k_padded:
-            row = tl.load(x + place).to(tl.float32)
-        else:
-            row = tl.load(x + place, mask=k < PANEL.k, other=0.0).to(tl.float32)
-        value = element(packed, high, i, PANEL)
-        if PANEL.zeros:
-            value -= offset
-        elif PANEL.is_small_integer:
-            value -= INTEGER_BASE + PANEL.middle
-        product += row[:, None] * value
-        if PANEL.mins:
-            row_sum += row
+        at = panel + PANEL.zeros_offset + group * 16 + column
+        zero = tl.load(bytes_ + at, mask=inside, other=0).to(tl.float32) + INTEGER_BASE
+        value -= zero[:, None, :]
+    elif PANEL.is_small_integer:
+        value -= INTEGER_BASE + PANEL.middle
     if PANEL.group_size:
-        section = panel + PANEL.scales_offset
-        product *= load_scales(scales, bytes_, section, group, column[None, :], in_groups, PANEL)
+        scale = load_scales(scales, bytes_, panel + PANEL.scales_offset, group, column, inside, PANEL)
+        value *= scale[:, None, :]
     if PANEL.mins:
-        section = panel + PANEL.mins_offset
-        minimum = load_scales(scales, bytes_, section, group, column[None, :], in_groups, PANEL, True)
-        product += row_sum[:, None] * minimum
-    return product
+        minimum = load_scales(scales, bytes_, panel + PANEL.mins_offset, group, column, inside, PANEL, True)
+        value += minimum[:, None, :]
+    return value
 
 
 @jit
-def finish(result, floats, panel, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales of whole columns, and biases; float32 [16] of one panel, or [P, 16] of panels int64 [P, 1]."""
-    column = tl.arange(0, 16)
-    if len(result.shape) == 2:
-        column = column[None, :]
-    if PANEL.column_scale:
-        result *= tl.load(floats + (panel + PANEL.column_scale_offset) // 4 + column)
-    if PANEL.has_bias:
-        result += tl.load(floats + (panel + PANEL.bias_offset) // 4 + column)
-    return result
-
-
-@jit
-def gate_up_rows(  # type: ignore[no-untyped-def]
-    x, words, scales, bytes_, floats, ids, slot_of_expert, intermediate, alpha, limit,
-    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr,
-    INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, ACTIVATION: tl.constexpr, LINES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Program (pair, block of 16 channels): intermediate [pairs, INTERMEDIATE_COLUMNS] of a pair's expert."""
-    wait_for_previous(OVERLAPS)
-    pair, block = tl.program_id(0), tl.program_id(1)
-    slot = slot_of(ids, slot_of_expert, pair)
-    if slot < 0:
-        return
-    IS_GATED: tl.constexpr = ACTIVATION != "relu2"
-    gate = slot.to(tl.int64) * EXPERT_BYTES + block * ((1 + IS_GATED) * PANEL.panel_bytes)
-    row = x + (pair // TOP_K) * PANEL.k
-    order = (slot.to(tl.int64) * EXPERT_BYTES + ORDER_AT) // 4
-    up = gate + IS_GATED * PANEL.panel_bytes
-    num_lines: tl.constexpr = PANEL.k_padded * PANEL.low_bits // 32
-    g = tl.zeros([LINES, 16], tl.float32)
-    u = tl.zeros([LINES, 16], tl.float32)
-    # One loop for both, so that both loads are under way together.
-    for begin in range(0, num_lines, LINES):
-        line = begin + tl.arange(0, LINES)
-        if IS_GATED:
-            g += line_products(row, words, scales, bytes_, order, gate, line, PANEL)
-        u += line_products(row, words, scales, bytes_, order, up, line, PANEL)
-    g = tl.sum(g, 0)
-    if IS_GATED:
-        g = finish(g, floats, gate, PANEL)
-    u = finish(tl.sum(u, 0), floats, up, PANEL)
-    value = activate(g, u, alpha, limit, ACTIVATION)
-    target = intermediate + pair * INTERMEDIATE_COLUMNS + block * 16 + tl.arange(0, 16)
-    tl.store(target, value.to(intermediate.dtype.element_ty))
-
-
-@jit
-def down_rows(  # type: ignore[no-untyped-def]
-    intermediate, words, scales, bytes_, floats, ids, slot_of_expert, weights, partial, result,
-    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
-    INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, HAS_PARTIAL: tl.constexpr,
-    CHOICES: tl.constexpr, LINES: tl.constexpr, UNROLLED: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Program (row, block of 16 columns): result = partial + sum of weight * product over the row's choices.
-
-    All choices at once, in a tile of CHOICES (TOP_K or more) times LINES lines; those that are in no slot
-    read the first slot's panel, whose products count for nothing.
-    """
-    wait_for_previous(OVERLAPS)
-    row, block = tl.program_id(0), tl.program_id(1)
-    choice, column = tl.arange(0, CHOICES), block * 16 + tl.arange(0, 16)
-    place = row.to(tl.int64) * HIDDEN + column
-    expert = tl.load(ids + row * TOP_K + choice, mask=choice < TOP_K, other=-1)
-    slot = tl.load(slot_of_expert + tl.maximum(expert, 0), mask=expert >= 0, other=-1)
-    weight = tl.load(weights + row * TOP_K + choice, mask=choice < TOP_K, other=0.0)
-    panel = tl.maximum(slot, 0).to(tl.int64) * EXPERT_BYTES + DOWN_AT + block * PANEL.panel_bytes
-    x = intermediate + (row * TOP_K + tl.minimum(choice, TOP_K - 1)).to(tl.int64) * INTERMEDIATE_COLUMNS
-    # Each choice's, once for every line.
-    x = tl.reshape(tl.broadcast_to(x[:, None], [CHOICES, LINES]), [CHOICES * LINES])
-    panels = tl.reshape(tl.broadcast_to(panel[:, None], [CHOICES, LINES]), [CHOICES * LINES, 1])
-    line = tl.arange(0, CHOICES * LINES) % LINES
-    num_lines: tl.constexpr = PANEL.k_padded * PANEL.low_bits // 32
-    total = tl.zeros([CHOICES * LINES, 16], tl.float32)
-    if num_lines <= UNROLLED * LINES:
-        for begin in tl.static_range(0, num_lines, LINES):
-            total += line_products(x, words, scales, bytes_, 0, panels, begin + line, PANEL)
-    else:
-        for begin in range(0, num_lines, LINES):
-            total += line_products(x, words, scales, bytes_, 0, panels, begin + line, PANEL)
-    total = tl.sum(tl.reshape(total, [CHOICES, LINES, 16]), 1)
-    value = finish(total, floats, panel[:, None], PANEL) * weight[:, None]
-    # What was not computed may hold anything.
-    value = tl.sum(tl.where((slot >= 0)[:, None], value, 0.0), 0)
-    if HAS_PARTIAL:
-        value += tl.load(partial + place, mask=column < HIDDEN, other=0.0).to(tl.float32)
-    tl.store(result + place, value, mask=column < HIDDEN)
-
-
-@jit
-def plain_tile(codes, panel, column, begin, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bfloat16 [PANEL.chunk, N] straight from memory: in pairs of k, so that it may be copied in advance."""
-    k = begin + tl.arange(0, PANEL.chunk)
+def plain_tile(codes, panel, column, begin, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bfloat16 [CHUNK, N] straight from memory: in pairs of k, so that it may be copied in advance."""
+    k = begin + tl.arange(0, CHUNK)
     place = tl.max_contiguous(tl.multiple_of(k // 2 * 32 + k % 2, 2), 2)
     return tl.load(codes + (panel // 2 + column * 2)[None, :] + place[:, None])
 
 
 @jit
-def decoded_tile(words, bytes_, panel, column, begin, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 [PANEL.chunk, N]: codes, zero points subtracted where there are any."""
-    per_word: tl.constexpr = 32 // PANEL.low_bits
-    lines: tl.constexpr = PANEL.chunk // per_word
-    line = begin // per_word + tl.arange(0, lines)
-    packed = low_words(words, (panel // 4)[None, :], line[:, None], column[None, :], PANEL)
-    high = high_words(words, (panel // 4)[None, :], line[:, None], column[None, :], PANEL)
-    if PANEL.high_bits:
-        high = high[:, None, :]
-    value = element(packed[:, None, :], high, tl.arange(0, per_word)[None, :, None], PANEL)
-    value = tl.reshape(value, [PANEL.chunk, packed.shape[1]])
-    if PANEL.zeros:
-        at = panel + PANEL.zeros_offset + (begin // PANEL.group_size) * 16 + column
-        value -= (tl.load(bytes_ + at).to(tl.float32) + INTEGER_BASE)[None, :]
-    elif PANEL.is_small_integer:
-        value -= INTEGER_BASE + PANEL.middle
-    return value
-
-
-@jit
 def add_product(  # type: ignore[no-untyped-def]
     total, x, words, scales, bytes_, panel, column, begin,
-    PANEL: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    PANEL: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total [M, N] plus x [M, PANEL.chunk] times the weights of k from `begin`; `panel` int64 [N] bytes."""
+    """total [M, N] plus x [M, CHUNK] times the weights of k from `begin`; `panel` int64 [N] bytes."""
     if PANEL.code == "bfloat16":
-        weights = plain_tile(scales, panel, column, begin, PANEL).to(TYPE)
+        weights = plain_tile(scales, panel, column, begin, CHUNK)
     else:
-        weights = decoded_tile(words, bytes_, panel, column, begin, PANEL).to(TYPE)
-    if PANEL.group_size:
-        group = begin // PANEL.group_size
-        scale = load_scales(scales, bytes_, panel + PANEL.scales_offset, group, column, column >= 0, PANEL)
-        total += tl.dot(x, weights, input_precision=PRECISION) * scale[None, :]
-        if PANEL.mins:
-            section = panel + PANEL.mins_offset
-            minimum = load_scales(scales, bytes_, section, group, column, column >= 0, PANEL, True)
-            total += tl.sum(x.to(tl.float32), 1)[:, None] * minimum[None, :]
-    else:
-        total = tl.dot(x, weights, total, input_precision=PRECISION)
-    return total
+        per_word: tl.constexpr = 32 // PANEL.low_bits
+        line = begin // per_word + tl.arange(0, CHUNK // per_word)
+        value = dequantised(words, scales, bytes_, panel[None, :], line, column[None, :], PANEL)
+        weights = tl.reshape(value, [CHUNK, total.shape[1]])
+    return tl.dot(x, weights.to(TYPE), total, input_precision=PRECISION)
 
 
 @jit
@@ -406,7 +268,7 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
     x, words, scales, bytes_, floats, pairs, block_slots, intermediate, count, alpha, limit,
     TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr,
     INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, ACTIVATION: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (block of M pairs, N intermediate channels): intermediate [pairs, INTERMEDIATE_COLUMNS]."""
     slot = tl.load(block_slots + tl.program_id(0))
@@ -425,14 +287,16 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
     order = (slot.to(tl.int64) * EXPERT_BYTES + ORDER_AT) // 4
     g = tl.zeros([M, N], tl.float32)
     u = tl.zeros([M, N], tl.float32)
-    for begin in range(0, PANEL.k, PANEL.chunk):
-        k = begin + tl.arange(0, PANEL.chunk)
+    for begin in range(0, PANEL.k, CHUNK):
+        k = begin + tl.arange(0, CHUNK)
         wanted = held[:, None] & (k < PANEL.k)[None, :]
         place = element_place(words, order, k, PANEL)
         rows = tl.load(x + row[:, None] + place[None, :], mask=wanted, other=0.0).to(TYPE)
         if IS_GATED:
-            g = add_product(g, rows, words, scales, bytes_, gate, column, begin, PANEL, TYPE, PRECISION)
-        u = add_product(u, rows, words, scales, bytes_, up, column, begin, PANEL, TYPE, PRECISION)
+            g = add_product(
+                g, rows, words, scales, bytes_, gate, column, begin, PANEL, CHUNK, TYPE, PRECISION
+            )
+        u = add_product(u, rows, words, scales, bytes_, up, column, begin, PANEL, CHUNK, TYPE, PRECISION)
     if IS_GATED:
         g = finish_tile(g, floats, gate, column, PANEL)
     u = finish_tile(u, floats, up, column, PANEL)
@@ -446,7 +310,8 @@ def down_tiles(  # type: ignore[no-untyped-def]
     intermediate, words, scales, bytes_, floats, pairs, block_slots, outputs, count,
     EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
     INTERMEDIATE_COLUMNS: tl.constexpr,
-    PANEL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    PANEL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (block of M pairs, N columns): outputs float32 [pairs, HIDDEN], not yet weighted."""
     slot = tl.load(block_slots + tl.program_id(0))
@@ -459,11 +324,13 @@ def down_tiles(  # type: ignore[no-untyped-def]
     panel = slot.to(tl.int64) * EXPERT_BYTES + DOWN_AT + block * PANEL.panel_bytes
     row = pair.to(tl.int64) * INTERMEDIATE_COLUMNS
     total = tl.zeros([M, N], tl.float32)
-    for begin in range(0, PANEL.k, PANEL.chunk):
-        k = begin + tl.arange(0, PANEL.chunk)
+    for begin in range(0, PANEL.k, CHUNK):
+        k = begin + tl.arange(0, CHUNK)
         wanted = held[:, None] & (k < PANEL.k)[None, :]
         rows = tl.load(intermediate + row[:, None] + k[None, :], mask=wanted, other=0.0).to(TYPE)
-        total = add_product(total, rows, words, scales, bytes_, panel, column, begin, PANEL, TYPE, PRECISION)
+        total = add_product(
+            total, rows, words, scales, bytes_, panel, column, begin, PANEL, CHUNK, TYPE, PRECISION
+        )
     total = finish_tile(total, floats, panel, column, PANEL)
     target = outputs + pair.to(tl.int64)[:, None] * HIDDEN + feature[None, :]
     tl.store(target, total, mask=held[:, None] & (feature < HIDDEN)[None, :])

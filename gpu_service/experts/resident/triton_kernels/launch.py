@@ -21,9 +21,12 @@ from moebius.weight_formats import CODE_MIDDLES, CODEBOOKS
 _FEWEST_ROWS = 8
 # Lines of 64 bytes that a program of the row kernels loads at once, of one panel and of all its panels.
 MAX_LINES, MAX_LINES_OF_ALL = 128, 256
-# Times that a program of the down product loads lines without a loop. Written out for the 45 times that 2880
-# intermediate channels need, a kernel would take a minute to compile.
-UNROLLED = 8
+# Tiles of lines that a program loads before it multiplies the first one: what its registers hold.
+MAX_AHEAD = 3
+# Bytes of down products' weights that are prefetched: of the cache that devices with one for them have.
+MAX_PREFETCHED = 16 << 20
+# k that a tile unpacks at once, of at most 8 bits.
+MAX_CHUNK = 128
 # Elements that tensor cores multiply exactly in bfloat16.
 _EXACT_IN_BFLOAT16 = frozenset({"bfloat16", "float8", "int8", "float4", *CODE_MIDDLES, *CODEBOOKS})
 
@@ -53,9 +56,26 @@ def lines(panels: PanelFormat, num_panels: int = 1) -> int:
     return max(1, min(MAX_LINES, MAX_LINES_OF_ALL // num_panels, total & -total))
 
 
+def ahead(panels: PanelFormat, lines_at_once: int) -> int:
+    """Tiles of `lines` that are loaded together: at most MAX_AHEAD, and so many that they divide all."""
+    tiles = panels.k_padded * panels.low_bits // 32 // lines_at_once
+    return max(count for count in range(1, MAX_AHEAD + 1) if tiles % count == 0)
+
+
+def prefetched_lines(kind: LayerFormat, pairs: int) -> int:
+    """Cache lines of down that a program of the gate and up products prefetches; 0: there are too many."""
+    down = kind.layout.down_panels * kind.down.panel_bytes
+    return 0 if pairs * down > MAX_PREFETCHED else down // kind.layout.intermediate_blocks // 128
+
+
 def warps(lines_at_once: int) -> int:
     """Two threads for each line, of eight words each."""
     return max(1, lines_at_once // 16)
+
+
+def chunk(panels: PanelFormat) -> int:
+    """k that a tile takes at once: many, since each time it waits for scales."""
+    return min(MAX_CHUNK if panels.bits <= 8 else 64, panels.k_padded & -panels.k_padded)
 
 
 # Highest first.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moebius.config import MoebiusConfig
-from moebius.errors import UserError
+from moebius.errors import EngineLost, UserError
 
 if TYPE_CHECKING:
     from gpu_service.assembly.build import Built
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 STEP_TIMEOUT_S = 600.0
 # Registering 500 GB takes half a minute.
 _READY_S = 600.0
+# Engines that were lost, kept until the process ends: freeing what they hold on the device aborts it.
+_lost: list[Built] = []
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,10 @@ class EngineUnderTest:
 
 @contextlib.contextmanager
 def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
-    """Loads, warms up, and closes at the end. Raises what `moebius gpu` would end with."""
+    """Loads, warms up, and closes at the end. Raises what `moebius gpu` would end with.
+
+    Raises EngineLost in place of what follows from the loss of the engine.
+    """
     from gpu_service.assembly.build import WarmUpGate, build_engine
     from gpu_service.core.interface import NullObserver
 
@@ -152,8 +157,14 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
         engine = EngineUnderTest(built)
         gate.open(engine.on_output)
         yield engine
+    except UserError as error:
+        if built.engine.is_alive:
+            raise
+        _lost.append(built)
+        raise EngineLost(f"the engine is lost, and its log says where: {error}") from error
     finally:
-        built.close()
+        if not any(built is lost for lost in _lost):
+            built.close()
 
 
 def wait_until_streaming(streamer: ExpertStreamer, timeout_s: float = _READY_S) -> None:

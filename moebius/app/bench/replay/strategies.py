@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_service.experts.adaptive.budget import TransferBudget
 from gpu_service.experts.adaptive.counts import Observation
-from gpu_service.experts.adaptive.decision import PlacementDecision, exchanges_per_step
+from gpu_service.experts.adaptive.decision import PlacementDecision
 from gpu_service.experts.adaptive.exchange import Wanted
 from gpu_service.experts.adaptive.placement import READ_EVERY_S
 
@@ -104,6 +105,7 @@ class Adaptive(StaticList):
         # What the copy to the host had when it was launched, a step before it is looked at.
         self._fetched: NDArray[np.int64] | None = None
         self._wanted: list[Wanted] = []
+        self._budget = TransferBudget()
         self._copying: deque[tuple[float, Wanted]] = deque()
         self._next_read = self._link_is_free = 0.0
 
@@ -111,8 +113,10 @@ class Adaptive(StaticList):
         while self._copying and self._copying[0][0] <= now:
             _, each = self._copying.popleft()
             self.resident[each.layer, each.newcomer] = True
-        most = exchanges_per_step(step_s, self.costs.link_bandwidth, self.costs.expert_bytes)
-        taken, self._wanted = self._wanted[:most], self._wanted[most:]
+        taken = list[Wanted]()
+        if self._wanted:
+            most = self._budget.allowed(step_s, self.costs.link_bandwidth, self.costs.expert_bytes)
+            taken, self._wanted = self._wanted[:most], self._wanted[most:]
         # Who was on its way when it was chosen to leave may not have come yet.
         begun = [each for each in taken if self.resident[each.layer, each.leaver]]
         for each in begun:

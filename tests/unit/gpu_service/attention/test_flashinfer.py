@@ -99,7 +99,10 @@ def test_replays_follow_refilled_tensors_and_other_sizes_in_between() -> None:
     for size in (3, 1):
         case = make_case(Geometry(spare_pages=30), [(0, 1)] * size)
         static = as_capturable(case.inputs)
+        attention.kv_cache = case.cache
         attention.plan_capture(static)
+        # As a graph is recorded: what no step has run needs no plan.
+        attention.forward(case.query, case.key, case.value, LAYER)
         captured[size] = attention, static
     for shape in ([(5, 1), (50, 1), (0, 1)], [(70, 1)], [(3, 4), (9, 1)], [(1, 1), (2, 1), (90, 1)]):
         case = make_case(Geometry(), shape)
@@ -181,7 +184,7 @@ def test_what_flashinfer_lacks_is_said() -> None:
     assert unsupported_types(torch.bfloat16, 128) == ""
     assert "needs a CUDA device" in unsupported_device(torch.device("cpu"))
     case = make_case(Geometry(), [(3, 1)])
-    assert FlashInferAttention.unsupported(case.geometry.config(), case.cache)
+    assert FlashInferAttention.unsupported(case.geometry.config().layers, case.cache)
 
 
 @pytest.mark.parametrize("name", sorted(MIXTURES))

@@ -11,6 +11,7 @@ import itertools
 import math
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
@@ -205,6 +206,32 @@ def test_memory_goes_back_when_it_stays_spare() -> None:
     world.check()
 
 
+def test_streams_do_not_keep_the_memory_that_a_prompt_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go on while a prompt of many steps is computed, and take a page now and then: when it has ended
+    all but the groups that they had before, and one more each, go back.
+    """
+    monkeypatch.setattr(elastic, "_HEADROOM_TOKENS", 16)
+    world = World(most_pages=400, chunks=12, experts=200)
+    world.scheduler.limits = replace(world.scheduler.limits, max_num_batched_tokens=64)
+    streams = [world.add(n, 4, 400) for n in range(2)]
+    world.launch()
+    long = world.add(9, 900, 1)
+    while not long.finished:
+        world.commit()
+        world.launch()
+    most = world.cache.pool.usable
+    world.stale_after_s = 0.0
+    for _ in range(60):
+        world.commit()
+        world.launch()
+    assert not any(stream.finished for stream in streams)
+    held = sum(len(stream.pages) for stream in streams)
+    assert most > 200
+    assert world.cache.pool.usable < held + 8 + 6 * world.pages.pages_per_group
+    world.finish()
+    world.check()
+
+
 def test_prefixes_are_kept_by_what_they_save() -> None:
     """Half of all tokens are found again, a token takes 1 ms and 1 kB, a byte of slots saves 1 us a second:
     after half a second a prefix is worth less. Without hits none has any worth; with nothing known all stay.
@@ -212,4 +239,5 @@ def test_prefixes_are_kept_by_what_they_save() -> None:
     assert stale_after(0.5, 1e-3, 1e3, 1e-6) == pytest.approx(0.5)
     assert stale_after(0.0, 1e-3, 1e3, 1e-6) == 0.0
     assert stale_after(0.5, None, 1e3, 1e-6) == math.inf
+    assert stale_after(0.0, None, 1e3, None) == 0.0
     assert stale_after(0.5, 1e-3, 1e3, None) == math.inf

@@ -5,9 +5,11 @@ The failure is found out one step late, with the next step launched after it on 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpu_service.core.limits import EngineStopped
 from gpu_service.core.request import FinishReason, Request
@@ -151,11 +153,16 @@ def test_a_launch_broken_off_leaves_the_client_in_order() -> None:
 
 
 def test_a_lost_device_ends_the_engine_and_says_so() -> None:
-    """Nothing can be computed any more: requests get an error, none is taken, our owner gets to know."""
+    """Nothing can be computed any more: requests get an error, none is taken, our owner gets to know, and
+    the log has the stack of what met it.
+    """
     experts, reasons = DoomedExperts(), list[str]()
-    with running_engine(
-        overlap=True, device_runner=True, experts=experts, model=DoomedModel(experts)
-    ) as harness:
+    with (
+        running_engine(
+            overlap=True, device_runner=True, experts=experts, model=DoomedModel(experts)
+        ) as harness,
+        capture_logs() as logs,
+    ):
         harness.engine.on_lost = reasons.append
 
         def before_forward(call: int) -> None:
@@ -168,5 +175,8 @@ def test_a_lost_device_ends_the_engine_and_says_so() -> None:
         assert {request.finish_reason for request in requests} == {FinishReason.ERROR}
         assert all("unspecified launch failure" in request.error_message for request in requests)
         assert len(reasons) == 1
+        [line] = [line for line in logs if line["event"] == "the engine is lost"]
+        trace = "".join(traceback.format_exception(line["exc_info"]))
+        assert "before_forward" in trace
         with pytest.raises(EngineStopped):
             harness.engine.submit([make_request("late", prompt_of(1, 9))])

@@ -28,7 +28,11 @@ class Served:
     def __init__(self) -> None:
         self.clock, self.costs = Clock(), ExpertCosts(64, TOP_K)
         self.busy, self.hits, self.in_lane, self.again = 0.0, 0.0, False, 0
-        facts = StepFacts(LAYERS, TOP_K, True, lambda: self.busy, lambda: self.hits, lambda: self.in_lane)
+        self.decoded: list[tuple[int, float, bool | None]] = []
+        facts = StepFacts(
+            *(LAYERS, TOP_K, True, lambda: self.busy, lambda: self.hits, lambda: self.in_lane),
+            lambda *step: self.decoded.append(step),
+        )
         self.check = StepCheck(NullObserver(), self.costs, facts, self.clock)
         self.check.on_too_slow = self.measure
 
@@ -51,6 +55,19 @@ class Served:
         self.busy += busy
         found = StepResult(seconds=seconds, **result)
         self.check.committed(Batch([], [100], [rows], [True]), found, [])
+
+
+def test_decode_steps_say_what_copies_cost() -> None:
+    """Each is reported with its seconds and whether copies ran beside it; prompts, and steps next to the
+    prefill lane's, are not.
+    """
+    served = Served()
+    served.step(0.25, has_copies=True)
+    served.step(0.125)
+    served.step(0.5, rows=9)
+    served.in_lane = True
+    served.step(0.5)
+    assert served.decoded == [(1, 0.25, True), (1, 0.125, False)]
 
 
 def test_predictions_follow_hits() -> None:

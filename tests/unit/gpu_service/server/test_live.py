@@ -23,6 +23,7 @@ from gpu_service.experts.adaptive.placement import LayerFigures
 from gpu_service.experts.client import ExpertClientStats
 from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.fetching.fetcher import FetchFigures
+from gpu_service.memory.shares import MemoryShares
 from gpu_service.server.live import LiveExperts
 from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from moebius.kernels import PlanRow
@@ -150,12 +151,16 @@ def test_what_moves_is_the_streamers_and_the_placements(tmp_path: Path) -> None:
 
     async def run(placement: Any) -> pb.GetLiveResponse:
         live = pb.GetLiveResponse()
-        others: Any = streamer, None, placement, check, fetcher
+        shares = MemoryShares(kv=5, experts=4, stream=3, fetch=2, free=1, is_shared=True)
+        others: Any = streamer, None, placement, check, fetcher, lambda: shares
         view = LiveExperts(GEOMETRY, lambda layer: (), (), None, *others)
         await view.describe(live)
         return live
 
     live = asyncio.run(run(placement))
+    memory = live.memory
+    assert (memory.kv_bytes, memory.expert_bytes, memory.stream_bytes) == (5, 4, 3)
+    assert (memory.fetch_bytes, memory.free_bytes, memory.is_shared) == (2, 1, True)
     own = live.layers[0]
     assert (own.fetched_experts, own.fetched_bytes, own.fetch_hits) == (5, 5000, 17)
     assert not live.layers[1].HasField("fetched_experts")

@@ -42,6 +42,20 @@ def run():
 exits.exit_with(run)
 """
 
+# As a lost device has it: what an engine holds aborts the process when it is freed.
+LOST = """
+import os
+from moebius.app.exits import exit_with
+from moebius.errors import EngineLost
+class Held:
+    def __del__(self):
+        os.abort()
+held = Held()
+def run():
+    raise EngineLost("the engine is lost: its log says where")
+exit_with(run)
+"""
+
 # The first module that `main` imports takes its time.
 SLOW_TO_IMPORT = """
 import sys, time
@@ -255,3 +269,10 @@ def test_a_server_that_says_goodbye_leaves_no_line_of_grpcs() -> None:
     assert ended.returncode == USER_ERROR_EXIT
     assert ended.stderr.startswith(f"moebius: error: cannot reach an engine at {address}")
     assert "chttp2_transport" not in ended.stderr
+
+
+def test_a_lost_engine_ends_a_command_without_freeing_anything() -> None:
+    """One line says why, and the status is that of a failure; what is held is left to the system."""
+    ended = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "moebius: error: the engine is lost: its log says where\n"

@@ -58,6 +58,16 @@ class World(ExchangingRank):
             self.device.launch(read)
         self.device.advance(self.rng.randrange(6))
 
+    def compare(self) -> int:
+        """As `ResidentWatch` at any moment, without waiting for steps; returns how many slots it could."""
+        compared = 0
+        for layer, slots in self.resident.slots.items():
+            for slot, content in enumerate(slots.contents):
+                if content is not None:
+                    assert slots.weights[slot, :2].tolist() == [layer, content.expert], "a false find"
+                    compared += 1
+        return compared
+
     def between_steps(self) -> None:
         """As `AdaptivePlacement.begin_step` does, with wishes of all kinds."""
         self.now += self.rng.choice([0.0, 0.3])
@@ -87,13 +97,16 @@ def test_steps_meet_the_experts_that_are_mapped(seed: int, has_streamer: bool) -
     world = World(seed, has_streamer)
     pool = world.pool
     assert pool is not None
+    compared = 0
     for _ in range(300):
         world.between_steps()
+        compared += world.compare()
         world.step()
         world.supply.check_integrity()
         mapped = sum(len(slots.memory.holders()) for slots in world.resident.slots.values() if slots.memory)
         assert mapped + world.pages.mapped + pool.free == pool.size
     world.check_end()
+    assert compared > 0
     assert world.supply.given_bytes > 0
     assert world.supply.taken_bytes > 0
 
@@ -121,6 +134,23 @@ def test_what_is_chosen_least_goes_and_the_most_chosen_comes() -> None:
         assert not gone or max(gone) < min(world.rates[row, n] for n in held), f"layer {layer}"
     sizes = {layer: len(slots.experts) for layer, slots in layers.items()}
     assert len(set(sizes.values())) > 1, "every layer gave as much"
+    world.check_end()
+
+
+def test_layers_give_up_as_much_while_nothing_is_known_of_them() -> None:
+    """At the start no expert has been chosen: no layer loses all of its experts before others lose half."""
+    world = World(3)
+    pool = world.pool
+    assert pool is not None
+    before = world.supply.backed
+    pool.claim(pool.free + pool.size // 3)
+    world.supply.advance(np.zeros_like(world.rates), None)
+    world.device.drain()
+    world.supply.retire()
+    assert pool.free >= pool.claimed
+    after = world.supply.backed
+    assert (after < before).all()
+    assert after.max() - after.min() <= 2
     world.check_end()
 
 

@@ -15,10 +15,12 @@ import torch
 from structlog.testing import capture_logs
 
 import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.device.host_virtual_memory import HostVirtualMemory
+from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels, TorchResidentKernels
 from gpu_service.experts.resident.make import warmed_up
 from gpu_service.experts.resident.panels import layer_format, pair_bytes
-from gpu_service.experts.resident.triton_kernels import launch
+from gpu_service.experts.resident.triton_kernels import backend, launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels, align
 from gpu_service.experts.resident.unpack import unpack_expert
 from moebius.weight_formats import WEIGHT_FORMATS
@@ -109,6 +111,22 @@ def test_unpacked_once(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert (found - expected).abs().max() / expected.abs().max() < tolerances.RESIDENT_BFLOAT16
     # What bfloat16 does not hold exactly is multiplied as it is stored.
     assert called == ([] if weight_format in ("float32", "float16") else [0, 3] * 2)
+
+
+def test_a_graph_holds_no_slots_whose_memory_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a capture unpacks it would go on reading when the memory has gone; other captures unpack."""
+    shape = Shape()
+    kernels = TritonResidentKernels(shape.geometry, MANY)
+    inputs = routed(shape, 45, dtype=torch.float16)
+    monkeypatch.setattr(launch, "UNPACK_FROM", 0)
+    monkeypatch.setattr(backend, "is_capturing", lambda device: True)
+    called: list[int] = []
+    monkeypatch.setattr(kernels, "_unpacked", counted(kernels._unpacked, called))
+    pool = PhysicalPool(HostVirtualMemory(), 4096)
+    kernels.forward(resident_layer(shape, "int4_g32", (4, 1, 2), pool=pool), *inputs, None)
+    assert called == []
+    kernels.forward(resident_layer(shape, "int4_g32", (4, 1, 2)), *inputs, None)
+    assert called == [0]
 
 
 @pytest.mark.parametrize("weight_format", ["float16", "bfloat16", "fp8_block", "int4_g128_zeros"])

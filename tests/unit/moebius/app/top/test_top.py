@@ -353,6 +353,19 @@ def test_a_full_link_limits_the_step() -> None:
     assert limit == "link to the GPU: copies of experts take 93% of a step"
 
 
+def test_who_has_the_memory_is_shown() -> None:
+    """In 80 columns, without what has none; an older engine does not say."""
+    memory = pb.LiveMemory(kv_bytes=3 * 2**29, expert_bytes=5 * 2**30, free_bytes=2**28, is_shared=True)
+    lines = shown(on_gpu(12, memory=memory), on_gpu(10))
+    assert max(map(len, lines)) <= 80
+    told = " ".join(" ".join(lines).split())
+    assert "KV pages 1.50, experts 5.00, free 0.25 GiB (pages and experts share)" in told
+    assert "ring" not in told
+    older = on_gpu(12)
+    del older["memory"]
+    assert not any("GPU memory" in line for line in shown(older, on_gpu(10)))
+
+
 def test_layers_of_a_gpu_are_a_table() -> None:
     """80 columns hold it; without room the slowest layers are shown; narrow terminals have the bars."""
     lines = shown(on_gpu(12), on_gpu(10))

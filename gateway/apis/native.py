@@ -1,0 +1,283 @@
+"""llama-server's `/completion` and `/infill`, and SGLang's `/generate`: translations and formats."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.apis.formats import Output, ResponseFormat, Usage
+from gateway.apis.translation import Context, Translation, without_none
+from gateway.parsers.events import Finish, ParsedDelta, TokenLogprob
+from gateway.schemas.errors import ApiError, bad_request
+from gateway.schemas.native import InfillRequest, LlamaCompletionRequest, LlamaFields, SglangGenerateRequest
+from gateway.text.tokenizer import Tokenizer
+from gateway.transport.streaming import DONE, event
+
+_UNLIMITED = 2**31  # output tokens, reduced to what fits in the context
+_NEVER = -100.0  # added to the logit of a token that is not to be drawn
+_LLAMA_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}
+_SGLANG_NAMES = {
+    "prompt": "text",
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "seed": "sampling_params.sampling_seed",
+    "logprobs": "top_logprobs_num",
+    **{name: f"sampling_params.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "stop", "n")},
+}
+
+
+@dataclass(frozen=True)
+class NativeReply:
+    """What an answer is made from besides outputs; filled by the translations."""
+
+    prompt: str = ""  # that llama-server's answer repeats
+    rid: str = ""  # SGLang's id of the request
+    is_list: bool = False  # whether the answer is a list, of one output or more
+    has_texts: bool = False  # whether log-probabilities have the tokens' texts
+    num_top: int = 0  # alternatives of each token
+
+
+def translate_completion(body: LlamaCompletionRequest, context: Context) -> Translation:
+    """Returns the text completion for a prompt."""
+    prompt = body.prompt if isinstance(body.prompt, str) else ""
+    request = {**_llama_fields(body), "prompt": body.prompt}
+    return Translation(
+        without_none(request), _LLAMA_NAMES, NativeReply(prompt), fits_limit=True, is_text=True
+    )
+
+
+def translate_infill(body: InfillRequest, context: Context) -> Translation:
+    """Returns the text completion that fills in the middle; further files come before it.
+
+    Raises:
+        ApiError: 400; a file is no object with a text.
+    """
+    extra = body.input_extra or []
+    if not all(isinstance(file.get("text"), str) for file in extra):
+        raise bad_request("'input_extra' has objects with 'filename' and 'text'", "input_extra")
+    files = "".join(f"{file.get('filename', '')}\n{file['text']}\n" for file in extra)
+    prompt = files + body.input_prefix + body.prompt
+    request = {**_llama_fields(body), "prompt": prompt, "suffix": body.input_suffix or "\n"}
+    return Translation(
+        without_none(request), _LLAMA_NAMES, NativeReply(prompt), fits_limit=True, is_text=True
+    )
+
+
+def _llama_fields(body: LlamaFields) -> dict[str, Any]:
+    limit = body.n_predict if body.n_predict is not None else body.max_tokens
+    structured = {"grammar": body.grammar, "json": body.json_schema}
+    return {
+        "model": body.model,
+        "max_tokens": _UNLIMITED if limit is None or limit < 0 else limit,
+        "temperature": body.temperature,
+        "top_k": body.top_k,
+        "top_p": body.top_p or None,
+        "min_p": body.min_p,
+        "repetition_penalty": body.repeat_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "seed": None if body.seed == -1 else body.seed,
+        "stop": body.stop or None,
+        "ignore_eos": body.ignore_eos,
+        "logit_bias": _bias(body.logit_bias),
+        "logprobs": body.n_probs or None,
+        "structured_outputs": without_none(structured) or None,
+        "stream": body.stream,
+        "return_token_ids": True,
+    }
+
+
+def _bias(given: Any) -> dict[str, float] | None:
+    """Returns OpenAI's form. Raises ApiError 400 for another than llama-server's two."""
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    try:
+        return {
+            str(int(token)): _NEVER if bias is False else float(bias) for token, bias in pairs or ()
+        } or None
+    except (TypeError, ValueError):
+        raise bad_request("'logit_bias' is a list of [token id, bias], or an object", "logit_bias") from None
+
+
+def translate_generate(body: SglangGenerateRequest, context: Context) -> Translation:
+    """Returns the text completion for SGLang's generation.
+
+    Raises:
+        ApiError: 400; the prompt is given twice or not at all, or structure in several forms.
+    """
+    if (body.text is None) == (body.input_ids is None):
+        raise bad_request("send exactly one of 'text' and 'input_ids'", "text")
+    prompt: Any = body.text if body.text is not None else body.input_ids
+    sampling = body.sampling_params
+    is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    structured = {"json": sampling.json_schema, "regex": sampling.regex, "grammar": sampling.ebnf}
+    request = {
+        "prompt": prompt,
+        "max_tokens": _UNLIMITED if sampling.max_new_tokens is None else sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens,
+        **{
+            name: getattr(sampling, name)
+            for name in (
+                *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+                *("repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "n"),
+                "logit_bias",
+            )
+        },
+        "seed": sampling.sampling_seed,
+        "include_stop_str_in_output": sampling.no_stop_trim,
+        "structured_outputs": without_none(structured) or None,
+        "logprobs": (body.top_logprobs_num or 0) if body.return_logprob else None,
+        "stream": body.stream,
+        "priority": body.priority,
+        "return_token_ids": True,
+    }
+    reply = NativeReply(
+        rid=body.rid or uuid.uuid4().hex,
+        is_list=is_batch or (sampling.n or 1) > 1,
+        has_texts=bool(body.return_text_in_logprobs),
+        num_top=body.top_logprobs_num or 0,
+    )
+    return Translation(without_none(request), _SGLANG_NAMES, reply, fits_limit=True, is_text=True)
+
+
+class LlamaFormat(ResponseFormat):
+    """Builds llama-server's answer: one object, or events of which the last has the counts."""
+
+    operation = "text_completion"
+
+    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: int | None, reply: NativeReply) -> None:
+        """`logprobs`: alternatives of each token; None: no log-probabilities."""
+        self.id = f"llama-{uuid.uuid4().hex}"
+        self._model = model
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._reply = reply
+        self._finish: Finish | None = None
+
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        output = outputs[0]
+        self._finish = output.finish
+        return {
+            **self._piece(output.text, output.token_ids, output.logprobs),
+            **self._ending(usage),
+        }
+
+    def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
+        self._finish = delta.finish or self._finish
+        if not delta.content and not delta.token_ids:
+            return b""
+        return event({**self._piece(delta.content, delta.token_ids, delta.logprobs), "stop": False})
+
+    def stream_end(self, usage: Usage) -> bytes:
+        return event({**self._piece("", (), ()), **self._ending(usage)})
+
+    def stream_failure(self, error: ApiError) -> bytes:
+        failure = {"code": error.status, "message": error.message, "type": error.code or "server_error"}
+        return event({"error": failure})
+
+    def _piece(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        piece: dict[str, Any] = {"index": 0, "content": text, "tokens": list(token_ids)}
+        if self._logprobs is not None and logprobs:
+            piece["completion_probabilities"] = [self._scored(token) for token in logprobs]
+        return piece
+
+    def _scored(self, token: TokenLogprob) -> dict[str, Any]:
+        def named(token_id: int, logprob: float | None) -> dict[str, Any]:
+            text = self._tokenizer.piece(token_id)
+            return {"id": token_id, "token": text, "bytes": list(text.encode()), "logprob": logprob}
+
+        top = [named(token_id, logprob) for token_id, logprob in token.top]
+        return {**named(token.token_id, token.logprob), "top_logprobs": top}
+
+    def _ending(self, usage: Usage) -> dict[str, Any]:
+        reason = self._finish.reason if self._finish is not None else "stop"
+        found = self._finish.stop_reason if self._finish is not None else None
+        word = found if isinstance(found, str) else ""
+        decode_s = max(usage.total_s - usage.prompt_s, 0.0)
+        return {
+            "stop": True,
+            "id_slot": 0,
+            "model": self._model,
+            "prompt": self._reply.prompt,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "tokens_cached": usage.cached_tokens,
+            "truncated": False,
+            "stop_type": "limit" if reason == "length" else "word" if word else "eos",
+            "stopping_word": word,
+            "generation_settings": {},
+            "timings": {
+                **_timings("prompt", usage.prompt_tokens - usage.cached_tokens, usage.prompt_s),
+                **_timings("predicted", usage.completion_tokens, decode_s),
+            },
+        }
+
+
+def _timings(name: str, count: int, seconds: float) -> dict[str, float]:
+    """Returns llama-server's figures of a phase: its tokens, and milliseconds."""
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": seconds * 1e3,
+        f"{name}_per_token_ms": seconds * 1e3 / count if count else 0.0,
+        f"{name}_per_second": count / seconds if seconds else 0.0,
+    }
+
+
+class SglangFormat(ResponseFormat):
+    """Builds SGLang's answer: an object for each output, in streams with all of its text so far."""
+
+    operation = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, reply: NativeReply, engine_id: str) -> None:
+        """`engine_id`: by which `/abort_request` names the request to the engine."""
+        self.id = reply.rid
+        self.engine_id = engine_id
+        self._tokenizer = tokenizer
+        self._reply = reply
+        self._outputs: dict[int, Output] = {}
+
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any] | list[dict[str, Any]]:
+        made = [self._object(output, usage, len(outputs)) for output in outputs]
+        return made if self._reply.is_list else made[0]
+
+    def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
+        output = self._outputs.setdefault(delta.index, Output())
+        output.add(delta)
+        index = {"index": delta.index} if self._reply.is_list else {}
+        return event({**self._object(output, usage(), len(self._outputs)), **index})
+
+    def stream_end(self, usage: Usage) -> bytes:
+        return DONE
+
+    def stream_failure(self, error: ApiError) -> bytes:
+        return event({"error": {"message": error.message, "code": error.status}}) + DONE
+
+    def _object(self, output: Output, usage: Usage, outputs: int) -> dict[str, Any]:
+        token_ids = output.token_ids
+        meta: dict[str, Any] = {
+            "id": self.id,
+            "finish_reason": None if output.finish is None else _reason(output.finish, len(token_ids)),
+            "prompt_tokens": usage.prompt_tokens // (outputs if self._reply.is_list else 1),
+            "completion_tokens": len(token_ids),
+            "cached_tokens": usage.cached_tokens,
+            "e2e_latency": usage.total_s,
+        }
+        if scored := output.logprobs:
+            meta["output_token_logprobs"] = [self._scored(one.logprob, one.token_id) for one in scored]
+            if self._reply.num_top:
+                meta["output_top_logprobs"] = [
+                    [self._scored(logprob, token_id) for token_id, logprob in one.top] for one in scored
+                ]
+        return {"text": output.text, "output_ids": token_ids, "meta_info": meta}
+
+    def _scored(self, logprob: float | None, token_id: int) -> tuple[float | None, int, str | None]:
+        return logprob, token_id, self._tokenizer.piece(token_id) if self._reply.has_texts else None
+
+
+def _reason(finish: Finish, tokens: int) -> dict[str, Any]:
+    if finish.reason == "length":
+        return {"type": "length", "length": tokens}
+    if finish.reason == "abort":
+        return {"type": "abort", "message": "Aborted"}
+    return {"type": "stop", "matched": finish.stop_reason}

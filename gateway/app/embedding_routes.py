@@ -1,0 +1,82 @@
+"""HTTP routes of embeddings, scores and rankings, in the shapes of several APIs."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.apis.pooled import PooledFormat
+from gateway.apis.registry import Kind
+from gateway.app.openapi import takes
+from gateway.app.serving import respond
+from gateway.app.state import gateway_of
+from gateway.schemas.embeddings import (
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    OllamaEmbeddingRequest,
+    OllamaEmbedRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+
+router = APIRouter()
+
+
+async def _pooled(request: Request, kind: Kind) -> Response:
+    gateway = gateway_of(request)
+    prepared = await gateway.prepare(request, kind)
+    if isinstance(prepared, bytes):  # there is no text
+        return Response(prepared, media_type="application/json")
+    gateway.metrics.ignored(prepared.ignored)
+    return await respond(request, prepared, PooledFormat(prepared.jobs, prepared.reply))
+
+
+@router.post("/v1/embeddings", **takes(EmbeddingRequest))
+async def create_embedding(request: Request) -> Response:
+    """Answers OpenAI's embeddings: the pooled hidden states of texts."""
+    return await _pooled(request, "embeddings")
+
+
+@router.post("/score", **takes(ScoreRequest))
+@router.post("/v1/score", **takes(ScoreRequest))
+async def create_score(request: Request) -> Response:
+    """Scores one text with others, or pairs of texts, by the cosine of their embeddings."""
+    return await _pooled(request, "score")
+
+
+@router.post("/rerank", **takes(RerankRequest))
+@router.post("/v1/rerank", **takes(RerankRequest))
+@router.post("/reranking", **takes(RerankRequest))
+@router.post("/v1/reranking", **takes(RerankRequest))
+async def rerank(request: Request) -> Response:
+    """Orders documents by their score with a query."""
+    return await _pooled(request, "rerank")
+
+
+@router.post("/v2/rerank", **takes(RerankRequest))
+async def rerank_v2(request: Request) -> Response:
+    """Orders documents by their score with a query, in the shape of Cohere's second version."""
+    return await _pooled(request, "rerank_v2")
+
+
+@router.post("/v1/embed", **takes(CohereEmbedRequest))
+async def cohere_embed(request: Request) -> Response:
+    """Answers Cohere's embeddings."""
+    return await _pooled(request, "cohere_embed")
+
+
+@router.post("/v2/embed", **takes(CohereEmbedRequest))
+async def cohere_embed_v2(request: Request) -> Response:
+    """Answers Cohere's embeddings in the shape of their second version."""
+    return await _pooled(request, "cohere_embed_v2")
+
+
+@router.post("/api/embed", **takes(OllamaEmbedRequest))
+async def ollama_embed(request: Request) -> Response:
+    """Answers Ollama's embeddings."""
+    return await _pooled(request, "ollama_embed")
+
+
+@router.post("/api/embeddings", **takes(OllamaEmbeddingRequest))
+async def ollama_embedding(request: Request) -> Response:
+    """Answers Ollama's earlier form of embeddings, of one text."""
+    return await _pooled(request, "ollama_embedding")

@@ -1,0 +1,125 @@
+"""HTTP routes that clients of llama-server and of SGLang call besides OpenAI's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.apis.native import LlamaFormat, SglangFormat
+from gateway.apis.registry import Kind
+from gateway.app.openapi import refuses, takes
+from gateway.app.serving import respond
+from gateway.app.state import gateway_of
+from gateway.schemas.errors import ApiError
+from gateway.schemas.native import AbortRequest, InfillRequest, LlamaCompletionRequest, SglangGenerateRequest
+from gateway.transport.keys import client_of
+from moebius import __version__
+from protos import engine_pb2
+
+router = APIRouter()
+_PROBE_S = 20.0  # a probe's token has to come within this time
+_FIRST = -(2**31)  # the priority before all others
+
+
+async def _completed(request: Request, kind: Kind) -> Response:
+    gateway = gateway_of(request)
+    prepared = await gateway.generation(request, kind)
+    model = gateway.model()
+    return await respond(
+        request, prepared, LlamaFormat(model.name, model.tokenizer, prepared.logprobs, prepared.reply)
+    )
+
+
+@router.post("/completion", **takes(LlamaCompletionRequest))
+async def llama_completion(request: Request) -> Response:
+    """Answers llama-server's own completion, whole or as a stream of events."""
+    return await _completed(request, "llama_completion")
+
+
+@router.post("/infill", **takes(InfillRequest))
+async def llama_infill(request: Request) -> Response:
+    """Answers llama-server's completion between two texts."""
+    return await _completed(request, "llama_infill")
+
+
+@router.get("/props", **refuses(401, 503))
+async def props(request: Request) -> dict[str, Any]:
+    """Returns facts of the server and the model in llama-server's shape."""
+    gateway = gateway_of(request)
+    model = gateway.model()
+    load = await gateway.engine.load()
+    template = model.tokenizer.chat_template
+    return {
+        "default_generation_settings": {"n_ctx": model.max_context_length, "params": model.defaults},
+        "total_slots": load.max_running_requests,
+        "model_alias": model.name,
+        "model_path": model.name,
+        "modalities": {"vision": model.supports_vision, "audio": False},
+        "chat_template": "" if template is None else template.source,
+        "build_info": f"moebius {__version__}",
+    }
+
+
+@router.get("/slots", **refuses(401, 503))
+async def slots(request: Request) -> list[dict[str, Any]]:
+    """Lists as many slots as requests can run at once, those of running requests first."""
+    gateway = gateway_of(request)
+    length = gateway.model().max_context_length
+    load = await gateway.engine.load()
+    return [
+        {"id": number, "n_ctx": length, "is_processing": number < load.num_running_reqs}
+        for number in range(max(load.max_running_requests, load.num_running_reqs))
+    ]
+
+
+def _engine_id(request: Request, rid: str) -> str:
+    """Returns the engine's id for a client's: no client can name, or end, another's requests."""
+    return f"{client_of(request.scope)}:{rid}"
+
+
+@router.post("/generate", **takes(SglangGenerateRequest))
+async def sglang_generate(request: Request) -> Response:
+    """Answers SGLang's own generation, whole or as a stream of events with all text so far."""
+    gateway = gateway_of(request)
+    prepared = await gateway.generation(request, "sglang_generate")
+    engine_id = _engine_id(request, prepared.reply.rid)
+    return await respond(
+        request, prepared, SglangFormat(gateway.model().tokenizer, prepared.reply, engine_id)
+    )
+
+
+@router.post("/abort_request", **refuses(400, 401, 503))
+async def abort_request(request: Request, body: AbortRequest) -> dict[str, Any]:
+    """Ends one of the client's own generations by its `rid`, of one prompt; unknown ones are ignored."""
+    await gateway_of(request).engine.abort([_engine_id(request, body.rid)])
+    return {}
+
+
+@router.post("/flush_cache", **refuses(401, 503))
+async def flush_cache(request: Request) -> dict[str, Any]:
+    """Drops all cached prefixes that no request holds."""
+    return {"success": True, "freed_tokens": await gateway_of(request).engine.flush_cache()}
+
+
+@router.get("/health_generate", response_class=Response, **refuses(401, 503))
+async def health_generate(request: Request) -> Response:
+    """Answers 200 once the engine has generated a token before all waiting requests, else 503."""
+    gateway = gateway_of(request)
+    await gateway.ready_model()
+    probe = engine_pb2.GenerateRequest(
+        request_id=f"probe-{request.state.request_id}",
+        tokenized=engine_pb2.TokenizedInput(input_ids=[0]),
+        sampling_params=engine_pb2.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
+        priority=_FIRST,
+    )
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            async for response in gateway.engine.generate(probe, None):
+                if response.complete.finish_reason not in ("stop", "length"):
+                    raise ApiError(503, "the engine's probe failed", code="engine_unavailable")
+    except TimeoutError:
+        reason = f"the engine made no token within {_PROBE_S:g} s"
+        raise ApiError(503, reason, code="engine_unavailable", retry_after_s=2) from None
+    return Response(status_code=200)

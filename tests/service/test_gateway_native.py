@@ -1,0 +1,135 @@
+"""Guards what clients of llama-server, SGLang and Anthropic see on the paths that only these servers have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.helpers.agent_gateway import GREEDY, AgentGateway, agent_gateway
+from tests.helpers.fake_engine import MODEL, Script
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
+    """Shared by this file."""
+    with agent_gateway(tmp_path_factory.mktemp("native")) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def gateway(running: AgentGateway) -> AgentGateway:
+    """The shared servers with a fresh record."""
+    running.engine.reset()
+    return running
+
+
+def post(gateway: AgentGateway, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{gateway.url}{path}", json=body, timeout=60)
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """Returns the data of each event; the end mark as text."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+def test_llama_servers_completion(gateway: AgentGateway) -> None:
+    """Its fields become the engine's; one object, or events whose last has the counts and why it ended."""
+    asked = {"prompt": "The fox", "n_predict": 40, "temperature": 0, "repeat_penalty": 1.1, "seed": -1}
+    whole = post(
+        gateway, "/completion", **asked, cache_prompt=True, logit_bias=[[5, False]], n_probs=1
+    ).json()
+    assert (whole["content"], whole["stop"], whole["stop_type"]) == (GREEDY, True, "eos")
+    assert whole["tokens_predicted"] == len(whole["tokens"]) == whole["timings"]["predicted_n"]
+    assert whole["prompt"] == "The fox"
+    assert whole["completion_probabilities"][0]["logprob"] == -0.25
+    params = gateway.engine.seen.requests[0].sampling_params
+    assert (params.max_tokens, dict(params.logit_bias), params.HasField("seed")) == (40, {5: -100.0}, False)
+    assert round(params.repetition_penalty, 4) == 1.1
+    *pieces, last = events(post(gateway, "/completion", **asked, stream=True))
+    assert "".join(piece["content"] for piece in pieces) == GREEDY
+    assert [piece["stop"] for piece in (*pieces, last)] == [False] * len(pieces) + [True]
+    assert last["tokens_evaluated"] == whole["tokens_evaluated"] > 0
+    cut = post(gateway, "/completion", **(asked | {"n_predict": 3})).json()
+    assert cut["stop_type"] == "limit"
+    word = post(gateway, "/completion", **asked, stop=["jumps"]).json()
+    assert (word["stop_type"], word["stopping_word"]) == ("word", "jumps")
+    assert (
+        "n_predict" in post(gateway, "/completion", prompt="x", n_predict="many").json()["error"]["message"]
+    )
+    refused = post(gateway, "/infill", input_prefix="def f(", input_suffix="return x")
+    assert (refused.status_code, "no tokens to fill in the middle" in refused.text) == (400, True)
+
+
+def test_llama_servers_facts(gateway: AgentGateway) -> None:
+    """Properties, slots, and its names for tokens and their text."""
+    props = httpx.get(f"{gateway.url}/props").json()
+    assert (props["total_slots"], props["default_generation_settings"]["n_ctx"]) == (4, 4096)
+    assert "<|start|>" in props["chat_template"]
+    slots = httpx.get(f"{gateway.url}/slots").json()
+    assert [slot["is_processing"] for slot in slots] == [True, True, True, False]
+    tokens = post(gateway, "/tokenize", content="lazy dog").json()["tokens"]
+    assert post(gateway, "/detokenize", tokens=tokens).json()["content"] == "lazy dog"
+
+
+def test_sglangs_generate(gateway: AgentGateway) -> None:
+    """One text or ids, or several; streams have all text so far; log-probabilities as it has them."""
+    asked = {"text": "The fox", "sampling_params": {"max_new_tokens": 40, "temperature": 0}}
+    one = post(gateway, "/generate", **asked, return_logprob=True, return_text_in_logprobs=True).json()
+    assert one["text"] == GREEDY
+    assert one["meta_info"]["finish_reason"]["type"] == "stop"
+    assert one["meta_info"]["completion_tokens"] == len(one["output_ids"])
+    logprob, token_id, text = one["meta_info"]["output_token_logprobs"][0]
+    assert (logprob, token_id, isinstance(text, str)) == (-0.25, one["output_ids"][0], True)
+    several = post(gateway, "/generate", **(asked | {"text": ["The fox", "A dog"]})).json()
+    assert [item["text"] for item in several] == [GREEDY, GREEDY]
+    short = {"sampling_params": {"max_new_tokens": 3, "temperature": 0}}
+    cut = post(gateway, "/generate", input_ids=[5, 6, 7], **short).json()
+    assert (cut["meta_info"]["finish_reason"], cut["meta_info"]["prompt_tokens"]) == (
+        {"type": "length", "length": 3},
+        3,
+    )
+    *pieces, done = events(post(gateway, "/generate", **asked, stream=True))
+    assert done == "[DONE]"
+    assert all(later["text"].startswith(earlier["text"]) for earlier, later in pairwise(pieces))
+    assert pieces[-1]["text"] == GREEDY
+    assert "exactly one" in post(gateway, "/generate", sampling_params={}).json()["error"]["message"]
+    wrong = post(gateway, "/generate", text="x", sampling_params={"temperature": -1}).json()["error"]
+    assert wrong["param"] == "sampling_params.temperature"
+
+
+def test_sglangs_calls_about_the_server(gateway: AgentGateway) -> None:
+    """A request is aborted by its client's id for it; the cache is dropped; a probe makes one token."""
+    post(gateway, "/generate", text="x", rid="mine", sampling_params={"max_new_tokens": 1})
+    sent = gateway.engine.seen.requests[0].request_id
+    assert (sent.endswith(":mine"), sent != "mine") == (True, True)
+    assert post(gateway, "/abort_request", rid="mine").status_code == 200
+    assert gateway.engine.seen.aborted == [sent]
+    assert post(gateway, "/abort_request", abort_all=True).status_code == 400
+    assert post(gateway, "/flush_cache").json() == {"success": True, "freed_tokens": 16}
+    assert httpx.get(f"{gateway.url}/health_generate").status_code == 200
+    assert gateway.engine.seen.requests[-1].sampling_params.max_tokens == 1
+    gateway.engine.script = Script(error_message="broken")
+    assert httpx.get(f"{gateway.url}/health_generate").status_code == 503
+
+
+def test_anthropics_client_lists_models(gateway: AgentGateway) -> None:
+    """Its own shapes on the path that OpenAI's API has, too: models, and errors."""
+    client = anthropic.Anthropic(base_url=gateway.url, api_key="none")
+    assert [(model.id, model.type) for model in client.models.list()] == [(MODEL, "model")]
+    assert client.models.retrieve(MODEL).display_name == MODEL
+    with pytest.raises(anthropic.NotFoundError) as raised:
+        client.models.retrieve("other")
+    assert raised.value.body == {
+        "type": "error",
+        "error": {"type": "not_found_error", "message": raised.value.body["error"]["message"]},
+        "request_id": raised.value.body["request_id"],
+    }
+    assert httpx.get(f"{gateway.url}/v1/models").json()["object"] == "list"
