@@ -144,7 +144,7 @@ def cpu_seconds(engine: RunningEngine) -> float | None:
 LINK, PAIR = 1e9, 100e-6
 
 
-# Either is wrong in either direction, and wrong in one alone; wrong in the same direction: `make test-all`.
+# Each cost is wrong in each direction; both wrong in the same direction: `make test-all`.
 @pytest.mark.parametrize(
     ("link", "pair"),
     [

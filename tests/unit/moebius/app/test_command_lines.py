@@ -25,7 +25,7 @@ from moebius.config_loader import load_config
 from moebius.errors import ConfigError
 from moebius.tensor_overrides import resident_layers
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+DATA = Path(__file__).resolve().parents[3] / "data"
 LINES: list[dict[str, Any]] = yaml.safe_load((DATA / "command_lines.yaml").read_text())
 SOCKETS = 2
 
