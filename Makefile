@@ -21,7 +21,9 @@ demo: setup
 serve: setup
 	$(BIN)/moebius serve demo --expert-servers 2 --port 8000
 
-test: setup lint types unit
+# Types are checked while the tests run, which wait for their processes now and then.
+test: setup lint
+	@$(MAKE) --no-print-directory --jobs 2 types unit
 
 # A system's Python that was replaced takes its environments with it.
 $(shell test ! -e $(READY) || $(BIN)/python -c "" 2>/dev/null || rm -f $(READY))

@@ -20,23 +20,22 @@ import pytest
 # Where a change of the gateway, the scheduler, the caches, configuration or checkpoints shows first, and one
 # whole system: a tiny model served and asked over HTTP.
 FAST = (
-    "tests/unit/test_api_keys.py",
-    "tests/unit/test_block_table.py",
-    "tests/unit/test_checkpoint_*.py",
-    "tests/unit/test_cli.py",
-    "tests/unit/test_config_loader.py",
-    "tests/unit/test_docs.py",
+    "tests/unit/moebius/test_api_keys.py",
+    "tests/unit/gpu_service/engine/test_block_table.py",
+    "tests/unit/moebius/checkpoint/test_*.py",
+    "tests/unit/moebius/app/test_cli.py",
+    "tests/unit/moebius/test_config_loader.py",
+    "tests/unit/repository/test_docs.py",
     # Not parsers, prompt processes and most grammars, which take minutes.
     "tests/unit/gateway/[!cp]*/*.py",
     "tests/unit/gateway/constraints/test_response_format.py",
     "tests/unit/gateway/prompts/test_jobs.py",
-    "tests/unit/test_hf_*.py",
-    "tests/unit/test_model_config.py",
-    "tests/unit/test_page_pool.py",
-    "tests/unit/test_radix_cache.py",
-    "tests/unit/test_request_states.py",
-    "tests/unit/test_scheduler*.py",
-    "tests/unit/test_structure.py",
+    "tests/unit/moebius/models/test_*.py",
+    "tests/unit/gpu_service/cache/test_page_pool.py",
+    "tests/unit/gpu_service/cache/test_radix_cache.py",
+    "tests/unit/gpu_service/cache/test_request_states.py",
+    "tests/unit/gpu_service/scheduler/test_*.py",
+    "tests/unit/repository/test_structure.py",
     "tests/service/test_gguf_serve.py",
 )
 # Marks of tests that a machine may be unable to run, and where they run.

@@ -24,7 +24,7 @@ LONGEST = (
     "tests/service/test_trace_end_to_end.py",
     "tests/service/test_docs_commands.py",
     "tests/service/test_supervisor",
-    "tests/unit/test_triton_compile.py",
+    "tests/unit/gpu_service/ops/triton/test_compile.py",
     "tests/kernels/test_fuzz_sanitizers.py",
     "tests/equality/test_parallel_ranks.py",
     "tests/service/test_gateway_",

@@ -13,7 +13,7 @@ To add a tensor to every step, declare it here, fill it in `InputBuilder.build`,
 
 staging (`tensors_of`, `with_tensors`), the memory that captured graphs read it from and the padding of it
 (`captured_fields`, `graph_rows`), and the test that compares shapes and dtypes of built steps with what is
-declared (`tests/unit/test_step.py`).
+declared (`tests/unit/gpu_service/engine/test_step.py`).
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def test_a_lost_server_ends_the_bench(tmp_path: Path) -> None:
     assert "expert-0 ended: " in ended.stderr
 
 
-# Short sleeps: see tests/unit/test_exits.py.
+# Short sleeps: see tests/unit/moebius/app/test_exits.py.
 SIGNALLED = """
 import sys, time
 from moebius.app.bench.engine import servers

@@ -74,7 +74,8 @@ def test_what_operators_look_with(stack: Stack, tmp_path: Path, capsys: pytest.C
     check_profile(stack, MODEL, "cpu", tmp_path, capsys)
 
 
-@pytest.mark.full  # without a whole system: tests/unit/test_top.py, tests/service/test_chat_terminal.py
+# Without a whole system: tests/unit/moebius/app/top/test_top.py, tests/service/test_chat_terminal.py.
+@pytest.mark.full
 def test_pictures_of_terminals(stack: Stack, tmp_path: Path) -> None:
     """`moebius chat` and `moebius top` in a terminal of 80 columns, to their end by what is typed."""
     said = chat_picture(stack.base_url, tmp_path / "chat.svg")

@@ -63,7 +63,8 @@ def test_ranks_share_experts_and_come_back_together(
     assert "the group of ranks ends" in log
 
 
-@pytest.mark.full  # in parts: tests/equality/test_streamed_experts.py, tests/unit/test_scheduler_shares.py
+# In parts: tests/equality/test_streamed_experts.py, tests/unit/gpu_service/scheduler/test_shares.py.
+@pytest.mark.full
 @pytest.mark.parametrize("division", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_ranks_stream_long_prompts_while_others_decode(
     division: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -1,7 +1,7 @@
 """Write the pages of docs/recipes from what `moebius plan` says: `make recipes`.
 
 Each model is planned on each machine from its published `config.json` alone (`tests/data/checkpoints`).
-`tests/unit/test_recipes.py` checks that the pages are what this program writes.
+`tests/unit/repository/test_recipes.py` checks that the pages are what this program writes.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _reason(error: DoesNotFit) -> str:
     return text.split("; --expert-dtype")[0].split("; none of these")[0].split(": no setting")[0]
 
 
-RUN = "<!-- run by: tests/unit/test_recipes.py -->"
+RUN = "<!-- run by: tests/unit/repository/test_recipes.py -->"
 COLUMNS = (
     "experts | RAM, GiB | each GPU, GiB | experts on GPUs | KV cache, tokens | 1 stream | 4 | 16 | prefill"
 )

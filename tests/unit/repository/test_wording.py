@@ -1,0 +1,92 @@
+"""Guards the wording of comments, docstrings and documents: words that the field does not use stay out."""
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+WORDS = re.compile(r"\b(?:nobody|whoever|anew|so many|told)\b", re.IGNORECASE)
+PLACES = (
+    "gateway",
+    "protos",
+    "kernels",
+    "expert_service",
+    "moebius",
+    "bench",
+    "tests",
+    "tools",
+    "deploy",
+    "k8s",
+    "docs",
+)
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", ".github")
+COMMENTS = re.compile(r"//.*|/\*(?:.|\n)*?\*/")
+# Messages as programs write them.
+QUOTED = re.compile(r"```.*?```|`[^`]*`|^ {4}[^\n]*$", re.DOTALL | re.MULTILINE)
+# "draft tokens", where speculation is meant.
+GUESSES = re.compile(r"\bguess(?:es|ed|ing)?\b", re.IGNORECASE)
+SPECULATION = ("moebius", "docs/speculation.md", "tests/*specul*", "tests/*draft*", "tests/*mtp*")
+
+
+def python_prose(text: str) -> Iterator[str]:
+    """Comments and docstrings, those of attributes included."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+
+
+def prose(path: Path) -> Iterator[str]:
+    """The texts of a file that people read: comments of code, all of a document but what it quotes."""
+    text = (ROOT / path).read_text(errors="replace")
+    if path.suffix in (".py", ".pyi"):
+        yield from python_prose(text)
+    elif path.suffix in (".cc", ".h", ".js", ".proto"):
+        yield from COMMENTS.findall(text)
+    elif path.suffix == ".md":
+        yield QUOTED.sub("", text)
+    elif path.suffix not in (".svg", ".safetensors", ".txt"):
+        yield text
+
+
+def words_in(path: Path, words: re.Pattern[str] = WORDS) -> list[str]:
+    """The words of the list in one file, in their order."""
+    return [found.lower() for text in prose(path) for found in words.findall(re.sub(r"\s+", " ", text))]
+
+
+def files(place: str) -> list[str]:
+    """Tracked files below a folder or of a pattern; an empty place is a mistake of this test."""
+    listed = subprocess.run(["git", "ls-files", place], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+    assert names, place
+    return names
+
+
+@pytest.mark.parametrize("place", [*PLACES, *PAGES])
+def test_words_that_the_field_does_not_use_stay_out(place: str) -> None:
+    """A maintainer of another engine reads any page without stopping at a private word."""
+    assert {name: found for name in files(place) if (found := words_in(Path(name)))} == {}
+
+
+@pytest.mark.parametrize("place", SPECULATION)
+def test_draft_tokens_have_one_name(place: str) -> None:
+    """A reader who looks for draft tokens, accepted or rejected, finds all that is said of them."""
+    assert {name: found for name in files(place) if (found := words_in(Path(name), GUESSES))} == {}
+
+
+def test_words_are_found_across_lines_and_only_in_prose(tmp_path: Path) -> None:
+    """The search reads comments and docstrings, also where a line ends within a word pair; not strings."""
+    file = tmp_path / "one.py"
+    file.write_text('"""Keeps so\nmany."""\nA = "nobody"  # made anew\n')
+    assert words_in(file) == ["anew", "so many"]
+    page = tmp_path / "page.md"
+    page.write_text("Nobody reads `an expert is packed anew`.\n\n    whoever\n")
+    assert words_in(page) == ["nobody"]
