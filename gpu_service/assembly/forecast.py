@@ -88,7 +88,9 @@ class Forecast:
         ]
         for model in self._models if has_weights(chosen.model) else ():
             shape_weights(model, chosen)
-        self._shapes = [cache_shape(config.gpu, model.rank_config, device) for model in self._models]
+        self._shapes = [
+            cache_shape(config.gpu, model.config, model.rank_layers, device) for model in self._models
+        ]
         self.ranks = tuple(
             _forecast(config, rank, model, shape)
             for rank, (model, shape) in enumerate(zip(self._models, self._shapes, strict=True))
@@ -168,7 +170,7 @@ def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheSha
         read_elements=_elements(model, read),
         largest_tensor_bytes=_largest_tensor_bytes(model),
         page_bytes=shape.page_bytes,
-        state_bytes=all_states_bytes(config.gpu, model.rank_config),
+        state_bytes=all_states_bytes(config.gpu, model.rank_layers, model.dtype),
         moe_layers=tuple(layer for layer in model.config.moe_layer_ids if layer in held),
         packed_head_bytes=sum(map(_nbytes, head)),
         widened_bytes=sum(map(_nbytes, widened)),  # as much again
@@ -196,10 +198,10 @@ def _tables(model: CausalLM) -> list[nn.Parameter]:
 
 def _largest_tensor_bytes(model: CausalLM) -> int:
     """Of what a checkpoint stores as one: tables of n-grams are in parts."""
-    tables, ngram = _tables(model), model.config.ngram
-    known = {id(table) for table in tables}
+    tables = [module for module in model.modules() if isinstance(module, NGramRows)]
+    known = {id(table.weight) for table in tables}
     sizes = [_nbytes(tensor) for tensor in model.parameters() if id(tensor) not in known]
-    return max(*sizes, *(_nbytes(table) // ngram.parts for table in tables if ngram is not None), 0)
+    return max(*sizes, *(_nbytes(table.weight) // table.num_parts for table in tables), 0)
 
 
 def _read_tensors(model: CausalLM) -> list[nn.Parameter]:

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_service.attention.base import AttentionLayer
+from gpu_service.attention.base import AttentionLayer, grouped_queries
 from gpu_service.attention.torch_reference import FirstSeen, TorchReferenceAttention
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.host_kernels import dense_threads
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 
 # Longer chunks gain more from sharing what they read than they lose by gathering it.
 _MOST_CHUNK_ROWS = 8
@@ -33,8 +33,8 @@ class _Rows(NamedTuple):
 class CpuAttention(TorchReferenceAttention):
     """Float32 and bfloat16 keys and values as they are stored; anything else as the reference has it."""
 
-    def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
-        super().__init__(config, kv_cache)
+    def __init__(self, layers: Layers, kv_cache: KVCache) -> None:
+        super().__init__(layers, kv_cache)
         self._threads = dense_threads(torch.get_num_threads())
         # Of the planned step: rows that are computed one by one, with their requests and positions.
         self._single_rows: list[tuple[int, int, int]] = []
@@ -42,11 +42,11 @@ class CpuAttention(TorchReferenceAttention):
         self._rows: dict[tuple[int | None, int | None], _Rows] = {}
 
     @classmethod
-    def unsupported(cls, config: ModelConfig, kv_cache: KVCache) -> str:
+    def unsupported(cls, layers: Layers, kv_cache: KVCache) -> str:
         """As `AttentionBackend.unsupported`."""
         if kv_cache.is_quantised or kv_cache.dtype not in (torch.float32, torch.bfloat16):
             return f"keys and values are {kv_cache.storage_dtype}; allowed: float32, bfloat16"
-        sizes = sorted({shape.head_dim for shape in config.attention_shapes if shape.head_dim % 16})
+        sizes = sorted({mixer.head_dim for mixer in grouped_queries(layers) if mixer.head_dim % 16})
         return f"heads have {sizes} elements; allowed: multiples of 16" if sizes else ""
 
     def plan(self, inputs: ForwardInputs) -> None:
@@ -123,7 +123,7 @@ class CpuAttention(TorchReferenceAttention):
             rows.ends.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
             output.data_ptr(),
-            self.config.softmax_scale,
+            self.mixers[layer_id].scale,
             num_rows,
             num_heads,
             self.kv_cache.kv_heads(layer_id),

@@ -20,7 +20,9 @@ from gpu_service.attention.compressed.base import CompressedAttentionBackend, Co
 from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
 from gpu_service.cache.kv_cache import CompressedCache, MlaCache, PagedCache
 from moebius.errors import UserError, brief
-from moebius.models.config import ModelConfig
+from moebius.models.layers.compressed import CompressedAttention, EntryIndexer
+from moebius.models.layers.latent import MLA
+from moebius.models.layers.layer import Layers, mixers
 
 _log = structlog.get_logger(__name__)
 
@@ -177,32 +179,36 @@ COMPRESSED_BACKENDS: dict[str, BackendEntry] = {
 }
 
 
-def compressed_dimensions(config: ModelConfig) -> CompressedDimensions:
-    """Of a rank's own configuration. Raises ValueError for a model that compresses nothing."""
-    sizes = config.compressed
-    if sizes is None:
-        raise ValueError(f"{config.model_type} has no compressed attention")
+def compressed_dimensions(layers: Layers) -> CompressedDimensions:
+    """Of a rank's own layers. Raises ValueError where none compresses."""
+    kept = [mixer for mixer in mixers(layers) if isinstance(mixer, CompressedAttention)]
+    if not kept:
+        raise ValueError("no layer has compressed attention")
+    choosing = {layer: mixer.indexer for layer, mixer in enumerate(kept) if mixer.indexer is not None}
+    # Without such a layer these sizes have no effect.
+    index = next(iter(choosing.values()), EntryIndexer(1, 1, 1))
     return CompressedDimensions(
-        num_heads=config.num_heads,
-        head_dim=config.head_dim,
-        window=sizes.window,
-        rates=sizes.rates,
-        sparse_layers=sizes.sparse_layers,
-        top_k=sizes.top_k,
-        index_num_heads=sizes.index_num_heads,
-        index_head_dim=sizes.index_head_dim,
-        softmax_scale=config.softmax_scale,
+        num_heads=kept[0].num_heads,
+        head_dim=kept[0].head_dim,
+        window=kept[0].window,
+        rates=tuple(mixer.rate for mixer in kept),
+        sparse_layers=frozenset(choosing),
+        top_k=index.top_k,
+        index_num_heads=index.num_heads,
+        index_head_dim=index.head_dim,
+        softmax_scale=kept[0].scale,
     )
 
 
-def mla_dimensions(config: ModelConfig) -> MlaDimensions:
-    """Of a rank's own configuration. Raises ValueError for a model without latents."""
-    mla = config.mla
-    if mla is None:
-        raise ValueError(f"{config.model_type} has no latent attention")
-    indexer = mla.indexer
+def mla_dimensions(layers: Layers) -> MlaDimensions:
+    """Of a rank's own layers. Raises ValueError where none has latents."""
+    kept = [mixer for mixer in mixers(layers) if isinstance(mixer, MLA)]
+    if not kept:
+        raise ValueError("no layer has latent attention")
+    mla = kept[0]
+    indexer = next((mixer.indexer for mixer in kept if mixer.indexer is not None), None)
     return MlaDimensions(
-        num_heads=config.num_heads,
+        num_heads=mla.num_heads,
         latent_dim=mla.kv_lora_rank,
         nope_dim=mla.qk_nope_head_dim,
         rope_dim=mla.qk_rope_head_dim,
@@ -211,7 +217,7 @@ def mla_dimensions(config: ModelConfig) -> MlaDimensions:
         index=None
         if indexer is None
         else IndexDimensions(indexer.num_heads, indexer.head_dim, indexer.top_k, indexer.pool),
-        has_sinks=config.attention_sinks,
+        has_sinks=mla.has_sinks,
     )
 
 
@@ -219,22 +225,22 @@ Attention = AttentionBackend | MlaAttentionBackend | CompressedAttentionBackend
 
 
 def make_attention(
-    config: ModelConfig,
+    layers: Layers,
     cache: PagedCache,
     device: torch.device | str,
     name: str = "auto",
     try_out: TryOut | None = None,
 ) -> Attention:
-    """The backend for a rank's own configuration and its cache; `name` is `attention_backend`.
+    """The backend for a rank's own layers and their cache; `name` is `attention_backend`.
 
     `try_out` runs a candidate as the service will; one that it raises for is not taken. Raises UserError when
     a backend asked for by name is missing or cannot serve this model.
     """
     entries: dict[str, BackendEntry] = ATTENTION_BACKENDS
-    sizes: ModelConfig | MlaDimensions | CompressedDimensions = config
+    sizes: Layers | MlaDimensions | CompressedDimensions = layers
     if isinstance(cache, MlaCache):
-        entries, sizes = MLA_BACKENDS, mla_dimensions(config)
+        entries, sizes = MLA_BACKENDS, mla_dimensions(layers)
     elif isinstance(cache, CompressedCache):
-        entries, sizes = COMPRESSED_BACKENDS, compressed_dimensions(config)
+        entries, sizes = COMPRESSED_BACKENDS, compressed_dimensions(layers)
     chosen: Attention = choose_backend(entries, sizes, cache, torch.device(device), name, try_out)
     return chosen

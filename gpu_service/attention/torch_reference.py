@@ -19,7 +19,7 @@ from gpu_service.cache.fp8 import dequantise_into
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.linear import widened
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +242,8 @@ def block_mask(layer: AttentionLayer, num_keys: int, dtype: torch.dtype) -> torc
 class TorchReferenceAttention(AttentionBackend):
     """Gather pages, then torch's scaled dot-product attention."""
 
-    def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
-        super().__init__(config, kv_cache)
+    def __init__(self, layers: Layers, kv_cache: KVCache) -> None:
+        super().__init__(layers, kv_cache)
         self._table = torch.empty(0, dtype=torch.int64)
         # By window and chunk.
         self._plans: dict[tuple[int | None, int | None], GatherPlan] = {}
@@ -325,7 +325,7 @@ class TorchReferenceAttention(AttentionBackend):
             gathered[:, :kv_heads],
             gathered[:, kv_heads:],
             mask,
-            self.config.softmax_scale,
+            self.mixers[layer_id].scale,
             None if sinks is None else sinks.view(kv_heads, -1),
         )
         return output.reshape(group.num_requests, -1)
@@ -348,7 +348,7 @@ class TorchReferenceAttention(AttentionBackend):
             by_head[:kv_heads],
             by_head[kv_heads:],
             mask,
-            self.config.softmax_scale,
+            self.mixers[layer_id].scale,
             None if sinks is None else sinks.view(kv_heads, groups, 1),
         )
         return output.permute(2, 0, 1, 3).reshape(num_new, -1)

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange
 from gpu_service.core.step import ForwardInputs
 from gpu_service.device.stream import own_pages
 from gpu_service.ops.linear import GROUP, can_pack, fp8_linear, linear, pack_weight
 from gpu_service.ops.norm_linear import add_norm_linear
 from gpu_service.ops.packed_weight import PackedPart, PackedWeight, packed_bytes
 from moebius import _kernels
-from moebius.models.config import LinearAttentionConfig
+from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.recurrent import GatedDeltaNet
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,15 +270,15 @@ def lightning_order(num_heads: int, head_dim: int) -> list[int]:
     return [*value, *key, *query]
 
 
-def linear_attention_order(config: LinearAttentionConfig) -> list[int]:
+def linear_attention_order(spec: GatedDeltaNet) -> list[int]:
     """Rows of `in_proj_qkvz`, then of `in_proj_ba`, as queries, keys, values, gates, b, a of all heads.
 
     The checkpoint has for each key head: its query, its key, the values and then the gates of the value heads
     it serves; and b, then a of these.
     """
-    heads = config.num_key_heads
-    repeats = config.num_value_heads // heads
-    values = repeats * config.value_head_dim
-    widths = (config.key_head_dim, config.key_head_dim, values, values)
+    heads = spec.num_key_heads
+    repeats = spec.num_value_heads // heads
+    values = repeats * spec.value_head_dim
+    widths = (spec.key_head_dim, spec.key_head_dim, values, values)
     parts = (*_apart(0, heads, widths), *_apart(heads * sum(widths), heads, (repeats, repeats)))
     return [row for part in parts for row in part]

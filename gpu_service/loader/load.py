@@ -319,7 +319,7 @@ def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device,
 def shape_weights(model: CausalLM, chosen: ModelConfigSection) -> None:
     """Give every parameter the type that `load_weights` will, so that memory can be planned; raises as it."""
     form = dense_form(chosen, model.device)
-    if form != "dequantised" or model.config.ngram is not None:
+    if form != "dequantised" or any(isinstance(module, NGramRows) for module in model.modules()):
         _find(model, chosen.model, form)
 
 

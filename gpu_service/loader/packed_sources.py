@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpu_service.core.partition import ShardRange
 from gpu_service.layers.linear import StoredWeight
 from gpu_service.loader.names import Target
 from gpu_service.loader.sources import LoadContext, PlainSource, QuantisedSource, WeightSource
 from gpu_service.ops.packed_weight import PackedPart
 from moebius.checkpoint.kept_matrix import KeptMatrix, kept_matrix
+from moebius.models.layers.ranks import ShardRange
 from moebius.weight_formats import PANEL_COLUMNS
 
 _WEIGHT = "weight"

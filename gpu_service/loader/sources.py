@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from gpu_service.core.partition import ShardRange
 from gpu_service.device import dtype_name
 from gpu_service.device.stream import own_pages
 from gpu_service.layers.linear import HostMemory, Linear
@@ -31,6 +30,7 @@ from moebius.checkpoint.reader import Array, SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
 from moebius.checkpoint.stored_values import check_values
 from moebius.kernels_source import SourceMatrix
+from moebius.models.layers.ranks import ShardRange
 
 # Elements that are dequantised at once by a thread: their float32 values stay in its cache.
 _BLOCK_ELEMENTS = 1 << 18

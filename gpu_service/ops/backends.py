@@ -17,7 +17,8 @@ from gpu_service.ops.activation import (
     silu_and_mul,
 )
 from gpu_service.ops.block_attention import block_scores, mean_block_scores
-from gpu_service.ops.examples import SMALL, Sizes, example
+from gpu_service.ops.example_sizes import SMALL, Sizes
+from gpu_service.ops.examples import example
 from gpu_service.ops.gated_streams import (
     gate_values,
     inject_update,

@@ -47,9 +47,9 @@ class PagedRunner:
 
     def __init__(self, model: CausalLM, experts: Any, *, page_size: int = 4, num_pages: int = 256) -> None:
         self.model = model
-        self.kv_cache = make_cache(model.config, num_pages, page_size, model.dtype)
-        self.attention = make_attention(model.config, self.kv_cache, "cpu")
-        self.states = make_states(model.config, _NUM_STATES, model.dtype)
+        self.kv_cache = make_cache(model.config.layers, num_pages, page_size, model.dtype)
+        self.attention = make_attention(model.config.layers, self.kv_cache, "cpu")
+        self.states = make_states(model.config.layers, _NUM_STATES, model.dtype)
         self._unused_states = iter(range(1, _NUM_STATES))
         self.experts = experts
         self._free = [page for start in (1, 2, 3) for page in range(start, num_pages, 3)]

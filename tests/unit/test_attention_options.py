@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.attention.base import AttentionBackend, AttentionLayer
+from gpu_service.attention.base import AttentionBackend, AttentionLayer, grouped_queries
 from gpu_service.attention.cpu_backend import CpuAttention
 from gpu_service.attention.flashinfer_backend import FlashInferAttention
 from gpu_service.attention.torch_reference import (
@@ -60,8 +60,8 @@ def backend_of(name: str, case: Case) -> AttentionBackend:
     config = case.geometry.config()
     if name in ("torch", "cpu"):
         kind = CpuAttention if name == "cpu" else TorchReferenceAttention
-        return kind(config, case.cache)
-    return TritonAttention(config, case.cache, min_split=16)
+        return kind(config.layers, case.cache)
+    return TritonAttention(config.layers, case.cache, min_split=16)
 
 
 def check(name: str, case: Case, tolerance: float = LOGITS_FLOAT32_SELF) -> None:
@@ -239,21 +239,22 @@ def test_products_without_a_fused_kernel_are_the_same(causal: bool) -> None:
 @pytest.mark.parametrize(("options", "word"), [({"window": 8}, "windows"), ({"sinks": True}, "sinks")])
 def test_flashinfer_leaves_such_models_to_others(options: dict[str, Any], word: str) -> None:
     case = make_case(Geometry(head_dim=64, dtype=torch.bfloat16, **options), [(3, 1)])
-    assert word in FlashInferAttention.unsupported(case.geometry.config(), case.cache)
+    assert word in FlashInferAttention.unsupported(case.geometry.config().layers, case.cache)
 
 
 def test_the_warm_up_meets_every_kind_of_layer_once() -> None:
     cpu = torch.device("cpu")
     config = replace(Geometry(sinks=True).config(), num_layers=4, attention_windows=(128, None, 128, None))
-    kinds = kinds_of_layers(config, torch.float32, cpu)
+    kinds = kinds_of_layers(grouped_queries(config.layers), torch.float32, cpu)
     assert {(at, shape.num_heads, layer.window) for at, shape, layer in kinds} == {(0, 6, 128), (1, 6, None)}
     assert all(layer.sinks is not None and layer.sinks.shape == (6,) for _, _, layer in kinds)
     config = replace(config, layer_num_heads=(6, 4, 2, 4), layer_kv_heads=(2, 2, 2, 1))
-    differing = kinds_of_layers(config, torch.float32, cpu)
+    differing = kinds_of_layers(grouped_queries(config.layers), torch.float32, cpu)
     assert {(at, shape.num_heads, shape.num_kv_heads) for at, shape, _ in differing} == {
         (0, 6, 2),
         (1, 4, 2),
         (2, 2, 2),
         (3, 4, 1),
     }
-    assert [layer.sinks for _, _, layer in kinds_of_layers(Geometry().config(), torch.float32, cpu)] == [None]
+    plain = grouped_queries(Geometry().config().layers)
+    assert [layer.sinks for _, _, layer in kinds_of_layers(plain, torch.float32, cpu)] == [None]
