@@ -122,6 +122,117 @@ class ExpertEngine(ExpertBackend):
     @property
     def isa(self) -> str: ...
 
+# --- dense layers (kernels/bindings/bind_dense.cc); numbers of memory are addresses in this process ---------
+
+class DenseThreads:
+    def __init__(self, num_threads: int, isa: str = "auto") -> None: ...
+    def add_norm(
+        self,
+        residual: int,
+        is_bfloat16: bool,
+        update: int,
+        update_is_bfloat16: bool,
+        weight: int,
+        weight_is_bfloat16: bool,
+        output: int,
+        eps: float,
+        size: int,
+        num_rows: int,
+    ) -> None: ...
+    def gate(self, is_bfloat16: bool, gate_up: int, output: int, size: int, num_rows: int) -> None: ...
+    def rotate_and_append(
+        self,
+        is_bfloat16: bool,
+        heads: int,
+        heads_stride: int,
+        num_heads: int,
+        num_query_heads: int,
+        head_dim: int,
+        query_weight: int,
+        key_weight: int,
+        eps: float,
+        cosine: int,
+        sine: int,
+        rotary_dim: int,
+        interleaved: bool,
+        values: int,
+        values_stride: int,
+        slots: int,
+        slot_mapping: int,
+        num_rows: int,
+    ) -> None: ...
+    def attend(
+        self,
+        is_bfloat16: bool,
+        query: int,
+        query_stride: int,
+        pages: int,
+        page_size: int,
+        block_table: int,
+        table_stride: int,
+        requests: int,
+        begins: int,
+        ends: int,
+        sinks: int,
+        output: int,
+        scale: float,
+        num_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> None: ...
+    def route(
+        self,
+        logits: int,
+        correction: int,
+        valid: int,
+        weights: int,
+        ids: int,
+        num_rows: int,
+        num_experts: int,
+        top_k: int,
+        num_groups: int,
+        top_groups: int,
+        group_by_maximum: bool,
+        score: int,
+        post: int,
+        softcap: float,
+        epsilon: float,
+        scale: float,
+    ) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+
+class DenseMatrix:
+    def __init__(
+        self,
+        threads: DenseThreads,
+        in_features: int,
+        parts: Sequence[tuple[str, int]],
+        memory: int,
+        memory_bytes: int,
+    ) -> None: ...
+    def pack(self, part: int, first_row: int, source: SourceMatrix) -> None: ...
+    def calibrate(self) -> None: ...
+    def multiply(
+        self,
+        rows: int,
+        row_stride: int,
+        num_rows: int,
+        rows_are_bfloat16: bool,
+        output: int,
+        output_stride: int,
+        output_is_bfloat16: bool,
+        bias: int = 0,
+    ) -> None: ...
+    def take_rows(self, ids: int, count: int, target: int, target_is_bfloat16: bool) -> None: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+
 # --- weight formats (kernels/bindings/bind_format.cc) -----------------------------------------------------
 
 PANEL_COLUMNS: int

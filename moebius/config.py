@@ -51,9 +51,10 @@ class ModelConfigSection(Section):
         default="auto",
         description="Type of dense weights, activations and KV; auto: the checkpoint's, bfloat16 for float16",
     )
-    dense_weights: Literal["dequantise", "keep"] = Field(
-        default="dequantise",
-        description="Dense layers stored in fp8: dequantise while loading, or keep fp8 (slow on a CPU)",
+    dense_weights: Literal["auto", "dequantise", "keep"] = Field(
+        default="auto",
+        description="Quantised dense layers: dequantise while loading, or keep them as stored (on a CPU all "
+        "that packed formats hold, on a GPU fp8); auto: keep on a CPU",
     )
     experts_per_token: int | None = Field(
         default=None, ge=1, description="Routed experts that each token uses; unset: as the checkpoint says"
@@ -102,7 +103,7 @@ class GpuConfig(SpeculationSettings):
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="Share of each GPU's memory that the engine may use"
     )
-    attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = Field(
+    attention_backend: Literal["auto", "flashinfer", "triton", "cpu", "torch"] = Field(
         default="auto", description="Attention kernels; auto: the first of these that is installed"
     )
     cuda_graphs: bool = Field(default=True, description="Run decode steps on a GPU as captured CUDA graphs")

@@ -17,7 +17,7 @@ import torch
 from hypothesis import settings
 
 from tests import selection, spreading
-from tests.helpers import tls_everywhere
+from tests.helpers import authorities, tls_everywhere
 
 # What modules and tests are made of stays until the end: Python's collector has no need to look at it,
 # neither while it is made, which took half of the time, nor in each of its rounds afterwards.
@@ -33,6 +33,8 @@ settings.load_profile("repeatable")
 # its calls and clients share this object, where they do not name a time of their own.
 for waits_for in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, waits_for, 60.0)
+authorities.share_contexts()
+authorities.share_contexts()
 
 if "--tls" in sys.argv or tls_everywhere.is_on():
     # Not when pytest has read its options: other conftest.py files, which import our settings, come before.

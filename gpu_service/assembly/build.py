@@ -54,7 +54,7 @@ from gpu_service.cache.state_cache import StateSlots
 from gpu_service.core.constraint import PREPARE, ConstraintCompiler, make_compiler
 from gpu_service.core.interface import EngineObserver, OutputDelta
 from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.partition import shard_config
+from gpu_service.core.partition import rank_layers
 from gpu_service.core.token_pool import TokenPool
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream, device_stream
@@ -72,12 +72,12 @@ from gpu_service.experts.streaming.make import StreamingPlan, open_streamer, pro
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.layers.deferral import deferral_rule
-from gpu_service.loader.load import load_weights, shape_weights
+from gpu_service.loader.load import dense_form, load_weights, shape_weights
 from gpu_service.memory.plan import DENSE, GRAPHS, KV, LANE, RESIDENT, RING, STATES, VISION
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.ops import backends
-from gpu_service.ops.examples import sizes_of
+from gpu_service.ops.example_sizes import sizes_of
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.join import join_group
 from gpu_service.scheduler.scheduler import Scheduler
@@ -113,8 +113,9 @@ def build_engine(
     check_speculation(config.gpu, config.parallel, model_config)
     has_lane = may_have_lane(config, model_config, device)
     group = join_group(config, device, identity=identity.text, has_lane=has_lane)
-    sizes = sizes_of(shard_config(model_config, group.parallel), STORAGE_DTYPES[config.gpu.kv_cache_dtype])
-    shape = cache_shape(config.gpu, shard_config(model_config, group.parallel), device)
+    layers = rank_layers(model_config, group.parallel)
+    sizes = sizes_of(model_config, layers, STORAGE_DTYPES[config.gpu.kv_cache_dtype])
+    shape = cache_shape(config.gpu, model_config, layers, device)
     backends.install(device, config.gpu.attention_backend, shape.dtype, sizes, shape.attention_modules)
     stream = device_stream(device)
     with stream.active(), ExitStack() as undo:
@@ -139,12 +140,12 @@ def _assemble(
     model = _shaped_model(config, model_config, device, group)
     moe = rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
-    gpu, shape = config.gpu, cache_shape(config.gpu, model.rank_config, device)
+    gpu, shape = config.gpu, cache_shape(config.gpu, model.config, model.rank_layers, device)
     loaded = _load(config, model, model_config, fingerprint, moe, streaming, group, memory, undo)
     vision, resident, streamer, adaptive, fetcher = loaded
     # Before the pool is sized: a CPU allocates counts at first use, a GPU all of them now.
     sampler = group.sampler(model_config.vocab_size, device, gpu.num_seqs if _is_gpu(device) else 0)
-    states = allocate_states(gpu, model.rank_config, device)
+    states = allocate_states(gpu, model.rank_layers, model.dtype, device)
     memory.reached(STATES)
     profiled = profiled_stream(streaming, streamer)
     lane_stream = None if profiled is None else make_lane_stream(config, device, group.parallel)
@@ -157,7 +158,7 @@ def _assemble(
     runner = group.model_runner(
         model,
         kv_cache,
-        attention_that_runs(gpu, model.rank_config, kv_cache, limits),
+        attention_that_runs(gpu, model.rank_layers, kv_cache, limits),
         experts,
         TokenPool(limits.max_num_seqs, limits.context_limit + 1, device),
         sampler,
@@ -269,11 +270,11 @@ def _load(
     device, dtype = model.device, TORCH_DTYPES[model_config.dtype]
     vision = load_vision(config, model_config, device)
     memory.reached(VISION)
-    load_weights(model, config.model.model, keep_fp8=config.model.dense_weights == "keep")
+    load_weights(model, config.model.model, dense_form(config.model, device))
     memory.reached(DENSE)
     record = routing_record(config, moe, group, device, fingerprint)
     known = {} if moe is None else known_routing(config, moe, record)
-    shape = cache_shape(config.gpu, model.rank_config, device)
+    shape = cache_shape(config.gpu, model.config, model.rank_layers, device)
     memory.pool = make_pool(config, shape, group, record is not None)
     resident = load_resident(config, moe, device, dtype, group, known, memory.pool)
     if memory.pool is not None and not memory.pool.size:  # no layer's memory moves

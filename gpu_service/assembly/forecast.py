@@ -5,6 +5,7 @@ Models are composed on the meta device as `build_engine` composes them, and the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.partition import stage_layers
 from gpu_service.layers.gated_streams import NGramRows
-from gpu_service.layers.linear import Linear
+from gpu_service.layers.linear import Linear, StoredWeight
 from gpu_service.loader.load import shape_weights
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import (
@@ -87,7 +88,9 @@ class Forecast:
         ]
         for model in self._models if has_weights(chosen.model) else ():
             shape_weights(model, chosen)
-        self._shapes = [cache_shape(config.gpu, model.rank_config, device) for model in self._models]
+        self._shapes = [
+            cache_shape(config.gpu, model.config, model.rank_layers, device) for model in self._models
+        ]
         self.ranks = tuple(
             _forecast(config, rank, model, shape)
             for rank, (model, shape) in enumerate(zip(self._models, self._shapes, strict=True))
@@ -164,10 +167,10 @@ def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheSha
         dense_bytes=parameter_bytes(model),
         read_bytes=sum(map(_nbytes, read)),
         host_bytes=sum(map(_nbytes, host_parameters(model))),
-        read_elements=sum(tensor.numel() for tensor in read),
+        read_elements=_elements(model, read),
         largest_tensor_bytes=_largest_tensor_bytes(model),
         page_bytes=shape.page_bytes,
-        state_bytes=all_states_bytes(config.gpu, model.rank_config),
+        state_bytes=all_states_bytes(config.gpu, model.rank_layers, model.dtype),
         moe_layers=tuple(layer for layer in model.config.moe_layer_ids if layer in held),
         packed_head_bytes=sum(map(_nbytes, head)),
         widened_bytes=sum(map(_nbytes, widened)),  # as much again
@@ -175,6 +178,13 @@ def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheSha
             model.config, StepSize.largest(config.gpu), model.parallel, has_resident_experts=False
         ),
     )
+
+
+def _elements(model: CausalLM, tensors: Sequence[torch.Tensor]) -> int:
+    """Weights that the tensors stand for: those that are kept as they are stored are bytes."""
+    kept = [module for module in model.modules() if isinstance(module, StoredWeight)]
+    counts = {id(module.weight): math.prod(module.weight_shape) for module in kept if module.packed_parts}
+    return sum(counts.get(id(tensor), tensor.numel()) for tensor in tensors)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -188,10 +198,10 @@ def _tables(model: CausalLM) -> list[nn.Parameter]:
 
 def _largest_tensor_bytes(model: CausalLM) -> int:
     """Of what a checkpoint stores as one: tables of n-grams are in parts."""
-    tables, ngram = _tables(model), model.config.ngram
-    known = {id(table) for table in tables}
+    tables = [module for module in model.modules() if isinstance(module, NGramRows)]
+    known = {id(table.weight) for table in tables}
     sizes = [_nbytes(tensor) for tensor in model.parameters() if id(tensor) not in known]
-    return max(*sizes, *(_nbytes(table) // ngram.parts for table in tables if ngram is not None), 0)
+    return max(*sizes, *(_nbytes(table.weight) // table.num_parts for table in tables), 0)
 
 
 def _read_tensors(model: CausalLM) -> list[nn.Parameter]:

@@ -33,6 +33,7 @@ from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
 from moebius.models.geometry import MoeGeometry
+from moebius.models.layers.layer import Layers, mixers
 from moebius.progress import phase
 
 _log = structlog.get_logger(__name__)
@@ -46,7 +47,7 @@ _MOST_SCORED_COST = 8
 class CacheShape:
     """Form of this rank's KV pages; filled by `cache_shape`."""
 
-    config: ModelConfig  # the rank's own
+    layers: Layers  # the rank's own
     page_size: int
     dtype: torch.dtype
     storage_dtype: torch.dtype
@@ -55,17 +56,17 @@ class CacheShape:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return page_bytes(self.config, self.page_size, self.storage_dtype)
+        return page_bytes(self.layers, self.page_size, self.storage_dtype, self.dtype)
 
     def attention_modules(self) -> list[Any]:
         """What FlashInfer has to compile for attention over such pages. Imports FlashInfer."""
         from gpu_service.attention.flashinfer_plan import attention_modules
 
-        return attention_modules(self.config, self.dtype, self.storage_dtype)
+        return attention_modules(self.layers, self.dtype, self.storage_dtype)
 
     def make(self, num_pages: int, allocate: Allocate = zeros) -> PagedCache:
         """Allocates a cache of so many pages."""
-        sizes = self.config, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype
+        sizes = self.layers, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype
         return make_cache(*sizes, allocate)
 
     def row_bytes(self) -> list[int]:
@@ -85,16 +86,19 @@ class CacheShape:
             return self.make(num_pages)
 
 
-def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> CacheShape:
-    """The cache's shape by the settings. Raises UserError for 8 bits of a model that has no such cache."""
-    dtype = TORCH_DTYPES[rank_config.dtype]
-    if rank_config.compressed is not None and gpu.kv_cache_dtype != "auto":
+def cache_shape(gpu: GpuConfig, model: ModelConfig, layers: Layers, device: torch.device) -> CacheShape:
+    """The cache's shape by the settings, of a rank's own layers.
+
+    Raises UserError for 8 bits of a model that has no such cache.
+    """
+    dtype = TORCH_DTYPES[model.dtype]
+    if gpu.kv_cache_dtype != "auto" and not all(mixer.stores_8_bits for mixer in mixers(layers)):
         raise UserError(
-            f"kv_cache_dtype: {gpu.kv_cache_dtype!r} is not supported for {rank_config.model_type}, whose "
+            f"kv_cache_dtype: {gpu.kv_cache_dtype!r} is not supported for {model.model_type}, whose "
             "entries stand for several tokens each; allowed: auto"
         )
     storage = E4M3 if gpu.kv_cache_dtype == "fp8_e4m3" else dtype
-    return CacheShape(rank_config, gpu.page_size, dtype, storage, device)
+    return CacheShape(layers, gpu.page_size, dtype, storage, device)
 
 
 class KvMemory(ABC):
@@ -188,7 +192,7 @@ class DeviceKvMemory(KvMemory):
             return profile_activations(
                 WithHeads(model),
                 make_cache,
-                lambda cache: make_attention(shape.config, cache, shape.device, gpu.attention_backend),
+                lambda cache: make_attention(shape.layers, cache, shape.device, gpu.attention_backend),
                 geometry,
                 step,
                 shape.page_size,
@@ -250,13 +254,7 @@ def scored_token_cost(model: ModelConfig) -> int:
     The head's GEMM, and about as much again for reading its logits four times (normaliser, chosen, best
     ones, their conversion), against the weights that a token meets in the layers.
     """
-    hidden, moe = model.hidden_size, model.moe
-    attention = 2 * hidden * (model.q_size + model.kv_size)
-    dense = 3 * hidden * model.intermediate_size
-    chosen = moe.router.top_k * moe.intermediate_size + moe.shared_intermediate_size
-    sparse = len(moe.layers)
-    attending = sum(map(model.has_attention, range(model.num_layers)))
-    attending *= 2 if model.shortcut_experts else 1
-    layers = attending * attention + model.num_dense_layers * dense + sparse * 3 * hidden * chosen
+    hidden = model.hidden_size
+    layers = sum(layer.weight_elements(hidden) for layer in model.layers)
     head = 2 * hidden * model.vocab_size
     return 1 + max(1, min(_MOST_SCORED_COST - 1, -(-head // max(1, layers))))

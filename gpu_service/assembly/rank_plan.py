@@ -329,7 +329,9 @@ class RankPlan:
 
     def _plan(self, trial: Trial) -> MemoryPlan:
         (model, dense_bytes), longest = self._model(trial.config), trial.config.model.max_model_len
-        page_bytes = cache_shape(trial.config.gpu, model.rank_config, torch.device("meta")).page_bytes
+        page_bytes = cache_shape(
+            trial.config.gpu, model.config, model.rank_layers, torch.device("meta")
+        ).page_bytes
         held = replace(self._experts, count=trial.num_experts)
         # Weights do not depend on it.
         config = replace(model.config, max_model_len=longest or self._longest)
@@ -363,7 +365,9 @@ def make_kv_memory(
     """
     memory = make_device_memory(device)
     if memory is None:
-        return SharedKvMemory(config, cache_shape(config.gpu, model.rank_config, device)), config
+        return SharedKvMemory(
+            config, cache_shape(config.gpu, model.config, model.rank_layers, device)
+        ), config
     before = memory.use()
     rank = RankPlan(config, model, before, experts, vision)
     chosen = with_num_seqs(config, group.minimum("max_num_seqs", rank.num_seqs()))
@@ -372,7 +376,7 @@ def make_kv_memory(
     chunk = group.minimum("prefill_chunk_max", rank.prefill_chunk(chosen))
     chosen = _with_gpu(chosen, prefill_chunk_max=chunk)
     _log.info("tokens of a step", max_num_batched_tokens=tokens, prefill_chunk_max=chunk)
-    shape = cache_shape(chosen.gpu, model.rank_config, device)
+    shape = cache_shape(chosen.gpu, model.config, model.rank_layers, device)
     try:
         plan = rank.make(chosen)
     except MemoryShort as error:

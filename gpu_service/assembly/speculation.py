@@ -15,6 +15,7 @@ from gpu_service.speculation.policy import Speculation
 from moebius.config import GpuConfig, ParallelConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import mixers
 
 
 def check_speculation(gpu: GpuConfig, parallel: ParallelConfig, model: ModelConfig) -> None:
@@ -24,12 +25,8 @@ def check_speculation(gpu: GpuConfig, parallel: ParallelConfig, model: ModelConf
     method = gpu.speculative_method
     if method == "off":
         return
-    kept = None
-    if model.linear is not None:
-        kept = "layers that keep one state per request"
-    elif model.compressed is not None:
-        kept = "attention over entries that stand for several tokens each"
-    if kept is not None:
+    kept = next((mixer.unrewindable for mixer in mixers(model.layers) if mixer.unrewindable), "")
+    if kept:
         raise UserError(
             f"speculative_method: {method!r} is not supported for {model.model_type}, which has {kept}: "
             "a wrong guess could not be taken back; allowed: off"

@@ -24,6 +24,7 @@ from gpu_service.models.common import CausalLM
 from gpu_service.parallel.group import RankGroup
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 from moebius.placement import make_placement
 from moebius.progress import phase
 from moebius.served_model import read_served_geometry
@@ -111,7 +112,7 @@ def make_lane(
     gpu, model = config.gpu, runner.model
     assert isinstance(model, CausalLM)
     with stream.active():
-        attention = attention_that_runs(gpu, model.rank_config, cache, limits)
+        attention = attention_that_runs(gpu, model.rank_layers, cache, limits)
     own = group.lane_runner(
         model,
         cache,
@@ -156,7 +157,7 @@ def lane_min_tokens(gpu: GpuConfig, break_even_rows: int) -> tuple[int, int]:
 
 
 def attention_that_runs(
-    gpu: GpuConfig, rank_config: ModelConfig, cache: PagedCache, limits: SchedulerLimits
+    gpu: GpuConfig, rank_layers: Layers, cache: PagedCache, limits: SchedulerLimits
 ) -> Attention:
     """Of the backends that the configuration allows, the best whose kernels run on this device.
 
@@ -168,7 +169,7 @@ def attention_that_runs(
         with phase("trying attention kernels"):
             warm_up_attention(attention, limits.context_limit)
 
-    return make_attention(rank_config, cache, cache.device, gpu.attention_backend, try_out)
+    return make_attention(rank_layers, cache, cache.device, gpu.attention_backend, try_out)
 
 
 def graphs_unsupported_reason(config: MoebiusConfig, runner: ModelRunner) -> str:

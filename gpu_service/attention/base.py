@@ -16,7 +16,8 @@ from gpu_service.ops.block_attention import (
     mean_block_scores,
 )
 from gpu_service.ops.rope import Unrotated
-from moebius.models.config import ModelConfig
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.layer import Layers, mixers
 
 # Scores of blocks, float32, that are alive at a time.
 MAX_BLOCK_SCORES = 2**24
@@ -80,19 +81,25 @@ class AttentionLayer(NamedTuple):
 PLAIN = AttentionLayer()
 
 
+def grouped_queries(layers: Layers) -> tuple[GQA, ...]:
+    """The mixers whose keys and values are in a `KVCache`, in the order of its layers."""
+    return tuple(mixer for mixer in mixers(layers) if isinstance(mixer, GQA))
+
+
 class AttentionBackend(PlannedAttention):
     """Attention over a paged cache of keys and values; `forward` is called once per layer."""
 
-    def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
-        """`config` is the rank's own: its `attention_shapes`, one a layer of the cache, are computed."""
-        self.config = config
+    def __init__(self, layers: Layers, kv_cache: KVCache) -> None:
+        """`layers` are the rank's own, whose mixers that attend have a layer of the cache each."""
+        self.mixers = grouped_queries(layers)
+        self._choosing = [mixer for mixer in self.mixers if mixer.blocks is not None]
         self.kv_cache = kv_cache
         # Tokens of the planned step's longest sequence, or of the longest that it may be replayed with;
         # filled by `plan` and `plan_capture`.
         self._max_length = 1
 
     @classmethod
-    def unsupported(cls, config: ModelConfig, kv_cache: KVCache) -> str:
+    def unsupported(cls, layers: Layers, kv_cache: KVCache) -> str:
         """Why this backend cannot serve this model and cache on this machine; empty: it can."""
         return ""
 
@@ -137,8 +144,9 @@ class AttentionBackend(PlannedAttention):
         blocks (`mean_block_scores`). Equal scores are chosen together, so that the way a sequence was cut
         into steps cannot decide. None: no sequence has more blocks than may be chosen.
         """
-        sizes, inputs = self.config.block_indexer, self._planned
-        assert sizes is not None, "asked only of models whose layers choose"
+        mixer, inputs = self._choosing[index_layer], self._planned
+        sizes = mixer.blocks
+        assert sizes is not None
         num_blocks = -(-self._max_length // sizes.block_size)
         if num_blocks <= sizes.top_blocks:
             return None
@@ -149,7 +157,7 @@ class AttentionBackend(PlannedAttention):
         assert keys is not None, "the cache of this model holds the keys that layers choose by"
         (num_rows, heads, _), positions = query.shape, inputs.positions
         # A backend reads each KV head's own choice.
-        num_choices = self.config.num_kv_heads if sizes.shared_heads else heads
+        num_choices = mixer.num_kv_heads if sizes.shared_heads else heads
         kept = torch.empty((num_rows, num_choices, num_blocks), dtype=torch.bool, device=query.device)
         at_once = max(1, MAX_BLOCK_SCORES // (heads * num_blocks))
         for first in range(0, num_rows, at_once):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_step
+from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_step, grouped_queries
 from gpu_service.attention.flashinfer_plan import (
     CHUNK_KERNELS,
     DECODE_KERNELS,
@@ -36,7 +36,7 @@ from gpu_service.attention.flashinfer_plan import (
 )
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 
 
 class FlashInferAttention(AttentionBackend):
@@ -50,21 +50,23 @@ class FlashInferAttention(AttentionBackend):
 
     def __init__(
         self,
-        config: ModelConfig,
+        layers: Layers,
         kv_cache: KVCache,
         deterministic: bool = False,
         chunk_kernels: str = CHUNK_KERNELS,
         events: Any = None,
     ) -> None:
-        super().__init__(config, kv_cache)
+        super().__init__(layers, kv_cache)
         import flashinfer
 
         self._library: Any = flashinfer
         # Kernels for Hopper never split keys and know no such option.
         self._pieces = {"disable_split_kv": deterministic} if chunk_kernels == "fa2" else {}
         self._deterministic = deterministic
-        self._group = config.num_heads // kv_cache.num_kv_heads
-        self._sizes = config.num_heads, kv_cache.num_kv_heads, config.head_dim
+        # All layers are alike.
+        mixer = self.mixers[0]
+        self._scale, self._group = mixer.scale, mixer.num_heads // mixer.num_kv_heads
+        self._sizes = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
         self._staging = PlanStaging(kv_cache.device, eager_bytes(*self._sizes, kv_cache.device), events)
         self._indices = torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
         results = self._staging.results
@@ -83,10 +85,11 @@ class FlashInferAttention(AttentionBackend):
         self._wrapper: Any = None  # the one the last plan chose
 
     @classmethod
-    def unsupported(cls, config: ModelConfig, kv_cache: KVCache) -> str:
+    def unsupported(cls, layers: Layers, kv_cache: KVCache) -> str:
+        mixers = grouped_queries(layers)
         return (
-            unsupported_layers(config)
-            or unsupported_types(kv_cache.dtype, config.head_dim)
+            unsupported_layers(mixers)
+            or unsupported_types(kv_cache.dtype, mixers[0].head_dim)
             or unsupported_device(kv_cache.device)
         )
 
@@ -256,5 +259,5 @@ class FlashInferAttention(AttentionBackend):
         return {
             "q_data_type": cache.dtype,
             "kv_data_type": cache.storage_dtype,
-            "sm_scale": self.config.softmax_scale,
+            "sm_scale": self._scale,
         }

@@ -19,7 +19,9 @@ import torch
 import triton.language as tl
 
 from gpu_service.ops.triton.jit import jit_for_any, next_power_of_2
-from moebius.models.config import ModelConfig
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.layer import Layers
+from moebius.models.layers.layer import mixers as layer_mixers
 
 HEAD_DIMS = (64, 128, 256)
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -55,18 +57,18 @@ def unsupported_types(dtype: torch.dtype, head_dim: int) -> str:
     return ""
 
 
-def unsupported_layers(config: ModelConfig) -> str:
+def unsupported_layers(mixers: Sequence[GQA]) -> str:
     """Why the wrappers used here cannot compute what some layers need; empty: they can."""
-    if config.attention_sinks:
+    if any(mixer.has_sinks for mixer in mixers):
         return "this model has attention sinks, which FlashInfer is not used for here"
-    sizes = {(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in config.attention_shapes}
+    sizes = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.scale) for mixer in mixers}
     if len(sizes) > 1:
         return "this model's layers have different numbers of heads, which FlashInfer is not used for here"
-    if any(shape.chunk is not None for shape in config.attention_shapes):
+    if any(mixer.chunk is not None for mixer in mixers):
         return "this model attends within chunks, which FlashInfer is not used for here"
-    if config.block_indexer is not None:
+    if any(mixer.blocks is not None for mixer in mixers):
         return "this model chooses blocks of tokens, which FlashInfer is not used for here"
-    if config.attention_windows:
+    if any(mixer.window is not None for mixer in mixers):
         return "this model has sliding windows, which FlashInfer is not used for here"
     return ""
 
@@ -80,22 +82,23 @@ def unsupported_device(device: torch.device) -> str:
     return missing_compiler()
 
 
-def attention_modules(config: ModelConfig, dtype: torch.dtype, storage_dtype: torch.dtype) -> list[Any]:
+def attention_modules(layers: Layers, dtype: torch.dtype, storage_dtype: torch.dtype) -> list[Any]:
     """What the wrappers of grouped-query attention will compile (`JitSpec`s), so that it can be done before.
 
-    Of a rank's own configuration; empty where FlashInfer is not used, for latents, whose wrappers compile
+    Of a rank's own layers; empty where FlashInfer is not used, for latents, whose wrappers compile
     at their first plan, and for compressed attention.
     """
-    others = config.mla is not None or config.compressed is not None
-    if others or unsupported_layers(config) or unsupported_types(dtype, config.head_dim):
+    mixers = [mixer for mixer in layer_mixers(layers) if isinstance(mixer, GQA)]
+    if not mixers or unsupported_layers(mixers) or unsupported_types(dtype, mixers[0].head_dim):
         return []
+    mixer = mixers[0]
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
     types = dtype, storage_dtype, dtype, torch.int32
     # No rotation in the kernel, no window, no soft cap.
-    sizes = config.head_dim, config.head_dim, 0, False, False
+    sizes = mixer.head_dim, mixer.head_dim, 0, False, False
     modules = [gen_batch_prefill_module(CHUNK_KERNELS, *types, *sizes, False)]
-    if config.num_heads // config.num_kv_heads in SCALAR_GROUPS:
+    if mixer.num_heads // mixer.num_kv_heads in SCALAR_GROUPS:
         modules.append(gen_batch_decode_module(*types, *sizes))
     elif DECODE_KERNELS != CHUNK_KERNELS:
         modules.append(gen_batch_prefill_module(DECODE_KERNELS, *types, *sizes, False))

@@ -20,7 +20,9 @@ from gpu_service.attention.compressed.base import CompressedAttentionBackend, Co
 from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
 from gpu_service.cache.kv_cache import CompressedCache, MlaCache, PagedCache
 from moebius.errors import UserError, brief
-from moebius.models.config import ModelConfig
+from moebius.models.layers.compressed import CompressedAttention, EntryIndexer
+from moebius.models.layers.latent import MLA
+from moebius.models.layers.layer import Layers, mixers
 
 _log = structlog.get_logger(__name__)
 
@@ -33,7 +35,7 @@ class BackendEntry:
     class_name: str
     package: str = ""  # must be importable; empty: nothing beyond torch
     install: str = ""  # how the user gets it
-    needs_cuda: bool = False
+    device_type: str = ""  # of the devices that it runs on; empty: of all
     cost: str = ""  # what is lost with those before it
 
     def load(self) -> Any:
@@ -42,8 +44,8 @@ class BackendEntry:
 
     def missing(self, device: torch.device) -> str:
         """Why the backend cannot be used on a device; empty: nothing is missing."""
-        if self.needs_cuda and device.type != "cuda":
-            return f"it needs a CUDA device, this one is {device.type!r}"
+        if self.device_type and device.type != self.device_type:
+            return f"it needs a {self.device_type.upper()} device, this one is {device.type!r}"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"package {self.package!r} is not installed; {self.install}"
         return ""
@@ -62,16 +64,17 @@ ATTENTION_BACKENDS: dict[str, BackendEntry] = {
         "FlashInferAttention",
         "flashinfer",
         _FLASHINFER_INSTALL,
-        needs_cuda=True,
+        device_type="cuda",
     ),
     "triton": BackendEntry(
         "gpu_service.attention.triton_backend",
         "TritonAttention",
         "triton",
         _TRITON_INSTALL,
-        needs_cuda=True,
+        device_type="cuda",
         cost="long prompts are slower",
     ),
+    "cpu": BackendEntry("gpu_service.attention.cpu_backend", "CpuAttention", device_type="cpu"),
     "torch": BackendEntry(
         "gpu_service.attention.torch_reference",
         "TorchReferenceAttention",
@@ -133,7 +136,7 @@ def _try_make(
     if reason:
         return None, reason
     made = backend(config, cache)
-    if try_out is not None and entry.needs_cuda:
+    if try_out is not None and entry.device_type == "cuda":
         try:
             try_out(made)
         except Exception as error:  # a compiler, a driver or a kernel may raise anything
@@ -161,7 +164,7 @@ def _entry_like(name: str, module: str, class_name: str) -> BackendEntry:
     """The same package is needed as for grouped-query attention."""
     base = ATTENTION_BACKENDS[name]
     path = f"gpu_service.attention.{module}"
-    return BackendEntry(path, class_name, base.package, base.install, base.needs_cuda, base.cost)
+    return BackendEntry(path, class_name, base.package, base.install, base.device_type, base.cost)
 
 
 MLA_BACKENDS: dict[str, BackendEntry] = {
@@ -176,32 +179,36 @@ COMPRESSED_BACKENDS: dict[str, BackendEntry] = {
 }
 
 
-def compressed_dimensions(config: ModelConfig) -> CompressedDimensions:
-    """Of a rank's own configuration. Raises ValueError for a model that compresses nothing."""
-    sizes = config.compressed
-    if sizes is None:
-        raise ValueError(f"{config.model_type} has no compressed attention")
+def compressed_dimensions(layers: Layers) -> CompressedDimensions:
+    """Of a rank's own layers. Raises ValueError where none compresses."""
+    kept = [mixer for mixer in mixers(layers) if isinstance(mixer, CompressedAttention)]
+    if not kept:
+        raise ValueError("no layer has compressed attention")
+    choosing = {layer: mixer.indexer for layer, mixer in enumerate(kept) if mixer.indexer is not None}
+    # Without such a layer these sizes have no effect.
+    index = next(iter(choosing.values()), EntryIndexer(1, 1, 1))
     return CompressedDimensions(
-        num_heads=config.num_heads,
-        head_dim=config.head_dim,
-        window=sizes.window,
-        rates=sizes.rates,
-        sparse_layers=sizes.sparse_layers,
-        top_k=sizes.top_k,
-        index_num_heads=sizes.index_num_heads,
-        index_head_dim=sizes.index_head_dim,
-        softmax_scale=config.softmax_scale,
+        num_heads=kept[0].num_heads,
+        head_dim=kept[0].head_dim,
+        window=kept[0].window,
+        rates=tuple(mixer.rate for mixer in kept),
+        sparse_layers=frozenset(choosing),
+        top_k=index.top_k,
+        index_num_heads=index.num_heads,
+        index_head_dim=index.head_dim,
+        softmax_scale=kept[0].scale,
     )
 
 
-def mla_dimensions(config: ModelConfig) -> MlaDimensions:
-    """Of a rank's own configuration. Raises ValueError for a model without latents."""
-    mla = config.mla
-    if mla is None:
-        raise ValueError(f"{config.model_type} has no latent attention")
-    indexer = mla.indexer
+def mla_dimensions(layers: Layers) -> MlaDimensions:
+    """Of a rank's own layers. Raises ValueError where none has latents."""
+    kept = [mixer for mixer in mixers(layers) if isinstance(mixer, MLA)]
+    if not kept:
+        raise ValueError("no layer has latent attention")
+    mla = kept[0]
+    indexer = next((mixer.indexer for mixer in kept if mixer.indexer is not None), None)
     return MlaDimensions(
-        num_heads=config.num_heads,
+        num_heads=mla.num_heads,
         latent_dim=mla.kv_lora_rank,
         nope_dim=mla.qk_nope_head_dim,
         rope_dim=mla.qk_rope_head_dim,
@@ -210,7 +217,7 @@ def mla_dimensions(config: ModelConfig) -> MlaDimensions:
         index=None
         if indexer is None
         else IndexDimensions(indexer.num_heads, indexer.head_dim, indexer.top_k, indexer.pool),
-        has_sinks=config.attention_sinks,
+        has_sinks=mla.has_sinks,
     )
 
 
@@ -218,22 +225,22 @@ Attention = AttentionBackend | MlaAttentionBackend | CompressedAttentionBackend
 
 
 def make_attention(
-    config: ModelConfig,
+    layers: Layers,
     cache: PagedCache,
     device: torch.device | str,
     name: str = "auto",
     try_out: TryOut | None = None,
 ) -> Attention:
-    """The backend for a rank's own configuration and its cache; `name` is `attention_backend`.
+    """The backend for a rank's own layers and their cache; `name` is `attention_backend`.
 
     `try_out` runs a candidate as the service will; one that it raises for is not taken. Raises UserError when
     a backend asked for by name is missing or cannot serve this model.
     """
     entries: dict[str, BackendEntry] = ATTENTION_BACKENDS
-    sizes: ModelConfig | MlaDimensions | CompressedDimensions = config
+    sizes: Layers | MlaDimensions | CompressedDimensions = layers
     if isinstance(cache, MlaCache):
-        entries, sizes = MLA_BACKENDS, mla_dimensions(config)
+        entries, sizes = MLA_BACKENDS, mla_dimensions(layers)
     elif isinstance(cache, CompressedCache):
-        entries, sizes = COMPRESSED_BACKENDS, compressed_dimensions(config)
+        entries, sizes = COMPRESSED_BACKENDS, compressed_dimensions(layers)
     chosen: Attention = choose_backend(entries, sizes, cache, torch.device(device), name, try_out)
     return chosen

@@ -19,7 +19,7 @@ from gpu_service.cache.fp8 import dequantise_into
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.linear import widened
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,18 @@ def plan_gathers(
     dtype: torch.dtype,
     window: int | None,
     chunk: int | None = None,
+    left_out: frozenset[int] = frozenset(),
 ) -> GatherPlan:
-    """`table`: the step's block table as int64; pages before the window or chunk are not read at all."""
+    """`table`: the step's block table as int64; pages before the window or chunk are not read at all.
+
+    `left_out`: requests of the step that are not planned for.
+    """
     seen = FirstSeen(window, chunk)
     starts, chunks = inputs.query_start_loc, []
     by_length: dict[int, list[int]] = {}
     for index, kv_len in enumerate(inputs.seq_lens):
+        if index in left_out:
+            continue
         begin, end = starts[index], starts[index + 1]
         if end - begin == 1:
             num_pages = -(-kv_len // page_size) - seen(kv_len - 1) // page_size
@@ -78,7 +84,7 @@ def plan_gathers(
         else:
             ahead = None if window is None or inputs.visible_ends is None else inputs.visible_ends[begin:end]
             chunks.append(_plan_chunk(begin, end, kv_len, table[index], page_size, dtype, seen, ahead))
-    all_rows = len(by_length) == 1 and not chunks
+    all_rows = len(by_length) == 1 and not chunks and not left_out
     groups = [
         _plan_decode(requests, inputs, table, page_size, dtype, seen, all_rows)
         for requests in by_length.values()
@@ -236,11 +242,12 @@ def block_mask(layer: AttentionLayer, num_keys: int, dtype: torch.dtype) -> torc
 class TorchReferenceAttention(AttentionBackend):
     """Gather pages, then torch's scaled dot-product attention."""
 
-    def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
-        super().__init__(config, kv_cache)
+    def __init__(self, layers: Layers, kv_cache: KVCache) -> None:
+        super().__init__(layers, kv_cache)
         self._table = torch.empty(0, dtype=torch.int64)
         # By window and chunk.
         self._plans: dict[tuple[int | None, int | None], GatherPlan] = {}
+        self._left_out: frozenset[int] = frozenset()  # Requests of the step that gathers are not for.
         # Gathered pages of one layer, kept between calls: fresh memory of this size costs a page fault per
         # 4 KiB, which is more than the copy itself. A second one where pages must be converted, too.
         # Elements of a page in the layer that has most.
@@ -253,14 +260,14 @@ class TorchReferenceAttention(AttentionBackend):
         self._inputs, self._table = inputs, inputs.block_table.long()
         self._max_length = max(inputs.seq_lens, default=1)
         self._plans = {}
-        self._plan_of(None, None)
 
     def _plan_of(self, window: int | None, chunk: int | None) -> GatherPlan:
         """The step's plan for layers of this window or chunk, made when the first of them asks."""
         plan = self._plans.get((window, chunk))
         if plan is None:
             cache = self.kv_cache
-            plan = plan_gathers(self._planned, self._table, cache.page_size, cache.dtype, window, chunk)
+            sizes = cache.page_size, cache.dtype, window, chunk
+            plan = plan_gathers(self._planned, self._table, *sizes, self._left_out)
             self._plans[window, chunk] = plan
             if self._gathered.shape[0] < plan.most_pages * self._page_elements:
                 self._gathered = self._gathered.new_empty(plan.most_pages * self._page_elements)
@@ -318,7 +325,7 @@ class TorchReferenceAttention(AttentionBackend):
             gathered[:, :kv_heads],
             gathered[:, kv_heads:],
             mask,
-            self.config.softmax_scale,
+            self.mixers[layer_id].scale,
             None if sinks is None else sinks.view(kv_heads, -1),
         )
         return output.reshape(group.num_requests, -1)
@@ -341,7 +348,7 @@ class TorchReferenceAttention(AttentionBackend):
             by_head[:kv_heads],
             by_head[kv_heads:],
             mask,
-            self.config.softmax_scale,
+            self.mixers[layer_id].scale,
             None if sinks is None else sinks.view(kv_heads, groups, 1),
         )
         return output.permute(2, 0, 1, 3).reshape(num_new, -1)

@@ -11,7 +11,7 @@ from gpu_service.attention.triton_kernels import MIN_SPLIT, decode, prefill
 from gpu_service.attention.triton_tiles import Partial, PartialResults, num_splits, streaming_multiprocessors
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 
 
 class TritonAttention(AttentionBackend):
@@ -23,15 +23,16 @@ class TritonAttention(AttentionBackend):
 
     captures = True
 
-    def __init__(self, config: ModelConfig, kv_cache: KVCache, min_split: int = MIN_SPLIT) -> None:
-        super().__init__(config, kv_cache)
+    def __init__(self, layers: Layers, kv_cache: KVCache, min_split: int = MIN_SPLIT) -> None:
+        super().__init__(layers, kv_cache)
         self._min_split = min_split
         self._num_sms = streaming_multiprocessors(kv_cache.device)
         # Of the step, by window, query heads, KV heads and elements of a head.
         self._partial: dict[tuple[int | None, int, int, int], Partial | None] = {}
         self._has_decodes = self._has_chunks = False
-        group = max(shape.num_heads // shape.num_kv_heads for shape in config.attention_shapes)
-        self._partials = PartialResults(group, config.head_dim, kv_cache.device)
+        group = max(mixer.num_heads // mixer.num_kv_heads for mixer in self.mixers)
+        head_dim = max(mixer.head_dim for mixer in self.mixers)
+        self._partials = PartialResults(group, head_dim, kv_cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
         check_step(inputs, self.kv_cache.page_size)
@@ -59,7 +60,7 @@ class TritonAttention(AttentionBackend):
             cache.pages(layer_id),
             torch.empty(query.shape, dtype=query.dtype, device=query.device),
         )
-        score_scale = self.config.softmax_scale * key_scale
+        score_scale = self.mixers[layer_id].scale * key_scale
         indices = (inputs.block_table, inputs.seq_lens_tensor, inputs.query_start_loc_tensor)
         if self._has_decodes:
             # A chunk holds no more keys than it is long.

@@ -6,8 +6,10 @@ one that is first compiled in service would stall everybody for a second.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -17,8 +19,7 @@ from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.registry import Attention
 from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.rope import RopeTable
-from moebius.models.attention_config import AttentionShape
-from moebius.models.config import ModelConfig
+from moebius.models.layers.gqa import GQA
 
 # Tiles hold 16, 64 or 128 rows, a query times the heads of its group; these reach all of them.
 _CHUNKS = (2, 8, 128)
@@ -38,17 +39,20 @@ def warm_up_steps(capacity: int) -> list[list[tuple[int, int]]]:
 
 
 def kinds_of_layers(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> list[tuple[int, AttentionShape, AttentionLayer]]:
-    """A layer of the cache, its shape and options, for each combination of the model; sinks are zero."""
-    kinds = {shape: layer for layer, shape in reversed(list(enumerate(config.attention_shapes)))}
+    mixers: Sequence[GQA], dtype: torch.dtype, device: torch.device
+) -> list[tuple[int, GQA, AttentionLayer]]:
+    """A layer of the cache, its mixer and options, for each combination of the model; sinks are zero."""
+    kinds: dict[tuple[Any, ...], tuple[int, GQA]] = {}
+    for layer, mixer in enumerate(mixers):
+        heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.blocks
+        kinds.setdefault((*heads, mixer.sight, mixer.has_sinks), (layer, mixer))
 
-    def sinks(shape: AttentionShape) -> torch.Tensor | None:
-        return torch.zeros(shape.num_heads, dtype=dtype, device=device) if shape.has_sinks else None
+    def sinks(mixer: GQA) -> torch.Tensor | None:
+        return torch.zeros(mixer.num_heads, dtype=dtype, device=device) if mixer.has_sinks else None
 
     return [
-        (layer, shape, AttentionLayer(shape.window, sinks(shape), chunk=shape.chunk))
-        for shape, layer in kinds.items()
+        (layer, mixer, AttentionLayer(mixer.window, sinks(mixer), chunk=mixer.chunk))
+        for layer, mixer in kinds.values()
     ]
 
 
@@ -75,13 +79,13 @@ def warm_up_attention(attention: Attention, capacity: int) -> None:
 
 def _attend(attention: AttentionBackend, num_rows: int) -> None:
     """Queries, keys and values are parts of wider rows, as a fused projection leaves them."""
-    cache, config = attention.kv_cache, attention.config
-    for layer_id, shape, layer in kinds_of_layers(config, cache.dtype, cache.device):
+    cache = attention.kv_cache
+    for layer_id, shape, layer in kinds_of_layers(attention.mixers, cache.dtype, cache.device):
         value_begin = shape.num_heads + shape.num_kv_heads
         heads = value_begin + shape.num_kv_heads
         rows = torch.zeros(num_rows, heads, shape.head_dim, dtype=cache.dtype, device=cache.device)
         parts = rows[:, : shape.num_heads], rows[:, shape.num_heads : value_begin], rows[:, value_begin:]
-        indexer = config.block_indexer
+        indexer = shape.blocks
         if indexer is not None:
             queries = indexer.shared_heads or shape.num_kv_heads
             kept = attention.choose_blocks(rows.new_zeros(num_rows, queries, indexer.head_dim), 0)
@@ -127,7 +131,7 @@ def _attend_compressed(attention: CompressedAttentionBackend, inputs: ForwardInp
     for (rate, is_sparse), layer in kinds.items():
         selection, pages = None, [cache.pages(layer)] if rate else []
         if is_sparse:
-            pages.append(cache.index_keys(layer))
+            pages.append(cache.index_pages(layer))
         for entries in pages:
             size, parts = entries.shape[2], 1 + is_sparse
             rotary = torch.zeros(num_rows, 1, 2, dtype=cache.dtype, device=cache.device)

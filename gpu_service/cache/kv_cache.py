@@ -12,57 +12,64 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from gpu_service.cache.fp8 import E4M3, quantise_e4m3
-from gpu_service.device import TORCH_DTYPES
+from gpu_service.device.stream import own_pages
 from gpu_service.ops.kv import append_kv, rotate_and_append
 from gpu_service.ops.rope import Unrotated
-from moebius.models.attention_config import CompressedAttentionConfig
-from moebius.models.config import ModelConfig
+from moebius.models.layers.compressed import CompressedAttention
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.latent import MLA
+from moebius.models.layers.layer import Layers, cached, indexed, mixers
+from moebius.models.layers.layer import page_bytes as layers_page_bytes
+from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.tensors import CacheTensor
 
 # Memory of pages, by shape (the page first), type and device; pages that may be used are zeros.
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Pages that all have memory, for good."""
+    """Pages that all have memory, for good; on a CPU once they are used, since mappings begin as zeros."""
+    if device.type == "cpu" and all(shape):
+        return own_pages(shape, dtype)
     return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
 
 class LayerPages:
-    """Tensors `[num_pages, page_size, *row]`, one per layer, whose rows may differ in size.
+    """Tensors `[num_pages, places, *row]`, one for each `CacheTensor` of layers, whose rows may differ.
 
-    Token `t` of a request lives in slot `page * page_size + t % page_size`. Page 0 is the dummy page: padding
-    reads and writes it, no request owns it. Pages start as zeros, because a masked-out NaN would still poison
-    a sum it is multiplied into.
+    Token `t` of a request lies in page `t // page_size` of its table, in the place `t % page_size`, divided
+    by the tokens that a place stands for. Page 0 is the dummy page: padding reads and writes it, no request
+    owns it. Pages start as zeros, because a masked-out NaN would still poison a sum it is multiplied into.
 
     `dtype` is what attention computes in; `storage_dtype` is what pages hold: the same, or e4m3.
     """
 
     def __init__(
         self,
-        name: str,
-        rows: Sequence[tuple[int, ...]],
+        tensors: Sequence[CacheTensor],
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
-        device: torch.device | str,
-        storage_dtype: torch.dtype | None,
+        device: torch.device | str = "cpu",
+        storage_dtype: torch.dtype | None = None,
         allocate: Allocate = zeros,
     ) -> None:
-        """`name` is for messages; `rows` has each layer's. Raises ValueError naming what is not allowed."""
+        """Raises ValueError naming what is not allowed."""
         if num_pages < 2 or page_size < 1:
             raise ValueError(
-                f"{name} cache needs num_pages >= 2 (page 0 is the dummy) and page_size >= 1, "
+                f"a cache needs num_pages >= 2 (page 0 is the dummy) and page_size >= 1, "
                 f"got {num_pages} pages of {page_size}"
             )
         if storage_dtype not in (None, dtype, E4M3):
-            raise ValueError(f"{name} pages of {storage_dtype} are not supported; allowed: {dtype}, {E4M3}")
+            raise ValueError(f"pages of {storage_dtype} are not supported; allowed: {dtype}, {E4M3}")
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype = dtype
         self.storage_dtype = storage_dtype or dtype
         self.device = torch.device(device)
         self._layers = [
-            allocate((num_pages, page_size, *row), self.storage_dtype, self.device) for row in rows
+            allocate((num_pages, part.places(page_size), *part.row), self.storage_dtype, self.device)
+            for part in tensors
         ]
 
     @property
@@ -85,7 +92,7 @@ class LayerPages:
         return self.storage_dtype != self.dtype
 
     def pages(self, layer_id: int) -> torch.Tensor:
-        """A layer, `[num_pages, page_size, *row]`."""
+        """A layer, `[num_pages, places, *row]`."""
         return self._layers[layer_id]
 
     def zero_pages(self, pages: Sequence[int]) -> None:
@@ -97,29 +104,61 @@ class LayerPages:
             tensor.view(torch.uint8).index_fill_(0, index, 0)
 
 
-class ChosenFromPages(LayerPages):
-    """Pages that may also hold the keys by which layers choose what they attend to."""
+class IndexKeys(LayerPages):
+    """Keys of all layers that choose for themselves, counted among those.
 
-    # None: every layer attends to all tokens.
-    index_keys: IndexKeys | None = None
+    They lie in the same pages as what is chosen and are always in the type of the activations: 8-bit keys
+    would choose other tokens. A row is a token's key, and, where tokens are chosen in pools, the logits of
+    its weights in one (`ops.kv.pool_index_keys`), or where they are chosen by means of blocks, its rotation
+    (`ops.kv.mean_index_keys`); of compressed attention it is an entry's.
+    """
+
+    @property
+    def row_dim(self) -> int:
+        """Elements of a row."""
+        return self._layers[0].shape[-1]
+
+    def append(self, index_layer: int, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Store rows `[T, row_dim]` in slots int64 `[T]`."""
+        self._layers[index_layer].flatten(0, 1).index_copy_(0, slot_mapping, keys)
+
+    def gather(self, index_layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Pages side by side, `[len(pages) * page_size, row_dim]`."""
+        return self._layers[index_layer].index_select(0, pages).flatten(0, 1)
+
+
+class AttendedPages(LayerPages):
+    """What layers attend to, and the keys by which some of them choose it."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        storage_dtype: torch.dtype | None = None,
+        allocate: Allocate = zeros,
+    ) -> None:
+        """`layers` are the rank's own. Raises ValueError as `LayerPages`."""
+        attended = cached(layers)
+        sizes = num_pages, page_size, dtype, device
+        super().__init__([part for _, part in attended], *sizes, storage_dtype, allocate)
+        if self.is_quantised and not all(mixer.stores_8_bits for mixer, _ in attended):
+            raise ValueError(f"compressed pages of {storage_dtype} are not supported; allowed: {dtype}")
+        chosen_by = indexed(layers)
+        # None: every layer attends to all tokens.
+        self.index_keys = IndexKeys(chosen_by, *sizes, None, allocate) if chosen_by else None
+        self._describe(layers)
+
+    def _describe(self, layers: Layers) -> None:
+        """Called once the pages are there: notes what readers ask the kind of cache."""
 
     def _tensors(self) -> Iterable[torch.Tensor]:
         return self._layers if self.index_keys is None else (*self._layers, *self.index_keys._tensors())
 
 
-def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes one page takes over all layers, keys and values together, and keys of blocks' choice."""
-    row = sum(shape.num_kv_heads * shape.head_dim for shape in config.attention_shapes)
-    keys_and_values, indexer = 2 * page_size * row * dtype.itemsize, config.block_indexer
-    if indexer is None:
-        return keys_and_values
-    activations = TORCH_DTYPES[config.dtype]
-    return keys_and_values + index_bytes_per_page(
-        len(indexer.layers), indexer.row_dim, page_size, activations
-    )
-
-
-class KVCache(ChosenFromPages):
+class KVCache(AttendedPages):
     """Keys and values of all layers that attend.
 
     One tensor `[num_pages, page_size, 2 * num_kv_heads, head_dim]` per layer: a token's keys and values
@@ -132,26 +171,11 @@ class KVCache(ChosenFromPages):
     tokens, the same pages hold the keys that they choose by.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        storage_dtype: torch.dtype | None = None,
-        allocate: Allocate = zeros,
-    ) -> None:
-        rows = [(2 * shape.num_kv_heads, shape.head_dim) for shape in config.attention_shapes]
-        super().__init__("KV", rows, num_pages, page_size, dtype, device, storage_dtype, allocate)
-        self.num_kv_heads = config.num_kv_heads
-        self.key_scales = [1.0] * len(rows)
-        self.value_scales = [1.0] * len(rows)
+    def _describe(self, layers: Layers) -> None:
+        self.num_kv_heads = max(layer.shape[2] for layer in self._layers) // 2
+        self.key_scales = [1.0] * self.num_layers
+        self.value_scales = [1.0] * self.num_layers
         self._slots = [layer.flatten(0, 1) for layer in self._layers]
-        indexer = config.block_indexer
-        if indexer is not None:
-            sizes = len(indexer.layers), indexer.row_dim
-            self.index_keys = IndexKeys(*sizes, num_pages, page_size, dtype, device, allocate)
 
     def kv_heads(self, layer_id: int) -> int:
         """Key and value heads of a layer."""
@@ -184,44 +208,7 @@ class KVCache(ChosenFromPages):
         return rotate_and_append(*unrotated, value, self._slots[layer_id], slot_mapping, *scales)
 
 
-class IndexKeys(LayerPages):
-    """Keys of all layers that choose for themselves, counted among those.
-
-    One tensor `[num_pages, page_size, row_dim]` per such layer, in the same pages as the latents and
-    always in the type of the activations: 8-bit keys would choose other tokens. A row is a token's key, and,
-    where tokens are chosen in pools, the logits of its weights in one (`ops.kv.pool_index_keys`), or where
-    they are chosen by means of blocks, its rotation (`ops.kv.mean_index_keys`).
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        row_dim: int,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        allocate: Allocate = zeros,
-    ) -> None:
-        rows = [(row_dim,)] * num_layers
-        super().__init__("index key", rows, num_pages, page_size, dtype, device, None, allocate)
-        self.row_dim = row_dim
-
-    def append(self, index_layer: int, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Store rows `[T, row_dim]` in slots int64 `[T]`."""
-        self._layers[index_layer].flatten(0, 1).index_copy_(0, slot_mapping, keys)
-
-    def gather(self, index_layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """Pages side by side, `[len(pages) * page_size, row_dim]`."""
-        return self._layers[index_layer].index_select(0, pages).flatten(0, 1)
-
-
-def index_bytes_per_page(num_layers: int, row_dim: int, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes one page takes over all layers that choose for themselves."""
-    return num_layers * page_size * row_dim * dtype.itemsize
-
-
-class MlaCache(ChosenFromPages):
+class MlaCache(AttendedPages):
     """Latents of all layers that attend.
 
     One tensor `[num_pages, page_size, latent_dim + rope_dim]` per layer: a token's compressed keys and
@@ -230,29 +217,11 @@ class MlaCache(ChosenFromPages):
     hold the indexer's keys.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        latent_dim: int,
-        rope_dim: int,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        storage_dtype: torch.dtype | None = None,
-        index_layers: int = 0,
-        index_dim: int = 0,
-        allocate: Allocate = zeros,
-    ) -> None:
-        """`index_layers` choose what they attend to, by rows of `index_dim` elements."""
-        rows = [(latent_dim + rope_dim,)] * num_layers
-        super().__init__("MLA", rows, num_pages, page_size, dtype, device, storage_dtype, allocate)
-        self.latent_dim = latent_dim
-        self.rope_dim = rope_dim
-        self.scales = [1.0] * num_layers
-        if index_layers:
-            sizes = index_layers, index_dim
-            self.index_keys = IndexKeys(*sizes, num_pages, page_size, dtype, device, allocate)
+    def _describe(self, layers: Layers) -> None:
+        """The layers' latents are alike."""
+        mixer = next(mixer for mixer in mixers(layers) if isinstance(mixer, MLA))
+        self.latent_dim, self.rope_dim = mixer.kv_lora_rank, mixer.qk_rope_head_dim
+        self.scales = [1.0] * self.num_layers
 
     def latents(self, layer_id: int) -> torch.Tensor:
         """View of the compressed part, `[num_pages, page_size, latent_dim]`."""
@@ -289,94 +258,45 @@ class MlaCache(ChosenFromPages):
         return gathered.to(self.dtype).mul_(self.scales[layer_id])
 
 
-def mla_bytes_per_page(
-    num_layers: int, latent_dim: int, rope_dim: int, page_size: int, dtype: torch.dtype
-) -> int:
-    """Bytes one page takes over all layers."""
-    return num_layers * page_size * (latent_dim + rope_dim) * dtype.itemsize
-
-
-def entries_per_page(rate: int, page_size: int) -> int:
-    """Places in a page for entries of `rate` tokens each; 0: the layer has none.
-
-    An entry lies in the page of its last token, so that pages of fewer tokens may have none, but a place.
-    """
-    return -(-page_size // rate) if rate else 0
-
-
-class CompressedCache(LayerPages):
+class CompressedCache(AttendedPages):
     """Of compressed attention: entries of all layers, `[num_pages, places, head_dim]` each, which are keys
-    and values of all heads.
+    and values of all heads; of layers without entries no places.
 
     The entry that ends with token t of a request is in the place `t % page_size // rate` of the token's page.
     In layers with an indexer, `index_keys` has its keys of the same entries in the same places. Tokens that
-    are in no entry yet, and the window, are in `state_cache.RecentTokens`.
+    are in no entry yet, and the window, are in the layers' states.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        storage_dtype: torch.dtype | None = None,
-        allocate: Allocate = zeros,
-    ) -> None:
-        """`config` is the rank's own. Raises ValueError as `LayerPages`, and for 8-bit storage."""
-        super().__init__("compressed", (), num_pages, page_size, dtype, device, storage_dtype)
-        if self.is_quantised:
-            raise ValueError(f"compressed pages of {storage_dtype} are not supported; allowed: {dtype}")
-        sizes = config.compressed
-        assert sizes is not None, "the family's reader fills `compressed`"
-        self.rates, self._allocate = sizes.rates, allocate
-        self._layers = [self._pages(rate, config.head_dim) for rate in sizes.rates]
-        self._index_keys = {
-            layer: self._pages(sizes.rates[layer], sizes.index_head_dim)
-            for layer in sorted(sizes.sparse_layers)
-        }
+    def _describe(self, layers: Layers) -> None:
+        kept = [mixer for mixer in mixers(layers) if isinstance(mixer, CompressedAttention)]
+        self.rates = tuple(mixer.rate for mixer in kept)
+        choosing = (layer for layer, mixer in enumerate(kept) if mixer.indexer is not None)
+        self._index_layers = {layer: index for index, layer in enumerate(choosing)}
 
-    def _pages(self, rate: int, row: int) -> torch.Tensor:
-        shape = (self.num_pages, entries_per_page(rate, self.page_size), row)
-        return self._allocate(shape, self.dtype, self.device)
-
-    def _tensors(self) -> Iterable[torch.Tensor]:
-        return (*self._layers, *self._index_keys.values())
-
-    def index_keys(self, layer_id: int) -> torch.Tensor:
+    def index_pages(self, layer_id: int) -> torch.Tensor:
         """Of a layer with an indexer, `[num_pages, places, index_head_dim]`."""
-        return self._index_keys[layer_id]
-
-
-def compressed_bytes_per_page(
-    sizes: CompressedAttentionConfig, head_dim: int, page_size: int, dtype: torch.dtype
-) -> int:
-    """Bytes one page takes over all layers."""
-    entries = sum(entries_per_page(rate, page_size) for rate in sizes.rates) * head_dim
-    places = sum(entries_per_page(sizes.rates[layer], page_size) for layer in sizes.sparse_layers)
-    return (entries + places * sizes.index_head_dim) * dtype.itemsize
+        assert self.index_keys is not None, "asked only of layers that choose"
+        return self.index_keys.pages(self._index_layers[layer_id])
 
 
 PagedCache = KVCache | MlaCache | CompressedCache
+# Which cache holds what a kind of mixer attends to; a rank has one.
+CACHES: dict[type[Mixer], type[KVCache] | type[MlaCache] | type[CompressedCache]] = {
+    GQA: KVCache,
+    MLA: MlaCache,
+    CompressedAttention: CompressedCache,
+}
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes one page takes over all layers; `dtype` is what pages hold of latents, keys and values."""
-    if config.compressed is not None:
-        return compressed_bytes_per_page(config.compressed, config.head_dim, page_size, dtype)
-    if config.mla is None:
-        return bytes_per_page(config, page_size, dtype)
-    mla, indexer = config.mla, config.mla.indexer
-    num_layers, rope_dim = len(config.latent_layers), mla.qk_rope_head_dim
-    latents = mla_bytes_per_page(num_layers, mla.kv_lora_rank, rope_dim, page_size, dtype)
-    if indexer is None:
-        return latents
-    activations = TORCH_DTYPES[config.dtype]
-    return latents + index_bytes_per_page(len(indexer.layers), indexer.row_dim, page_size, activations)
+def page_bytes(layers: Layers, page_size: int, storage_dtype: torch.dtype, dtype: torch.dtype) -> int:
+    """Bytes one page takes over all layers; `storage_dtype` is what pages hold of latents, keys and values,
+    `dtype` the activations' type.
+    """
+    return layers_page_bytes(layers, page_size, storage_dtype.itemsize, dtype.itemsize)
 
 
 def make_cache(
-    config: ModelConfig,
+    layers: Layers,
     num_pages: int,
     page_size: int,
     dtype: torch.dtype,
@@ -384,22 +304,6 @@ def make_cache(
     storage_dtype: torch.dtype | None = None,
     allocate: Allocate = zeros,
 ) -> PagedCache:
-    """The cache of a rank whose own configuration is `config`; the rest is as in the classes."""
-    if config.compressed is not None:
-        return CompressedCache(config, num_pages, page_size, dtype, device, storage_dtype, allocate)
-    if config.mla is None:
-        return KVCache(config, num_pages, page_size, dtype, device, storage_dtype, allocate)
-    indexer = config.mla.indexer
-    return MlaCache(
-        len(config.latent_layers),
-        config.mla.kv_lora_rank,
-        config.mla.qk_rope_head_dim,
-        num_pages,
-        page_size,
-        dtype,
-        device,
-        storage_dtype,
-        index_layers=len(indexer.layers) if indexer else 0,
-        index_dim=indexer.row_dim if indexer else 0,
-        allocate=allocate,
-    )
+    """The cache of a rank's own layers; the rest is as in `AttendedPages`."""
+    kind = next(type(mixer) for mixer, _ in cached(layers))
+    return CACHES[kind](layers, num_pages, page_size, dtype, device, storage_dtype, allocate)

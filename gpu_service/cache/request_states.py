@@ -17,9 +17,8 @@ import torch
 from gpu_service.cache.state_cache import ZERO_SLOT, StateSlots, make_states, state_bytes
 from gpu_service.core.request import Request
 from gpu_service.core.step import Batch
-from gpu_service.device import TORCH_DTYPES
 from moebius.config import GpuConfig
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 
 
 class OutOfStates(RuntimeError):
@@ -93,14 +92,16 @@ def num_state_slots(gpu: GpuConfig) -> int:
     return 1 + SLOTS_PER_REQUEST * gpu.num_seqs + num_snapshots(gpu)
 
 
-def all_states_bytes(gpu: GpuConfig, rank_config: ModelConfig) -> int:
-    """Bytes of all slots, that of padding included; 0 without linear attention."""
-    return (num_state_slots(gpu) + 1) * state_bytes(rank_config)
+def all_states_bytes(gpu: GpuConfig, rank_layers: Layers, dtype: torch.dtype) -> int:
+    """Bytes of all slots, that of padding included; 0 where no layer has a state."""
+    return (num_state_slots(gpu) + 1) * state_bytes(rank_layers, dtype)
 
 
-def allocate_states(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> StateSlots | None:
+def allocate_states(
+    gpu: GpuConfig, rank_layers: Layers, dtype: torch.dtype, device: torch.device
+) -> StateSlots | None:
     """All slots that the settings ask for; None where no layer has a state."""
-    return make_states(rank_config, num_state_slots(gpu), TORCH_DTYPES[rank_config.dtype], device)
+    return make_states(rank_layers, num_state_slots(gpu), dtype, device)
 
 
 class RequestStates:

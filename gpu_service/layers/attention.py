@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
-from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange, kv_heads, query_heads
+from gpu_service.core.partition import heads_shard, kv_heads_shard
 from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import (
     CheckpointPart,
@@ -29,8 +29,10 @@ from gpu_service.ops.activation import GATE_ACTIVATIONS
 from gpu_service.ops.kv import mean_index_keys
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, Unrotated, apply_rope, qk_norm_rope, query_scales
-from moebius.models.attention_config import AttentionShape
-from moebius.models.config import ModelConfig
+from moebius.models.layers import gqa as blocks
+from moebius.models.layers.gqa import GQA, FullWidthQkNorm
+from moebius.models.layers.layer import Places
+from moebius.models.layers.ranks import ShardRange
 
 
 class BlockIndexer(nn.Module):
@@ -41,18 +43,16 @@ class BlockIndexer(nn.Module):
     """
 
     def __init__(
-        self, index_layer: int, config: ModelConfig, keys: ShardRange, *, dtype: torch.dtype
+        self, index_layer: int, sizes: blocks.BlockIndexer, keys: ShardRange, made: Composition
     ) -> None:
         """`keys`: the rank's KV heads."""
         super().__init__()
-        sizes = config.block_indexer
-        assert sizes is not None, "the family's reader fills `block_indexer`"
         self._index_layer, self._num_heads, self._head_dim = index_layer, keys.size, sizes.head_dim
         self.block_size = sizes.block_size
         parts = {"q_proj": keys.scaled(sizes.head_dim), "k_proj": ShardRange.whole(sizes.head_dim)}
-        self.qk_proj = FusedLinear(config.hidden_size, parts, bias=False, dtype=dtype)
-        self.q_norm = make_rms_norm(config, sizes.head_dim, dtype=dtype)
-        self.k_norm = make_rms_norm(config, sizes.head_dim, dtype=dtype)
+        self.qk_proj = FusedLinear(made.hidden_size, parts, bias=False, dtype=made.dtype)
+        self.q_norm = make_rms_norm(sizes.norm, sizes.head_dim, dtype=made.dtype)
+        self.k_norm = make_rms_norm(sizes.norm, sizes.head_dim, dtype=made.dtype)
 
     def forward(
         self,
@@ -77,16 +77,14 @@ class MeanBlockIndexer(nn.Module):
     Every rank has all of it. Attribute names are those of checkpoints.
     """
 
-    def __init__(self, index_layer: int, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, index_layer: int, sizes: blocks.BlockIndexer, made: Composition) -> None:
         super().__init__()
-        sizes = config.block_indexer
-        assert sizes is not None, "the family's reader fills `block_indexer`"
         self._index_layer, self._num_heads, self._head_dim = index_layer, sizes.shared_heads, sizes.head_dim
         self.block_size = sizes.block_size
         rows = (sizes.shared_heads + 1) * sizes.head_dim
-        self.index_qk_proj = Linear(config.hidden_size, rows, bias=False, dtype=dtype)
-        self.q_layernorm = make_rms_norm(config, sizes.head_dim, dtype=dtype)
-        self.k_layernorm = make_rms_norm(config, sizes.head_dim, dtype=dtype)
+        self.index_qk_proj = Linear(made.hidden_size, rows, bias=False, dtype=made.dtype)
+        self.q_layernorm = make_rms_norm(sizes.norm, sizes.head_dim, dtype=made.dtype)
+        self.k_layernorm = make_rms_norm(sizes.norm, sizes.head_dim, dtype=made.dtype)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable, backend: AttentionBackend, inputs: ForwardInputs
@@ -107,81 +105,63 @@ class MeanBlockIndexer(nn.Module):
 
 
 def _indexer(
-    index_layer: int, config: ModelConfig, keys: ShardRange, dtype: torch.dtype
-) -> BlockIndexer | MeanBlockIndexer:
-    if config.block_indexer is not None and config.block_indexer.shared_heads:
-        return MeanBlockIndexer(index_layer, config, dtype=dtype)
-    return BlockIndexer(index_layer, config, keys, dtype=dtype)
+    spec: GQA, place: int | None, keys: ShardRange, made: Composition
+) -> BlockIndexer | MeanBlockIndexer | None:
+    if spec.blocks is None or place is None:
+        return None
+    if spec.blocks.shared_heads:
+        return MeanBlockIndexer(place, spec.blocks, made)
+    return BlockIndexer(place, spec.blocks, keys, made)
 
 
 class GQAttention(nn.Module):
     """QKV in one GEMM, optional norm of queries and keys, rotary embedding, attention, output.
 
-    `config` is the whole model's and has the switches (biases, norms, gates, sinks); a rank computes its own
-    heads, and the output projection sums over ranks. `layer_id` counts the pipeline stage's layers that
-    attend; `shape` is the layer's, over all ranks.
+    A rank computes its own heads, and the output projection sums over ranks.
     """
 
-    def __init__(
-        self,
-        layer_id: int,
-        config: ModelConfig,
-        shape: AttentionShape,
-        *,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-        index_layer: int | None = None,
-    ) -> None:
-        """`index_layer`: the layer's place among those that choose blocks of tokens; None: it is none."""
+    def __init__(self, spec: GQA, places: Places, made: Composition) -> None:
         super().__init__()
-        self.layer_id = layer_id
-        self.head_dim = shape.head_dim
-        queries = query_heads(config, parallel, shape.num_heads)
-        keys = kv_heads(config, parallel, shape.num_kv_heads)
+        assert places.cache is not None
+        self.layer_id, self.head_dim, dtype = places.cache, spec.head_dim, made.dtype
+        queries = heads_shard(spec.num_heads, made.parallel)
+        keys = kv_heads_shard(spec.num_kv_heads, made.parallel)
         self.num_heads, self.num_kv_heads = queries.size, keys.size
-        self._value_dim = config.value_head_dim or shape.head_dim
-        self._value_scale, self._keys_are_values = config.value_scale, shape.keys_are_values
-        self._norms_values, self._eps = config.value_norm, config.rms_norm_eps
-        self._limit = config.qkv_limit
+        self._value_dim, self._spec = spec.value_dim, spec
         # Of norms that have no weight to load; made by `pack`.
         self._value_ones: torch.Tensor | None = None
         self._head_ones: torch.Tensor | None = None
-        query_rows, key_rows = queries.scaled(shape.head_dim), keys.scaled(shape.head_dim)
-        value_rows, output_columns = keys.scaled(self._value_dim), queries.scaled(self._value_dim)
-        projected = query_rows.scaled(2) if config.output_gate else query_rows
-        parts = {"q_proj": projected, "k_proj": key_rows}
-        if not shape.keys_are_values:
-            parts["v_proj"] = value_rows
-        if config.element_gate:
+        query_rows, output_columns = queries.scaled(spec.head_dim), queries.scaled(spec.value_dim)
+        gates = None if spec.gate is None else spec.gate.of
+        parts = {"q_proj": query_rows.scaled(2) if gates == "query" else query_rows}
+        parts["k_proj"] = keys.scaled(spec.head_dim)
+        if not spec.keys_are_values:
+            parts["v_proj"] = keys.scaled(spec.value_dim)
+        if gates == "element":
             parts["g_proj"] = output_columns
-        order = gated_query_order(queries.size, keys.size, shape.head_dim) if config.output_gate else None
-        self.qkv_proj = FusedLinear(
-            config.hidden_size, parts, bias=config.attention_bias, dtype=dtype, order=order
-        )
+        order = gated_query_order(queries.size, keys.size, spec.head_dim) if gates == "query" else None
+        self.qkv_proj = FusedLinear(made.hidden_size, parts, bias=spec.bias, dtype=dtype, order=order)
         self.o_proj = RowParallelLinear(
-            output_columns, config.hidden_size, bias=config.output_bias, dtype=dtype, parallel=parallel
+            output_columns, made.hidden_size, bias=spec.output_bias, dtype=dtype, parallel=made.parallel
         )
-        self._query_heads, self._window, self._chunk = queries, shape.window, shape.chunk
-        self._unit_norm = config.unit_qk_norm
-        self._growth = config.unrotated_query_growth, config.unrotated_query_growth_length
-        self.indexer = None if index_layer is None else _indexer(index_layer, config, keys, dtype)
-        gate = {"g_proj": queries}
+        self._query_heads = queries
+        self.indexer = _indexer(spec, places.index, keys, made)
         self.g_proj: FusedLinear | None = None
-        if config.head_gate:
-            self.g_proj = FusedLinear(config.hidden_size, gate, bias=False, dtype=dtype)
-        self.sinks = empty_parameter(queries.size, dtype=dtype) if shape.has_sinks else None
+        if gates == "head":
+            self.g_proj = FusedLinear(made.hidden_size, {"g_proj": queries}, bias=False, dtype=dtype)
+        self.sinks = empty_parameter(queries.size, dtype=dtype) if spec.has_sinks else None
         self.q_norm: FullWidthNorm | Norm | None = None
         self.k_norm: FullWidthNorm | Norm | None = None
-        eps = config.rms_norm_eps
-        if config.qk_norm and config.qk_norm_full_width:
-            self.q_norm = FullWidthNorm(query_rows, parallel.tp_size, eps, dtype=dtype)
-            self.k_norm = FullWidthNorm(key_rows, parallel.tp_size, eps, dtype=dtype)
-        elif config.qk_norm:
-            self.q_norm = make_norm(config, shape.head_dim, dtype=dtype)
-            self.k_norm = make_norm(config, shape.head_dim, dtype=dtype)
-        self._norm_after_rope = config.qk_norm_after_rope
-        self._gate_weights = GATE_ACTIVATIONS[config.gate_activation]
-        self._group, self._dtype = parallel.tensor_group, dtype
+        if isinstance(spec.qk_norm, FullWidthQkNorm):
+            ranks, eps = made.parallel.tp_size, spec.qk_norm.eps
+            self.q_norm = FullWidthNorm(query_rows, ranks, eps, dtype=dtype)
+            self.k_norm = FullWidthNorm(parts["k_proj"], ranks, eps, dtype=dtype)
+        elif spec.qk_norm is not None:
+            self.q_norm = make_norm(spec.qk_norm.norm, spec.head_dim, dtype=dtype)
+            self.k_norm = make_norm(spec.qk_norm.norm, spec.head_dim, dtype=dtype)
+        self._norm_after_rope = spec.qk_norm is not None and spec.qk_norm.after_rope
+        self._gate_weights = GATE_ACTIVATIONS["sigmoid" if spec.gate is None else spec.gate.activation]
+        self._group, self._dtype = made.parallel.tensor_group, dtype
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
         """With queries, keys and values, see `ReadsSeam`."""
@@ -194,7 +174,7 @@ class GQAttention(nn.Module):
 
     def pack(self) -> None:
         """What is used but not loaded; the loader calls it once."""
-        if self._norms_values or self._unit_norm:
+        if self._spec.value_norm or self._spec.unit_norm:
             kind: dict[str, Any] = {"dtype": self._dtype, "device": self.o_proj.weight.device}
             self._value_ones = torch.ones(self._value_dim, **kind)
             self._head_ones = torch.ones(self.head_dim, **kind)
@@ -215,7 +195,7 @@ class GQAttention(nn.Module):
             projected = self.qkv_proj(hidden_states)
         # Queries and keys are neighbours: one call serves both.
         keys_end = (self.num_heads + self.num_kv_heads) * self.head_dim
-        if self._keys_are_values:
+        if self._spec.keys_are_values:
             # A copy, because keys may be normed and rotated where they are.
             values_end = keys_end
             values = projected[:, self.num_heads * self.head_dim : keys_end].clone()
@@ -227,7 +207,7 @@ class GQAttention(nn.Module):
         value, gate = self._cached_value(values), projected[:, values_end:]
         backend = context.attention
         assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
-        layer = AttentionLayer(self._window, self.sinks, chunk=self._chunk)
+        layer = AttentionLayer(self._spec.window, self.sinks, chunk=self._spec.chunk)
         if self.indexer is not None and rope is not None:
             kept = self.indexer(hidden_states, rope, backend, context.inputs)
             layer = layer._replace(kept_blocks=kept, block_size=self.indexer.block_size)
@@ -237,8 +217,9 @@ class GQAttention(nn.Module):
             attended = backend.forward_unrotated(unrotated, value, self.layer_id, layer)
         else:
             query, key = self._norm_and_rotate(rotated, rope)
-            if rope is None and self._growth[0]:
-                query = query * query_scales(context.inputs.positions + 1, *self._growth, query.dtype)
+            growth = self._spec.query_growth
+            if growth is not None:
+                query = query * query_scales(context.inputs.positions + 1, *growth, query.dtype)
             elif rope is not None and rope.query_scale is not None:
                 query = query * rope.query_scale
             attended = backend.forward(query, key, value, self.layer_id, layer)
@@ -256,26 +237,26 @@ class GQAttention(nn.Module):
     def _cached_value(self, projected: torch.Tensor) -> torch.Tensor:
         """`[T, num_kv_heads, head_dim]` of projected values: normed, scaled, padded to a key's size."""
         value = self._clipped(projected).view(-1, self.num_kv_heads, self._value_dim)
-        if self._norms_values:
+        if self._spec.value_norm:
             assert self._value_ones is not None, "the loader calls `pack`"
-            value = rms_norm(value.contiguous(), self._value_ones, self._eps)
-        if self._value_scale != 1.0:
-            value = value * self._value_scale
+            value = rms_norm(value.contiguous(), self._value_ones, self._spec.eps)
+        if self._spec.value_scale != 1.0:
+            value = value * self._spec.value_scale
         missing = self.head_dim - self._value_dim
         return functional.pad(value, (0, missing)) if missing else value
 
     def _clipped(self, heads: torch.Tensor) -> torch.Tensor:
         """The same tensor, which is cut off where the model says so."""
-        limit = self._limit
+        limit = self._spec.limit
         return heads if limit == math.inf else heads.clamp_(-limit, limit)
 
     def _fused_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None, float] | None:
         """Weights and epsilon of the norms before rotation, perhaps none; None: there is more to do."""
         q_norm, k_norm = self.q_norm, self.k_norm
-        if self._limit != math.inf or self._norm_after_rope or self._unit_norm:
+        if self._spec.limit != math.inf or self._norm_after_rope or self._spec.unit_norm:
             return None
         if q_norm is None and k_norm is None:
-            return None, None, self._eps
+            return None, None, self._spec.eps
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
             return q_norm.weight, k_norm.weight, q_norm.eps
         return None
@@ -298,10 +279,10 @@ class GQAttention(nn.Module):
         if rope is None:
             return heads
         apply_rope(heads, rope)
-        if not self._unit_norm:
+        if not self._spec.unit_norm:
             return heads
         assert self._head_ones is not None, "the loader calls `pack`"
-        return rms_norm(heads.contiguous(), self._head_ones, self._eps)
+        return rms_norm(heads.contiguous(), self._head_ones, self._spec.eps)
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """By the norms that have weights, where the model has them; shapes stay."""

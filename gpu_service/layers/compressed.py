@@ -8,16 +8,14 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from gpu_service.attention.compressed.base import CompressedAttentionBackend, Compression
-from gpu_service.cache.state_cache import RecentTokens
-from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange, even_shard, query_heads
+from gpu_service.core.partition import heads_shard
 from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
@@ -25,7 +23,10 @@ from gpu_service.layers.norm import RMSNorm
 from gpu_service.ops.linear import widened
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope
-from moebius.models.config import ModelConfig
+from moebius.models.config import RopeConfig
+from moebius.models.layers import compressed
+from moebius.models.layers.layer import Places
+from moebius.models.layers.ranks import ShardRange
 
 
 class StepTables:
@@ -36,7 +37,6 @@ class StepTables:
     """
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
-        """`rotary`: that of layers with entries."""
         self._rotary = rotary
         self._pass: RopeTable | None = None
         self._entries: dict[int, RopeTable] = {}
@@ -63,20 +63,26 @@ class StepTables:
         return known[1]
 
 
+def _step_tables(
+    rope: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> StepTables:
+    return StepTables(RotaryEmbedding(rope, max_model_len, dtype=dtype, device=device))
+
+
 class Compressor(nn.Module):
     """What tokens project for their entries; every rank has all of it."""
 
-    def __init__(self, config: ModelConfig, size: int, rate: int, parts: int, *, dtype: torch.dtype) -> None:
-        """`size`: elements of an entry; `parts`: entries that a token has a part in."""
+    def __init__(self, spec: compressed.CompressedAttention, size: int, made: Composition) -> None:
+        """`size`: elements of an entry. Of those that are chosen a token has a part in two."""
         super().__init__()
-        self.rate = rate
-        rows = ShardRange.whole(parts * size)
-        self.projections = FusedLinear(
-            config.hidden_size, {"wkv": rows, "wgate": rows}, bias=False, dtype=dtype
-        )
+        self.rate = spec.rate
+        width = size if spec.indexer is None else 2 * size
+        rows = ShardRange.whole(width)
+        parts = {"wkv": rows, "wgate": rows}
+        self.projections = FusedLinear(made.hidden_size, parts, bias=False, dtype=made.dtype)
         # Float32 as they are added.
-        self.ape = empty_parameter(rate, parts * size, dtype=torch.float32)
-        self.norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype)
+        self.ape = empty_parameter(spec.rate, width, dtype=torch.float32)
+        self.norm = RMSNorm(size, spec.eps, dtype=made.dtype)
 
     def forward(
         self,
@@ -94,19 +100,15 @@ class Compressor(nn.Module):
 class EntryIndexer(nn.Module):
     """Small queries and small entries whose products only rank entries; every rank has all of it."""
 
-    def __init__(self, config: ModelConfig, rate: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: compressed.CompressedAttention, sizes: compressed.EntryIndexer, made: Composition
+    ) -> None:
         super().__init__()
-        sizes = config.compressed
-        assert sizes is not None, "the family's reader fills `compressed`"
-        self._heads, self._head_dim, self._rope_dim = (
-            sizes.index_num_heads,
-            sizes.index_head_dim,
-            sizes.rope_dim,
-        )
-        self.compressor = Compressor(config, self._head_dim, rate, 2, dtype=dtype)
-        self.wq_b = Linear(sizes.q_lora_rank, self._heads * self._head_dim, bias=False, dtype=dtype)
+        self._heads, self._head_dim, self._rope_dim = sizes.num_heads, sizes.head_dim, spec.rope_dim
+        self.compressor = Compressor(spec, self._head_dim, made)
+        self.wq_b = Linear(spec.q_lora_rank, self._heads * self._head_dim, bias=False, dtype=made.dtype)
         # Its few rows weigh whole heads against one another: in 16 bits, ranks of entries would change.
-        self.weights_proj = Linear(config.hidden_size, self._heads, bias=False, dtype=torch.float32)
+        self.weights_proj = Linear(made.hidden_size, self._heads, bias=False, dtype=torch.float32)
         self._score_scale = (self._heads * self._head_dim) ** -0.5
 
     def forward(
@@ -143,55 +145,39 @@ class GroupedProjection(nn.Module):
         return torch.bmm(rows, weight.transpose(1, 2)).transpose(0, 1).flatten(1).to(heads.dtype)
 
 
-class _Sizes(NamedTuple):
-    head_dim: int
-    rope_dim: int
-    rank: int
-    eps: float
-
-
 class CompressedAttention(nn.Module):
     """Queries through a latent, one head of keys that are values, both rotated at their ends; attention; the
     result rotated back, so that of a value only its distance counts; output in groups of heads.
 
-    `layer_id` counts the pipeline stage's layers, `layer` is the index in the checkpoint. A rank computes its
-    own heads; keys and entries, which all heads share, are computed and kept by every rank.
+    A rank computes its own heads; keys and entries, which all heads share, are computed and kept by every
+    rank.
     """
 
-    def __init__(
-        self,
-        layer_id: int,
-        layer: int,
-        config: ModelConfig,
-        tables: StepTables,
-        *,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-    ) -> None:
+    def __init__(self, spec: compressed.CompressedAttention, places: Places, made: Composition) -> None:
         super().__init__()
-        sizes = config.compressed
-        assert sizes is not None, "the family's reader fills `compressed`"
-        self.layer_id, self._tables = layer_id, tables
-        head_dim, eps, rate = config.head_dim, config.rms_norm_eps, sizes.rates[layer]
-        self._sizes = _Sizes(head_dim, sizes.rope_dim, sizes.q_lora_rank, eps)
-        heads = query_heads(config, parallel)
-        groups = even_shard(sizes.output_groups, parallel.tp_rank, parallel.tp_size)
-        narrow = {"q_a_proj": ShardRange.whole(sizes.q_lora_rank), "kv_proj": ShardRange.whole(head_dim)}
-        self.a_proj = FusedLinear(config.hidden_size, narrow, bias=False, dtype=dtype)
-        self.q_a_norm = RMSNorm(sizes.q_lora_rank, eps, dtype=dtype)
+        assert places.cache is not None
+        assert places.state is not None
+        self.layer_id, self._state, self._spec = places.cache, places.state, spec
+        self._tables = made.shared(_step_tables, spec.rope, made.max_model_len, made.dtype, made.device)
+        head_dim, eps, dtype = spec.head_dim, spec.eps, made.dtype
+        heads = heads_shard(spec.num_heads, made.parallel)
+        groups = heads_shard(spec.output_groups, made.parallel)
+        narrow = {"q_a_proj": ShardRange.whole(spec.q_lora_rank), "kv_proj": ShardRange.whole(head_dim)}
+        self.a_proj = FusedLinear(made.hidden_size, narrow, bias=False, dtype=dtype)
+        self.q_a_norm = RMSNorm(spec.q_lora_rank, eps, dtype=dtype)
         self.kv_norm = RMSNorm(head_dim, eps, dtype=dtype)
         query_rows = {"q_b_proj": heads.scaled(head_dim)}
-        self.q_b_proj = FusedLinear(sizes.q_lora_rank, query_rows, bias=False, dtype=dtype)
+        self.q_b_proj = FusedLinear(spec.q_lora_rank, query_rows, bias=False, dtype=dtype)
         self._heads = heads
         self.sinks = empty_parameter(heads.size, dtype=torch.float32)
-        columns = config.num_heads // sizes.output_groups * head_dim
-        self.o_a_proj = GroupedProjection(columns, groups, sizes.output_rank, dtype=dtype)
+        columns = spec.num_heads // spec.output_groups * head_dim
+        self.o_a_proj = GroupedProjection(columns, groups, spec.output_rank, dtype=dtype)
+        outputs = groups.scaled(spec.output_rank)
         self.o_b_proj = RowParallelLinear(
-            groups.scaled(sizes.output_rank), config.hidden_size, bias=False, dtype=dtype, parallel=parallel
+            outputs, made.hidden_size, bias=False, dtype=dtype, parallel=made.parallel
         )
-        is_sparse = layer in sizes.sparse_layers
-        self.compressor = Compressor(config, head_dim, rate, 1 + is_sparse, dtype=dtype) if rate else None
-        self.indexer = EntryIndexer(config, rate, dtype=dtype) if is_sparse else None
+        self.compressor = Compressor(spec, head_dim, made) if spec.rate else None
+        self.indexer = None if spec.indexer is None else EntryIndexer(spec, spec.indexer, made)
         # Of the queries' norm, which has no weight to load; made by `pack`.
         self._ones: torch.Tensor | None = None
 
@@ -202,27 +188,27 @@ class CompressedAttention(nn.Module):
     def pack(self) -> None:
         """What is used but not loaded; the loader calls it once."""
         weight = self.kv_norm.weight
-        self._ones = torch.ones(self._sizes.head_dim, dtype=weight.dtype, device=weight.device)
+        self._ones = torch.ones(self._spec.head_dim, dtype=weight.dtype, device=weight.device)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`; what later tokens need of these is in cache and states afterwards."""
-        sizes, backend, states = self._sizes, context.attention, context.states
+        spec, backend, states = self._spec, context.attention, context.states
         assert isinstance(backend, CompressedAttentionBackend), "the cache of this model holds entries"
-        assert isinstance(states, RecentTokens), "a model with compressed attention keeps the latest tokens"
+        assert states is not None, "a model with compressed attention keeps the latest tokens"
         assert rope is not None, "every layer rotates"
         assert self._ones is not None, "the loader calls `pack`"
-        rotated = slice(sizes.head_dim - sizes.rope_dim, None)
-        compressed: torch.Tensor = self.a_proj(hidden_states)
-        latent: torch.Tensor = self.q_a_norm(compressed[:, : sizes.rank])
-        keys: torch.Tensor = self.kv_norm(compressed[:, sizes.rank :])
+        rotated = slice(spec.head_dim - spec.rope_dim, None)
+        narrow: torch.Tensor = self.a_proj(hidden_states)
+        latent: torch.Tensor = self.q_a_norm(narrow[:, : spec.q_lora_rank])
+        keys: torch.Tensor = self.kv_norm(narrow[:, spec.q_lora_rank :])
         apply_rope(keys[:, None, rotated], rope)
-        query = self.q_b_proj(latent).view(hidden_states.shape[0], -1, sizes.head_dim)
-        query = rms_norm(query, self._ones, sizes.eps)
+        query = self.q_b_proj(latent).view(hidden_states.shape[0], -1, spec.head_dim)
+        query = rms_norm(query, self._ones, spec.eps)
         apply_rope(query[..., rotated], rope)
-        selection = self._compress(hidden_states, latent, rope, context.inputs, states, backend)
-        window = states.window(self.layer_id)
+        window, *recent = states.of(self._state)
+        selection = self._compress(hidden_states, latent, rope, context.inputs, recent, backend)
         attended = backend.attend(query, keys, window, self.layer_id, self.sinks, selection)
         inverse = self._tables.inverse(rope, self.compressor is not None)
         apply_rope(attended[..., rotated], inverse)
@@ -235,7 +221,7 @@ class CompressedAttention(nn.Module):
         latent: torch.Tensor,
         rope: RopeTable,
         inputs: ForwardInputs,
-        states: RecentTokens,
+        recent: list[torch.Tensor],
         backend: CompressedAttentionBackend,
     ) -> torch.Tensor | None:
         """Stores the step's entries; which ones its rows see, None where they see all."""
@@ -243,11 +229,10 @@ class CompressedAttention(nn.Module):
         if compressor is None:
             return None
         table = self._tables.of_entries(rope, inputs.positions, compressor.rate)
-        recent = states.recent(layer_id)
         compressor(hidden_states, recent[0], backend.cache.pages(layer_id), table, backend)
         if self.indexer is None:
             return None
-        keys = backend.cache.index_keys(layer_id)
+        keys = backend.cache.index_pages(layer_id)
         self.indexer.compressor(hidden_states, recent[1], keys, table, backend)
         if not backend.selects:
             return None

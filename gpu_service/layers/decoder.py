@@ -2,44 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange, padded_vocab, vocab_shard
+from gpu_service.core.partition import padded_vocab, vocab_shard
 from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.linear import CheckpointPart, Linear, ReadsSeam, Seam, empty_parameter
+from gpu_service.layers.linear import CheckpointPart, Linear, ReadsSeam, Seam, StoredWeight, empty_parameter
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import Norm, RMSNorm, make_norm
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
-from moebius.models.config import ModelConfig, RopeConfig
+from moebius.models.config import RopeConfig
+from moebius.models.layers.layer import Layer
+from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.residual import NormedStream, Sequential, Shortcut
 
 
-class Embedding(nn.Module):
+class Embedding(StoredWeight):
     """Row look-up; a rank holds the rows of its part of the vocabulary, padded with zeros to equal parts."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
     ) -> None:
-        super().__init__()
-        self.weight = empty_parameter(padded_vocab(vocab_size, parallel), hidden_size, dtype=dtype)
+        super().__init__(padded_vocab(vocab_size, parallel), hidden_size, dtype=dtype)
         self._shard = vocab_shard(vocab_size, parallel)
         self._hidden_size = hidden_size
-        self._parallel = parallel
+        self._parallel, self._dtype = parallel, dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[T]` to `[T, hidden_size]`: each id's row from the rank that has it, zeros from others."""
         if self._parallel.tp_size == 1:
-            return functional.embedding(input_ids, self.weight)
+            return self._rows(input_ids)
         rows = input_ids - self._shard.begin
         elsewhere = (rows < 0) | (rows >= self._shard.size)
-        embedded = functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        embedded = self._rows(rows.masked_fill(elsewhere, 0))
         return self._parallel.tensor_group.all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(1), 0.0))
+
+    def _rows(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.take_rows(rows, self._dtype)
+        return functional.embedding(rows, self.weight)
+
+    def pack(self) -> None:
+        """The loader calls it once: a kept weight may be the head as well."""
+        if self.packed is not None:
+            self.packed.calibrate()
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         yield CheckpointPart("", "weight", self._shard, ShardRange.whole(self._hidden_size))
@@ -173,9 +187,11 @@ class ResidualStream:
 
         Of few rows the addition, the norm and the product are one kernel on a GPU.
         """
-        if isinstance(reader, ReadsSeam) and isinstance(norm, RMSNorm):
+        # Of the class: whether an object has all of a protocol's methods takes longer than a norm.
+        reads_seam = hasattr(type(reader), ReadsSeam.read_seam.__name__)
+        if reads_seam and isinstance(norm, RMSNorm):
             seam = Seam(self._total, self._pending, norm.weight, norm.eps)
-            found = reader.read_seam(seam, inputs)
+            found = cast(ReadsSeam, reader).read_seam(seam, inputs)
             if found is not None:
                 self._total, self._pending = found[0], None
                 return found[1:]
@@ -206,41 +222,38 @@ class ResidualStream:
         self.sum().mul_(factor)
 
 
-def _input_norm(config: ModelConfig, dtype: torch.dtype) -> Norm | None:
-    return make_norm(config, config.hidden_size, dtype=dtype) if config.input_norms else None
-
-
 class DecoderLayer(nn.Module):
     """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is an `MLP` or a `MoE`.
 
-    Without `input_norms` either half reads the stream as it is. With `output_norms`, what it computes is
-    normed before it is added (with `moe_output_norms` only what experts add), and multiplied by
-    `residual_scale`. The attention's name is the checkpoint's: `linear_attn` where its class says so.
+    Its `Sequential` says where and what is normed and multiplied. The attention's name is the checkpoint's:
+    `linear_attn` where its class says so.
     """
 
-    def __init__(
-        self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, *, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
-        self.input_layernorm = _input_norm(config, dtype)
+        residual, self._dtype = layer.residual, made.dtype
+        assert isinstance(residual, Sequential)
+
+        def norm(is_there: bool) -> Norm | None:
+            return make_norm(layer.norm, made.hidden_size, dtype=made.dtype) if is_there else None
+
+        attention, mlp = parts.both()
+        self.input_layernorm = norm(residual.normed_input)
         self._attention_name: str = getattr(attention, "checkpoint_name", "self_attn")
         self.add_module(self._attention_name, attention)
-        self.post_attention_layernorm = _input_norm(config, dtype)
+        self.post_attention_layernorm = norm(residual.normed_input)
         self.mlp = mlp
-        self.post_self_attn_layernorm: Norm | None = None
-        self.post_mlp_layernorm: Norm | None = None
-        if config.output_norms:
-            self.post_self_attn_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
-        if config.output_norms or (config.moe_output_norms and isinstance(mlp, MoE)):
-            self.post_mlp_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
-        self.layer_scalar = empty_parameter(1, dtype=dtype) if config.layer_scales else None
-        self._scale, self._dtype = config.residual_scale, dtype
+        self.post_self_attn_layernorm = norm(residual.normed_output == "both")
+        self.post_mlp_layernorm = norm(residual.normed_output != "none")
+        self.layer_scalar = empty_parameter(1, dtype=made.dtype) if residual.learned_scale else None
+        self._scale = residual.scale
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
     ) -> ResidualStream:
         """Adds the layer's two halves to the stream and returns it."""
-        attention = self.get_submodule(self._attention_name)
+        attention = self._modules[self._attention_name]
+        assert attention is not None, "made with the layer"
         hidden_states, *projected = stream.read_for(attention, self.input_layernorm, context.inputs)
         attended = attention(hidden_states, rope, context, *projected)
         stream.add(self._normed(self.post_self_attn_layernorm, attended))
@@ -265,10 +278,10 @@ class DecoderLayer(nn.Module):
 class SingleLayer(nn.Module):
     """`x += mixer(norm(x))`: a layer that attends, has a state, or is an MLP or a `MoE`, and nothing else."""
 
-    def __init__(self, config: ModelConfig, mixer: nn.Module, *, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
-        self.norm = make_norm(config, config.hidden_size, dtype=dtype)
-        self.mixer = mixer
+        self.norm = make_norm(layer.norm, made.hidden_size, dtype=made.dtype)
+        self.mixer = parts.single()
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
@@ -281,27 +294,17 @@ class SingleLayer(nn.Module):
 
 
 class NormedResidualLayer(nn.Module):
-    """`x = norm(x); x = a x + b attention(x)`, then the same of the MLP: see `NormedResidualConfig`."""
+    """`x = norm(x); x = a x + b attention(x)`, then the same of the MLP."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention: nn.Module,
-        mlp: MLP | MoE,
-        *,
-        is_linear: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        """`is_linear`: whether `attention` is linear attention."""
+    def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
-        weights = config.normed_residuals
-        assert weights is not None, "the family's reader fills `normed_residuals`"
-        self.input_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
-        self.self_attn = attention
-        self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+        residual = layer.residual
+        assert isinstance(residual, NormedStream)
+        self.input_layernorm = make_norm(layer.norm, made.hidden_size, dtype=made.dtype)
+        self.self_attn, mlp = parts.both()
+        self.post_attention_layernorm = make_norm(layer.norm, made.hidden_size, dtype=made.dtype)
         self.mlp = mlp
-        self._attention_weights = weights.linear if is_linear else weights.attention
-        self._mlp_weights = weights.mlp
+        self._attention_weights, self._mlp_weights = residual.mixer, residual.ffn
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
@@ -321,13 +324,10 @@ class ParallelLayer(nn.Module):
     Servers compute the experts while the layer attends.
     """
 
-    def __init__(
-        self, config: ModelConfig, attention: nn.Module, mlp: MLP | MoE, *, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
-        self.self_attn = attention
-        self.mlp = mlp
+        self.input_layernorm = make_norm(layer.norm, made.hidden_size, dtype=made.dtype)
+        self.self_attn, self.mlp = parts.both()
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
@@ -346,22 +346,20 @@ class ShortcutLayer(nn.Module):
     So all that follows the first attention is computed while servers compute the experts.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        attentions: Sequence[nn.Module],
-        mlps: Sequence[MLP],
-        experts: MoE,
-        *,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
-        size, halves = config.hidden_size, range(2)
-        self.input_layernorm = nn.ModuleList(make_norm(config, size, dtype=dtype) for _ in halves)
-        self.self_attn = nn.ModuleList(attentions)
-        self.post_attention_layernorm = nn.ModuleList(make_norm(config, size, dtype=dtype) for _ in halves)
-        self.mlps = nn.ModuleList(mlps)
-        self.mlp = experts
+        residual, halves = layer.residual, range(len(parts.mixers))
+        assert isinstance(residual, Shortcut)
+        assert isinstance(parts.ffn, MoE), "the family's reader lists all layers as MoE"
+
+        def norms() -> nn.ModuleList:
+            return nn.ModuleList(make_norm(layer.norm, made.hidden_size, dtype=made.dtype) for _ in halves)
+
+        self.input_layernorm = norms()
+        self.self_attn = nn.ModuleList(parts.mixers)
+        self.post_attention_layernorm = norms()
+        self.mlps = nn.ModuleList(MLP(residual.dense, made) for _ in halves)
+        self.mlp = parts.ffn
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext

@@ -20,6 +20,7 @@ import torch
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import routed
 
 # A layer's own request and late part, and the late part of the layer before.
 MIN_SLOTS = 3
@@ -106,7 +107,7 @@ def deferral_rule(config: MoebiusConfig, model: ModelConfig) -> DeferralRule | N
     layers = [layer for layer in model.moe_layer_ids if layer < model.num_decoder_layers]
     if not layers:
         raise UserError(f"defer_experts: {count} is not allowed: the model has no routed experts; allowed: 0")
-    top_k = model.moe.router.top_k
+    top_k = routed(model.layers)[layers[0]].router.top_k
     if count >= top_k:
         raise UserError(
             f"defer_experts: {count} is not allowed: {model.model_type} chooses {top_k} experts per token, "
@@ -132,13 +133,5 @@ def deferral_rule(config: MoebiusConfig, model: ModelConfig) -> DeferralRule | N
 
 def _unsupported(model: ModelConfig) -> str:
     """Why no late answer can be added to this model's stream; empty: it can."""
-    moe = model.moe
-    if model.output_norms or model.moe_output_norms or moe.own_norms:
-        return "which norms what experts add: sums of two layers would be normed together"
-    if model.layer_scales or model.normed_residuals is not None:
-        return "whose layers scale the residual stream, each by a number of its own"
-    if model.hyper is not None:
-        return "which has several residual streams, and weighs for each layer what they get"
-    if moe.kinds is not None or moe.router.num_zero_experts:
-        return "whose router does not choose among experts with weights alone"
-    return ""
+    reasons = (layer.late_refusal for layer in model.layers)
+    return next((reason for reason in reasons if reason), "")

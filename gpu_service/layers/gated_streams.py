@@ -10,11 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.cache.state_cache import StateCache
-from gpu_service.core.parallel import ParallelContext
-from gpu_service.core.partition import ShardRange
 from gpu_service.core.step import ForwardInputs
 from gpu_service.device.stream import page_lock
+from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import ResidualStream
 from gpu_service.layers.hyper_connections import HyperStreams
@@ -25,16 +23,19 @@ from gpu_service.ops.gated_streams import gate_values, inject_update, mix_gated_
 from gpu_service.ops.linear_attention import causal_conv_extend, causal_conv_update
 from gpu_service.ops.ngrams import NGramTable, ngram_rows, ngram_table, table_rows
 from gpu_service.ops.rope import RopeTable
-from moebius.models.attention_config import NGramConfig
-from moebius.models.config import ModelConfig
+from moebius.models.attention_config import HyperConnectionConfig, NGramConfig
+from moebius.models.layers import residual as specs
+from moebius.models.layers.layer import Layer, Places
+from moebius.models.layers.ranks import ShardRange, even_shard
+from moebius.models.layers.residual import NGrams
 
 
 class StreamNorm(OnePlusWeightRMSNorm):
     """The norm of each residual stream by itself; the weights of all streams are one `[N * H]`."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
-        super().__init__(config.stream_size, config.rms_norm_eps, dtype=dtype)
-        self._hidden_size = config.hidden_size
+    def __init__(self, num_streams: int, eps: float, made: Composition) -> None:
+        super().__init__(num_streams * made.hidden_size, eps, dtype=made.dtype)
+        self._hidden_size = made.hidden_size
 
     @property
     def by_stream(self) -> torch.Tensor:
@@ -49,17 +50,18 @@ class StreamNorm(OnePlusWeightRMSNorm):
 class StreamMixer(nn.Module):
     """What the streams are read as, at the end of a model; attribute names are those of transformers."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, injects: bool = False) -> None:
+    def __init__(
+        self, hyper: HyperConnectionConfig, eps: float, made: Composition, *, injects: bool = False
+    ) -> None:
         super().__init__()
-        hyper, whole = config.hyper, ShardRange.whole
-        assert hyper is not None, "the family's reader fills `hyper`"
+        whole, stream_size, dtype = ShardRange.whole, hyper.num_streams * made.hidden_size, made.dtype
         self._rank, self._num_streams = hyper.rank, hyper.num_streams
-        self.hc_norm = StreamNorm(config, dtype=dtype)
+        self.hc_norm = StreamNorm(hyper.num_streams, eps, made)
         down = {"input_mix_weight_down": whole(hyper.rank)}
         if injects:
             down |= {"block_inject_weight": whole(hyper.num_streams)}
-        self.down = FusedLinear(config.stream_size, down, bias=False, dtype=dtype)
-        self.input_mix_weight_up = Linear(hyper.rank, config.stream_size, bias=False, dtype=dtype)
+        self.down = FusedLinear(stream_size, down, bias=False, dtype=dtype)
+        self.input_mix_weight_up = Linear(hyper.rank, stream_size, bias=False, dtype=dtype)
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Streams `[T, N, H]` to `[T, H]`, and `[T, N]` (or nothing) for `inject_update`."""
@@ -72,8 +74,8 @@ class StreamMixer(nn.Module):
 class StreamConnection(StreamMixer):
     """Around one half of a layer."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype=dtype, injects=True)
+    def __init__(self, hyper: HyperConnectionConfig, eps: float, made: Composition) -> None:
+        super().__init__(hyper, eps, made, injects=True)
 
     def around(self, streams: torch.Tensor, half: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Streams `[T, N, H]` after a half of a layer that turns `[T, H]` into a new `[T, H]`; in place."""
@@ -98,22 +100,13 @@ class NGramRows(nn.Module):
     stored in 8 bits with one scale it stays so.
     """
 
-    def __init__(
-        self,
-        sizes: NGramConfig,
-        num_rows: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        parallel: ParallelContext,
-    ) -> None:
+    def __init__(self, sizes: NGramConfig, num_rows: int, made: Composition) -> None:
         super().__init__()
-        rank, ranks = parallel.tp_rank, parallel.tp_size
-        self._shard = ShardRange(num_rows * rank // ranks, num_rows * (rank + 1) // ranks, num_rows)
-        self.weight = empty_parameter(self._shard.size, sizes.row_dim, dtype=dtype)
+        self._shard = even_shard(num_rows, made.parallel.tp_rank, made.parallel.tp_size)
+        self.weight = empty_parameter(self._shard.size, sizes.row_dim, dtype=made.dtype)
         self.weight_scale: nn.Parameter | None = None
-        self._parts, self._dtype, self._device = sizes.parts, dtype, device
-        self._group = parallel.tensor_group
+        self.num_parts, self._dtype, self._device = sizes.parts, made.dtype, made.device
+        self._group = made.parallel.tensor_group
 
     @property
     def host_parameters(self) -> tuple[str, ...]:
@@ -138,8 +131,8 @@ class NGramRows(nn.Module):
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """Every part is named, also those of which this rank has nothing."""
         shard, columns = self._shard, ShardRange.whole(self.weight.shape[1])
-        rows = shard.total // self._parts
-        for part in range(self._parts):
+        rows = shard.total // self.num_parts
+        for part in range(self.num_parts):
             first = part * rows
             begin, end = (min(max(bound - first, 0), rows) for bound in (shard.begin, shard.end))
             place = min(max(first + begin - shard.begin, 0), shard.size)
@@ -152,22 +145,11 @@ class NGramRows(nn.Module):
 class NGramEmbedding(nn.Module):
     """A token's rows of the table, one after another. Its factors follow from config.json."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        place: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        parallel: ParallelContext,
-    ) -> None:
+    def __init__(self, spec: NGrams, made: Composition) -> None:
         super().__init__()
-        assert config.ngram is not None, "the family's reader fills `ngram`"
-        self._sizes, self._device = config.ngram, device
-        self._table = ngram_table(config.ngram, place, config.vocab_size, "cpu")
-        self.ngram_embedding = NGramRows(
-            config.ngram, self._table.num_rows, dtype=dtype, device=device, parallel=parallel
-        )
+        self._sizes, self._device = spec.sizes, made.device
+        self._table = ngram_table(spec.sizes, spec.place, made.vocab_size, "cpu")
+        self.ngram_embedding = NGramRows(spec.sizes, self._table.num_rows, made)
 
     def pack(self) -> None:
         """Puts what was computed to the weights; the loader calls it once."""
@@ -196,43 +178,29 @@ class NGramEmbedding(nn.Module):
 class NGramLayer(nn.Module):
     """Adds embedded n-grams to every stream, gated by the stream, and a convolution of them over time."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        state: int,
-        sequences: StepSequences,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        parallel: ParallelContext,
-    ) -> None:
-        """`layer` of the whole model; `state` counts the stage's layers that embed n-grams."""
+    def __init__(self, spec: NGrams, eps: float, places: Places, made: Composition) -> None:
+        """`eps` is that of the norms."""
         super().__init__()
-        sizes, width = config.ngram, config.stream_size
-        assert sizes is not None, "the family's reader fills `ngram`"
-        self._sizes, self._state, self._sequences = sizes, state, sequences
-        self._hidden_size = config.hidden_size
-        self.ple_embedding = NGramEmbedding(
-            config, sizes.layers.index(layer), dtype=dtype, device=device, parallel=parallel
-        )
-        parts = {"key_proj": ShardRange.whole(width), "value_proj": ShardRange.whole(config.hidden_size)}
-        self.kv_proj = FusedLinear(sizes.embed_dim, parts, bias=False, dtype=dtype)
-        self.norm_key = StreamNorm(config, dtype=dtype)
-        self.norm_query = StreamNorm(config, dtype=dtype)
-        self.norm_conv = StreamNorm(config, dtype=dtype)
-        self.conv1d = SpreadTaps({"": ShardRange.whole(width)}, sizes, dtype=dtype)
+        assert places.state is not None
+        sizes, width, hidden_size = spec.sizes, spec.stream_size, made.hidden_size
+        self._state, self._sequences = places.state, made.shared(StepSequences)
+        self._hidden_size, norms = hidden_size, (width // hidden_size, eps, made)
+        self.ple_embedding = NGramEmbedding(spec, made)
+        parts = {"key_proj": ShardRange.whole(width), "value_proj": ShardRange.whole(hidden_size)}
+        self.kv_proj = FusedLinear(sizes.embed_dim, parts, bias=False, dtype=made.dtype)
+        self.norm_key, self.norm_query, self.norm_conv = (StreamNorm(*norms) for _ in range(3))
+        self.conv1d = SpreadTaps({"": ShardRange.whole(width)}, sizes, dtype=made.dtype)
 
     def forward(self, streams: torch.Tensor, context: ForwardContext) -> None:
         """Streams `[T, N, H]` are added to in place; the states after the step are in its slots."""
         inputs, states = context.inputs, context.states
-        assert isinstance(states, StateCache), "a model that embeds n-grams needs states"
-        embedded = self.ple_embedding(inputs, states.tokens(self._state))
+        assert states is not None, "a model that embeds n-grams needs states"
+        tokens, recent = states.of(self._state)
+        embedded = self.ple_embedding(inputs, tokens)
         keys, values = self.kv_proj(embedded).split((streams[0].numel(), self._hidden_size), dim=1)
         weights = self.norm_key.by_stream, self.norm_query.by_stream
         gated = gate_values(keys.reshape(streams.shape), streams, values, *weights, self.norm_key.eps)
         rows: torch.Tensor = self.norm_conv(gated).flatten(1)
-        recent = states.token_conv(self._state)
         assert inputs.state_reads is not None
         assert inputs.state_writes is not None
         own = rows, recent, self.conv1d.taps, inputs.state_reads, inputs.state_writes
@@ -264,22 +232,18 @@ class GatedStreamLayer(nn.Module):
     The attention's name is the checkpoint's: `linear_attn` where its class says so.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention: nn.Module,
-        mlp: nn.Module,
-        *,
-        dtype: torch.dtype,
-        ngrams: NGramLayer | None = None,
-    ) -> None:
+    def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
+        residual, eps = layer.residual, layer.norm.eps
+        assert isinstance(residual, specs.GatedStreams)
+        attention, self.mlp = parts.both()
         self._attention_name: str = getattr(attention, "checkpoint_name", "self_attn")
-        self.ple = ngrams
-        self.attn_hyper_connection = StreamConnection(config, dtype=dtype)
+        self.ple: NGramLayer | None = None
+        if residual.ngrams is not None:
+            self.ple = NGramLayer(residual.ngrams, eps, parts.places[-1], made)
+        self.attn_hyper_connection = StreamConnection(residual.sizes, eps, made)
         self.add_module(self._attention_name, attention)
-        self.mlp_hyper_connection = StreamConnection(config, dtype=dtype)
-        self.mlp = mlp
+        self.mlp_hyper_connection = StreamConnection(residual.sizes, eps, made)
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Self
 
 import torch
 from torch import nn
 
+from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream
 from gpu_service.layers.linear import empty_parameter
 from gpu_service.layers.norm import Norm
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams, weigh_streams
 from gpu_service.ops.rope import RopeTable
-from moebius.models.config import ModelConfig
+from moebius.models.attention_config import HyperConnectionConfig
+from moebius.models.layers.layer import Layer
+from moebius.models.layers.residual import HyperConnections, Sequential
 
 
 class HyperConnection(nn.Module):
     """Weights of one half of a layer, float32 as they are used; attribute names are those of transformers."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hyper: HyperConnectionConfig, eps: float, hidden_size: int) -> None:
         super().__init__()
-        assert config.hyper is not None, "the family's reader fills `hyper`"
-        self._sizes, self._norm_eps = config.hyper, config.rms_norm_eps
-        num = config.hyper.num_streams
+        self._sizes, self._norm_eps, num = hyper, eps, hyper.num_streams
         # Of the weights between streams there may be none.
-        kinds = 3 if config.hyper.iterations else 2
-        rows = (2 + num) * num if config.hyper.iterations else 2 * num
-        self.fn = empty_parameter(rows, num * config.hidden_size, dtype=torch.float32)
+        kinds = 3 if hyper.iterations else 2
+        rows = (2 + num) * num if hyper.iterations else 2 * num
+        self.fn = empty_parameter(rows, num * hidden_size, dtype=torch.float32)
         self.base = empty_parameter(rows, dtype=torch.float32)
         self.scale = empty_parameter(kinds, dtype=torch.float32)
 
@@ -44,12 +46,10 @@ class HyperConnection(nn.Module):
 class HyperHead(nn.Module):
     """Weights of the last sum of streams, float32; attribute names are those of transformers."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hyper: HyperConnectionConfig, eps: float, hidden_size: int) -> None:
         super().__init__()
-        assert config.hyper is not None, "the family's reader fills `hyper`"
-        self._norm_eps, self._eps = config.rms_norm_eps, config.hyper.eps
-        num = config.hyper.num_streams
-        self.hc_fn = empty_parameter(num, num * config.hidden_size, dtype=torch.float32)
+        self._norm_eps, self._eps, num = eps, hyper.eps, hyper.num_streams
+        self.hc_fn = empty_parameter(num, num * hidden_size, dtype=torch.float32)
         self.hc_base = empty_parameter(num, dtype=torch.float32)
         self.hc_scale = empty_parameter(1, dtype=torch.float32)
 
@@ -83,11 +83,12 @@ class HyperStreams(ResidualStream):
 class HyperDecoderLayer(DecoderLayer):
     """A decoder layer each of whose halves has a hyper-connection around it."""
 
-    def __init__(
-        self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, *, dtype: torch.dtype
-    ) -> None:
-        super().__init__(config, attention, mlp, dtype=dtype)
-        self.attn_hc, self.ffn_hc = HyperConnection(config), HyperConnection(config)
+    def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
+        residual = layer.residual
+        assert isinstance(residual, HyperConnections)
+        super().__init__(replace(layer, residual=Sequential()), parts, made)
+        sizes = residual.sizes, layer.norm.eps, made.hidden_size
+        self.attn_hc, self.ffn_hc = HyperConnection(*sizes), HyperConnection(*sizes)
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext

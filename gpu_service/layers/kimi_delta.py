@@ -7,16 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import RMSNorm
-from gpu_service.layers.states import ConvTaps, StateLayer, StepSequences
+from gpu_service.layers.states import ConvTaps, StateLayer
 from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.norm import sigmoid_gated_rms_norm
 from gpu_service.ops.rope import RopeTable
-from moebius.models.config import LinearAttentionConfig, ModelConfig
+from moebius.models.layers.layer import Places
+from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.recurrent import KDA
 
 
 class KimiDeltaAttention(StateLayer):
@@ -28,37 +29,32 @@ class KimiDeltaAttention(StateLayer):
 
     head_vectors = ()
 
-    def __init__(
-        self,
-        state_layer: int,
-        config: ModelConfig,
-        sequences: StepSequences,
-        *,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-    ) -> None:
-        super().__init__(state_layer, config, sequences, parallel)
-        linear, size, keys, values = self._linear, config.hidden_size, self._keys, self._values
+    def __init__(self, spec: KDA, places: Places, made: Composition) -> None:
+        super().__init__(spec, places, made)
+        size, dtype, keys, values = made.hidden_size, made.dtype, self._keys, self._values
+        self._decay_bound = spec.decay_bound
         qkv = {"q_proj": keys, "k_proj": keys, "v_proj": values}
-        narrow = ShardRange.whole(linear.value_head_dim)
+        narrow = ShardRange.whole(spec.value_head_dim)
         gates = {"f_a_proj": narrow, "g_a_proj": narrow}
-        if linear.direct_gates:
+        if spec.direct_gates:
             gates = {"f_proj": keys, "g_proj": values}
         widths = [shard.size for shard in gates.values()]
         self._widths = (2 * keys.size + values.size, self._heads.size, *widths)
         self.in_proj = FusedLinear(size, qkv | {"b_proj": self._heads} | gates, bias=False, dtype=dtype)
         convolved = {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}
-        self.conv1d = ConvTaps(convolved, linear.conv_width, dtype=dtype)
+        self.conv1d = ConvTaps(convolved, spec.conv_width, dtype=dtype)
         self.f_b_proj: nn.Module = nn.Identity()
         self.g_b_proj: nn.Module = nn.Identity()
-        if not linear.direct_gates:
+        if not spec.direct_gates:
             self.f_b_proj = FusedLinear(narrow.size, {"f_b_proj": keys}, bias=False, dtype=dtype)
             self.g_b_proj = FusedLinear(narrow.size, {"g_b_proj": values}, bias=False, dtype=dtype)
         # As published and as trained: decays are sensitive to their last bits.
-        self.A_log = empty_parameter(*_decay_shape(linear), dtype=torch.float32)
+        heads = spec.num_value_heads
+        shape = (1, 1, heads, 1) if spec.decay_has_axes else (heads,)
+        self.A_log = empty_parameter(*shape, dtype=torch.float32)
         self.dt_bias = empty_parameter(keys.size, dtype=torch.float32)
-        self.o_norm = RMSNorm(linear.value_head_dim, config.rms_norm_eps, dtype=dtype)
-        self.o_proj = RowParallelLinear(values, size, bias=False, dtype=dtype, parallel=parallel)
+        self.o_norm = RMSNorm(spec.value_head_dim, spec.eps, dtype=dtype)
+        self.o_proj = RowParallelLinear(values, size, bias=False, dtype=dtype, parallel=made.parallel)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """Of this module's own parameters, a rank has those of its heads, but first all of A_log."""
@@ -78,16 +74,10 @@ class KimiDeltaAttention(StateLayer):
         states = self._states(context)
         qkv, b, decay, gate = self.in_proj(hidden_states).split(self._widths, dim=1)
         qkv = states.convolve(qkv, self.conv1d)
-        gates = self.f_b_proj(decay), b, self.A_log, self.dt_bias, self._linear.decay_bound
+        gates = self.f_b_proj(decay), b, self.A_log, self.dt_bias, self._decay_bound
         values = states.recur(kimi_delta_update, kimi_delta_extend, qkv, *gates)
         gate = self.g_b_proj(gate)
         output: torch.Tensor = self.o_proj(
             sigmoid_gated_rms_norm(values, gate, self.o_norm.weight, self.o_norm.eps)
         )
         return output
-
-
-def _decay_shape(linear: LinearAttentionConfig) -> tuple[int, ...]:
-    """Of A_log in the checkpoint."""
-    heads = linear.num_value_heads
-    return (1, 1, heads, 1) if linear.decay_has_axes else (heads,)

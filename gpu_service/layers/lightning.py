@@ -14,8 +14,7 @@ import structlog
 import torch
 from torch.nn import functional
 
-from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange, stage_layers
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import (
     CheckpointPart,
@@ -25,12 +24,14 @@ from gpu_service.layers.linear import (
     lightning_order,
 )
 from gpu_service.layers.norm import FullWidthNorm
-from gpu_service.layers.states import StateLayer, StepSequences
+from gpu_service.layers.states import StateLayer
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.state_space import state_space_extend, state_space_update
 from moebius.checkpoint.errors import CheckpointError
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Places
+from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.recurrent import Lightning
 
 # Softplus of it is 1: the bias of steps that nothing is projected for.
 _UNIT_STEP = math.log(math.e - 1)
@@ -50,23 +51,14 @@ class LightningAttention(StateLayer):
     # Published checkpoints have no rates; those that transformers has saved do.
     zero_if_missing = ("slope_rate",)
 
-    def __init__(
-        self,
-        state_layer: int,
-        config: ModelConfig,
-        sequences: StepSequences,
-        *,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-    ) -> None:
-        super().__init__(state_layer, config, sequences, parallel)
-        linear, size, values = self._linear, config.hidden_size, self._values
-        layers = [layer for layer in stage_layers(config, parallel) if layer in linear.layers]
-        rates = decay_rates(linear.num_value_heads, layers[state_layer], config.num_layers)
-        self._layer, self._rates = layers[state_layer], rates[self._heads.slice]
+    def __init__(self, spec: Lightning, places: Places, made: Composition) -> None:
+        super().__init__(spec, places, made)
+        size, dtype, parallel, values = made.hidden_size, made.dtype, made.parallel, self._values
+        rates = decay_rates(spec.num_value_heads, spec.layer, spec.num_layers)
+        self._layer, self._rates = spec.layer, rates[self._heads.slice]
         self.slope_rate = empty_parameter(self._heads.size, 1, 1, dtype=torch.float32)
-        rows = self._heads.scaled(3 * linear.value_head_dim)
-        order = lightning_order(self._heads.size, linear.value_head_dim)
+        rows = self._heads.scaled(3 * spec.value_head_dim)
+        order = lightning_order(self._heads.size, spec.value_head_dim)
         gates = range(rows.size, rows.size + values.size)
         parts = {"qkv_proj": rows, "output_gate": values}
         self.in_proj = FusedLinear(size, parts, bias=False, dtype=dtype, order=[*order, *gates])

@@ -15,11 +15,14 @@ import torch
 from torch import nn
 
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange
 from gpu_service.core.step import ForwardInputs
+from gpu_service.device.stream import own_pages
 from gpu_service.ops.linear import GROUP, can_pack, fp8_linear, linear, pack_weight
 from gpu_service.ops.norm_linear import add_norm_linear
-from moebius.models.config import LinearAttentionConfig
+from gpu_service.ops.packed_weight import PackedPart, PackedWeight, packed_bytes
+from moebius import _kernels
+from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.recurrent import GatedDeltaNet
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,33 +86,68 @@ class ReadsSeam(Protocol):
         """The sum, its norm, and what else `forward` is to be called with; None: it reads a norm alone."""
 
 
-class Linear(nn.Module):
+class StoredWeight(nn.Module):
+    """A module with one `weight` `[rows, columns]` that a CPU can use in the checkpoint's own format.
+
+    Kept so, the parameter is the packed memory, uint8 `[bytes]`, and `packed` what computes with it.
+    """
+
+    def __init__(self, rows: int, columns: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(rows, columns, dtype=dtype)
+        self.weight_shape = rows, columns
+        # Of a weight that is kept: its parts, and the whole once it has memory.
+        self.packed_parts: tuple[PackedPart, ...] = ()
+        self.packed: PackedWeight | None = None
+
+    def keep_packed(self, parts: tuple[PackedPart, ...]) -> None:
+        """Hold the weight as parts in stored formats; the loader calls this before it gives memory."""
+        self.packed_parts = parts
+        self.weight = empty_parameter(packed_bytes(self.weight_shape[1], parts), dtype=torch.uint8)
+
+    def make_packed(self, threads: _kernels.DenseThreads) -> PackedWeight:
+        """The kept weight, which gets memory at the first call."""
+        if self.packed is None:
+            memory = own_pages(self.weight.shape, torch.uint8)
+            self.weight = nn.Parameter(memory, requires_grad=False)
+            self.packed = PackedWeight(threads, self.weight_shape[1], self.packed_parts, memory)
+        return self.packed
+
+
+class Linear(StoredWeight):
     """`y = x W^T + b`; weight `[out_features, in_features]`."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype)
+        super().__init__(out_features, in_features, dtype=dtype)
         self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
         # Of a weight kept in 8 bits; its first column is this one of its group.
         self.weight_scales: nn.Parameter | None = None
         self._first_column = 0
+        # Of a kept weight, filled by `pack`: the bias in float32, and the order of outputs where it differs.
+        self._wide_bias: torch.Tensor | None = None
+        self._output_order: torch.Tensor | None = None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         return self._gemm(hidden_states, self.bias)
 
     def _gemm(self, hidden_states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.packed is not None:
+            product = self.packed.linear(hidden_states, None if bias is None else self._wide_bias)
+            return product if self._output_order is None else product[..., self._output_order]
         if self.weight_scales is None:
             return linear(hidden_states, self.weight, bias)
         return fp8_linear(hidden_states, self.weight, self.weight_scales, self._first_column, bias)
 
     def after_seam(self, seam: Seam) -> tuple[torch.Tensor, ...] | None:
-        """What `add_norm_linear` returns, the product being `forward`'s; None: of weights in 8 bits."""
-        return None if self.weight_scales is not None else add_norm_linear(*seam, self.weight, self.bias)
+        """What `add_norm_linear` returns, the product being `forward`'s; None: of weights kept as stored."""
+        if self.weight_scales is not None or self.packed is not None:
+            return None
+        return add_norm_linear(*seam, self.weight, self.bias)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """The parameters under their own names; scales of a weight kept in 8 bits have none."""
-        rows, columns = self.weight.shape
+        rows, columns = self.weight_shape
         yield CheckpointPart("", "weight", ShardRange.whole(rows), ShardRange.whole(columns))
         if self.bias is not None:
             yield CheckpointPart("", "bias", ShardRange.whole(rows), None)
@@ -124,7 +162,10 @@ class Linear(nn.Module):
 
     def pack(self) -> None:
         """Put the loaded weight into the device's fastest layout, in place of the plain one."""
-        if can_pack(self.weight):
+        if self.packed is not None:
+            self.packed.calibrate()
+            self._wide_bias = None if self.bias is None else self.bias.float()
+        elif can_pack(self.weight):
             self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
 
 
@@ -153,8 +194,10 @@ class FusedLinear(Linear):
         self._order = None if order is None else list(order)
 
     def pack(self) -> None:
-        """Puts the rows into their order first, then as `Linear`."""
-        if self._order is not None:
+        """Puts the rows into their order first, then as `Linear`; of a kept weight products are ordered."""
+        if self._order is not None and self.packed is not None:
+            self._output_order = torch.tensor(self._order)
+        elif self._order is not None:
             for name, rows in list(self.named_parameters(recurse=False)):
                 # As bytes where it can be, because torch indexes no 8-bit floats.
                 plain = rows.view(torch.uint8) if rows.element_size() == 1 else rows
@@ -227,15 +270,15 @@ def lightning_order(num_heads: int, head_dim: int) -> list[int]:
     return [*value, *key, *query]
 
 
-def linear_attention_order(config: LinearAttentionConfig) -> list[int]:
+def linear_attention_order(spec: GatedDeltaNet) -> list[int]:
     """Rows of `in_proj_qkvz`, then of `in_proj_ba`, as queries, keys, values, gates, b, a of all heads.
 
     The checkpoint has for each key head: its query, its key, the values and then the gates of the value heads
     it serves; and b, then a of these.
     """
-    heads = config.num_key_heads
-    repeats = config.num_value_heads // heads
-    values = repeats * config.value_head_dim
-    widths = (config.key_head_dim, config.key_head_dim, values, values)
+    heads = spec.num_key_heads
+    repeats = spec.num_value_heads // heads
+    values = repeats * spec.value_head_dim
+    widths = (spec.key_head_dim, spec.key_head_dim, values, values)
     parts = (*_apart(0, heads, widths), *_apart(heads * sum(widths), heads, (repeats, repeats)))
     return [row for part in parts for row in part]

@@ -6,21 +6,22 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import RMSNorm
-from gpu_service.layers.states import ConvTaps, StateLayer, StepSequences, own_rows
+from gpu_service.layers.states import ConvTaps, StateLayer, own_rows
 from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.selective_scan import selective_scan_extend, selective_scan_update
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Places
+from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.recurrent import SelectiveScan
 
 
 class Mamba(StateLayer):
     """Projection, convolution, what steps and states are made of and its norms, recurrence, projection.
 
-    Of a `LinearAttentionConfig`, every channel is a head. What all channels together say of steps and states
+    Every channel is a head. What all channels together say of steps and states
     is summed over ranks.
     """
 
@@ -28,23 +29,15 @@ class Mamba(StateLayer):
     head_vectors = ("D",)
     D: torch.Tensor
 
-    def __init__(
-        self,
-        state_layer: int,
-        config: ModelConfig,
-        sequences: StepSequences,
-        *,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-    ) -> None:
-        super().__init__(state_layer, config, sequences, parallel)
-        linear, channels, size = self._linear, self._heads, config.hidden_size
-        rank, state_dim, eps = linear.step_rank, linear.key_head_dim, config.rms_norm_eps
+    def __init__(self, spec: SelectiveScan, places: Places, made: Composition) -> None:
+        super().__init__(spec, places, made)
+        channels, size, dtype, parallel = self._heads, made.hidden_size, made.dtype, made.parallel
+        rank, state_dim, eps = spec.step_rank, spec.key_head_dim, spec.eps
         # x of all channels, then their gates.
         stored = {"in_proj": ShardRange.whole(2 * channels.total)}
         order = None if channels.is_whole else own_rows(channels, channels)
         self.in_proj = FusedLinear(size, stored, bias=False, dtype=dtype, order=order)
-        self.conv1d = ConvTaps({"": channels}, linear.conv_width, dtype=dtype, bias=True)
+        self.conv1d = ConvTaps({"": channels}, spec.conv_width, dtype=dtype, bias=True)
         self._widths = (rank, state_dim, state_dim)
         self.x_proj = RowParallelLinear(
             channels, sum(self._widths), bias=False, dtype=dtype, parallel=parallel
@@ -60,7 +53,7 @@ class Mamba(StateLayer):
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """Of this module's own parameters, a rank has those of its channels."""
         yield from super().checkpoint_parts()
-        yield CheckpointPart("", "A_log", self._heads, ShardRange.whole(self._linear.key_head_dim))
+        yield CheckpointPart("", "A_log", self._heads, ShardRange.whole(self.A_log.shape[1]))
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext

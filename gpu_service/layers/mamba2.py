@@ -7,21 +7,22 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
-from gpu_service.layers.states import ConvTaps, StateLayer, StepSequences, own_rows
+from gpu_service.layers.states import ConvTaps, StateLayer, own_rows
 from gpu_service.ops.norm import gated_group_rms_norm
 from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.state_space import state_space_extend, state_space_update
-from moebius.models.config import ModelConfig
+from moebius.models.layers import recurrent
+from moebius.models.layers.layer import Places
+from moebius.models.layers.ranks import ShardRange
 
 
 class Mamba2(StateLayer):
     """Projection, convolution, recurrence, norm of the gated outputs, projection.
 
-    Of a `LinearAttentionConfig`, key heads are the groups of B and C, and value heads the heads.
+    Key heads are the groups of B and C, and value heads the heads.
     """
 
     checkpoint_name = "mamba"
@@ -30,28 +31,20 @@ class Mamba2(StateLayer):
     D: torch.Tensor
     dt_bias: torch.Tensor
 
-    def __init__(
-        self,
-        state_layer: int,
-        config: ModelConfig,
-        sequences: StepSequences,
-        *,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-    ) -> None:
-        super().__init__(state_layer, config, sequences, parallel)
-        linear, heads, size = self._linear, self._heads, config.hidden_size
+    def __init__(self, spec: recurrent.Mamba2, places: Places, made: Composition) -> None:
+        super().__init__(spec, places, made)
+        heads, size, dtype = self._heads, made.hidden_size, made.dtype
         # x of all heads, then B and C of all groups: loaded whole, a rank's do not lie together.
         values, xbc = self._values, (self._values, self._keys, self._keys)
         self._widths = (values.size, sum(shard.size for shard in xbc), heads.size)
-        stored = {"in_proj": ShardRange.whole(linear.value_size + linear.conv_size + linear.num_value_heads)}
+        stored = {"in_proj": ShardRange.whole(spec.value_size + spec.conv_size + spec.num_value_heads)}
         order = None if heads.is_whole else own_rows(values, *xbc, heads)
         self.in_proj = FusedLinear(size, stored, bias=False, dtype=dtype, order=order)
-        channels = {"": ShardRange.whole(linear.conv_size)}
+        channels = {"": ShardRange.whole(spec.conv_size)}
         order = own_rows(*xbc)
-        self.conv1d = ConvTaps(channels, linear.conv_width, dtype=dtype, bias=True, order=order)
-        self.norm = GatedGroupNorm(values, self._key_heads.size, config.rms_norm_eps, dtype=dtype)
-        self.out_proj = RowParallelLinear(values, size, bias=False, dtype=dtype, parallel=parallel)
+        self.conv1d = ConvTaps(channels, spec.conv_width, dtype=dtype, bias=True, order=order)
+        self.norm = GatedGroupNorm(values, self._key_heads.size, spec.eps, dtype=dtype)
+        self.out_proj = RowParallelLinear(values, size, bias=False, dtype=dtype, parallel=made.parallel)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext

@@ -13,17 +13,18 @@ from torch import nn
 
 from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values, up_project
 from gpu_service.cache.kv_cache import IndexKeys
-from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange, query_heads
+from gpu_service.core.partition import heads_shard
 from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import LayerNorm, RMSNorm
 from gpu_service.ops.kv import pool_index_keys
 from gpu_service.ops.linear import linear
 from gpu_service.ops.rope import RopeTable, apply_rope, half_split, learned_query_scales
-from moebius.models.attention_config import MlaConfig
-from moebius.models.config import ModelConfig
+from moebius.models.layers.latent import MLA, TokenIndexer
+from moebius.models.layers.layer import Places
+from moebius.models.layers.ranks import ShardRange
 
 
 class StepSelection:
@@ -66,29 +67,25 @@ class Indexer(nn.Module):
     Attribute names are those of the checkpoint. `index_layer` counts the layers of this stage that choose.
     """
 
-    def __init__(
-        self, index_layer: int, config: ModelConfig, selection: StepSelection, *, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, index_layer: int, spec: MLA, indexer: TokenIndexer, made: Composition) -> None:
         super().__init__()
-        assert config.mla is not None, "the family's reader fills `mla`"
-        indexer, rank = config.mla.indexer, config.mla.q_lora_rank
-        assert indexer is not None, "the family's reader fills `indexer`"
+        rank, size, dtype = spec.q_lora_rank, made.hidden_size, made.dtype
         assert rank is not None or indexer.reads_hidden, "the family's reader asks for a latent of queries"
-        self._index_layer, self._sizes, self._selection = index_layer, indexer, selection
+        self._index_layer, self._sizes, self._selection = index_layer, indexer, made.shared(StepSelection)
         # Elements before those that are rotated.
-        self._unrotated = indexer.head_dim - config.mla.qk_rope_head_dim if indexer.rotates_last else 0
+        self._unrotated = indexer.head_dim - spec.qk_rope_head_dim if indexer.rotates_last else 0
         self.q_input_norm: LayerNorm | None = None
         if indexer.reads_hidden:
-            rank = config.hidden_size
+            rank = size
             self.q_input_norm = LayerNorm(rank, indexer.key_eps, dtype=dtype)
         assert rank is not None
         self.wq_b = Linear(rank, indexer.num_heads * indexer.head_dim, bias=False, dtype=dtype)
-        whole, grows = ShardRange.whole(indexer.num_heads), config.mla.learned_query_growth
+        whole, grows = ShardRange.whole(indexer.num_heads), spec.learned_query_growth
         self.softmax_scaling = LearnedGrowth(whole, dtype=dtype) if grows else None
-        self.wk = Linear(config.hidden_size, indexer.head_dim, bias=False, dtype=dtype)
+        self.wk = Linear(size, indexer.head_dim, bias=False, dtype=dtype)
         self.k_norm = LayerNorm(indexer.head_dim, indexer.key_eps, dtype=dtype)
         # Its few rows weigh whole heads against one another: in 16 bits, ranks of tokens would change.
-        self.weights_proj = Linear(config.hidden_size, indexer.num_heads, bias=False, dtype=torch.float32)
+        self.weights_proj = Linear(size, indexer.num_heads, bias=False, dtype=torch.float32)
         # Of a token's weight among those of its pool; float32 as they are added.
         self.index_kpool_compress_ape: nn.Parameter | None = None
         self.index_kpool_compress_gate: nn.Parameter | None = None
@@ -96,9 +93,7 @@ class Indexer(nn.Module):
             self.index_kpool_compress_ape = empty_parameter(
                 indexer.pool, indexer.head_dim, dtype=torch.float32
             )
-            self.index_kpool_compress_gate = empty_parameter(
-                indexer.head_dim, config.hidden_size, dtype=dtype
-            )
+            self.index_kpool_compress_gate = empty_parameter(indexer.head_dim, size, dtype=dtype)
         self._score_scale = (indexer.head_dim * indexer.num_heads) ** -0.5
 
     def forward(
@@ -156,11 +151,11 @@ class LatentProjection(nn.Module):
     No `Linear`: absorbed, the rows are used head by head, so they keep their plain layout.
     """
 
-    def __init__(self, config: MlaConfig, heads: ShardRange, *, nope_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: MLA, heads: ShardRange, *, nope_dim: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._num_heads, self._latent_dim = heads.size, config.kv_lora_rank
-        self._rows = heads.scaled(nope_dim + config.v_head_dim)
-        self.weight = empty_parameter(self._rows.size, config.kv_lora_rank, dtype=dtype)
+        self._num_heads, self._latent_dim = heads.size, spec.kv_lora_rank
+        self._rows = heads.scaled(nope_dim + spec.v_head_dim)
+        self.weight = empty_parameter(self._rows.size, spec.kv_lora_rank, dtype=dtype)
 
     def by_head(self) -> torch.Tensor:
         """View `[num_heads, nope_dim + value_dim, latent_dim]`: each head's key rows, then its value rows."""
@@ -173,71 +168,57 @@ class LatentProjection(nn.Module):
 class MLAttention(nn.Module):
     """Queries and latents from the hidden state, rotary embedding of their last parts, attention, output.
 
-    `config` is the whole model's. A rank computes its own heads; latents, which all heads share, are
-    computed and cached by every rank. `bias` is that of the projections from and to the hidden size; gates
-    and sinks are switches of `config`. `layer_id` counts the pipeline stage's layers that attend.
+    A rank computes its own heads; latents, which all heads share, are computed and cached by every rank.
 
-    Without `has_latents`, the layer attends to those of an earlier layer, whose cache `layer_id` names and
-    which `shares_latents`.
-    `rotates`: whether part of queries and keys is rotated.
-
-    Sparse attention: `selection` is what the model's layers share; a layer without an `indexer` attends to
-    what the latest layer with one chose.
+    Without latents of its own, the layer attends to those of an earlier layer, in whose cache they are.
+    Sparse attention: a layer without an `indexer` attends to what the latest layer with one chose.
     """
 
-    def __init__(
-        self,
-        layer_id: int,
-        config: ModelConfig,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-        indexer: Indexer | None = None,
-        selection: StepSelection | None = None,
-        has_latents: bool = True,
-        shares_latents: bool = False,
-        rotates: bool = True,
-    ) -> None:
+    def __init__(self, spec: MLA, places: Places, made: Composition) -> None:
         super().__init__()
-        mla = config.mla
-        assert mla is not None, "the family's reader fills `mla`"
-        self.layer_id = layer_id
-        self._sizes = mla
-        self.indexer = indexer
-        self._selection = selection
-        size, heads = config.hidden_size, query_heads(config, parallel)
-        query_rows = heads.scaled(mla.qk_head_dim)
+        assert places.cache is not None
+        self.layer_id, self._sizes = places.cache, spec
+        size, dtype, bias = made.hidden_size, made.dtype, spec.bias
+        heads = heads_shard(spec.num_heads, made.parallel)
+        self.indexer: Indexer | None = None
+        if spec.indexer is not None and places.index is not None:
+            self.indexer = Indexer(places.index, spec, spec.indexer, made)
+        query_rows = heads.scaled(spec.qk_head_dim)
         # Elements of a head's key from the latent, and of the part that all heads share.
-        self._shared_dim = 0 if mla.unrotated_from_latent and not rotates else mla.qk_rope_head_dim
-        self._nope_dim = mla.qk_head_dim - self._shared_dim
-        self._shares_latents = shares_latents
-        latent_rows = {"kv_a_proj_with_mqa": ShardRange.whole(mla.kv_lora_rank + self._shared_dim)}
+        self._shared_dim = 0 if spec.all_from_latent else spec.qk_rope_head_dim
+        self._nope_dim = spec.qk_head_dim - self._shared_dim
+        has_latents = not spec.latents_back
+        latent_rows = {"kv_a_proj_with_mqa": ShardRange.whole(spec.kv_lora_rank + self._shared_dim)}
         self.a_proj: FusedLinear | None = None
-        if mla.q_lora_rank is None:
+        if spec.q_lora_rank is None:
             # Never biased, so that it cannot share the GEMM of the latents.
             self.q_proj = FusedLinear(size, {"q_proj": query_rows}, bias=False, dtype=dtype)
             if has_latents:
                 self.a_proj = FusedLinear(size, latent_rows, bias=bias, dtype=dtype)
         else:
-            rows = {"q_a_proj": ShardRange.whole(mla.q_lora_rank)} | latent_rows
+            rows = {"q_a_proj": ShardRange.whole(spec.q_lora_rank)} | latent_rows
             self.a_proj = FusedLinear(size, rows, bias=bias, dtype=dtype)
-            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, mla.latent_eps, dtype=dtype)
-            self.q_b_proj = FusedLinear(mla.q_lora_rank, {"q_b_proj": query_rows}, bias=False, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(spec.q_lora_rank, spec.latent_eps, dtype=dtype)
+            self.q_b_proj = FusedLinear(spec.q_lora_rank, {"q_b_proj": query_rows}, bias=False, dtype=dtype)
         self.kv_a_layernorm: RMSNorm | None = None
         if has_latents:
-            self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, mla.latent_eps, dtype=dtype)
-        self.kv_b_proj = LatentProjection(mla, heads, nope_dim=self._nope_dim, dtype=dtype)
-        self.softmax_scaling = LearnedGrowth(heads, dtype=dtype) if mla.learned_query_growth else None
-        self._heads, self._gates_elements = heads, config.element_gate
-        self.g_proj: FusedLinear | None = None
-        if config.head_gate or config.element_gate:
-            gates = heads.scaled(mla.v_head_dim) if config.element_gate else heads
-            self.g_proj = FusedLinear(size, {"g_proj": gates}, bias=False, dtype=dtype)
-        self.sinks = empty_parameter(heads.size, dtype=torch.float32) if config.attention_sinks else None
+            self.kv_a_layernorm = RMSNorm(spec.kv_lora_rank, spec.latent_eps, dtype=dtype)
+        self.kv_b_proj = LatentProjection(spec, heads, nope_dim=self._nope_dim, dtype=dtype)
+        self.softmax_scaling = LearnedGrowth(heads, dtype=dtype) if spec.learned_query_growth else None
+        self._heads = heads
+        self.g_proj = self._gates(made)
+        self.sinks = empty_parameter(heads.size, dtype=torch.float32) if spec.has_sinks else None
         self.o_proj = RowParallelLinear(
-            heads.scaled(mla.v_head_dim), size, bias=bias, dtype=dtype, parallel=parallel
+            heads.scaled(spec.v_head_dim), size, bias=bias, dtype=dtype, parallel=made.parallel
         )
+
+    def _gates(self, made: Composition) -> FusedLinear | None:
+        """Of elements or heads; None: there are none."""
+        if self._sizes.gate is None:
+            return None
+        of_elements = self._sizes.gate == "element"
+        gates = self._heads.scaled(self._sizes.v_head_dim) if of_elements else self._heads
+        return FusedLinear(made.hidden_size, {"g_proj": gates}, bias=False, dtype=made.dtype)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """Of the parameters that are this module's own, a rank has those of its heads."""
@@ -265,7 +246,7 @@ class MLAttention(nn.Module):
         if backend.non_absorbed:
             if latent is not None and key_rope is not None:
                 of_step = latent, key_rope
-                if self._shares_latents:
+                if mla.shares_latents:
                     backend.step_latents[self._shared_dim] = of_step
             else:
                 of_step = backend.step_latents[self._shared_dim]
@@ -278,13 +259,13 @@ class MLAttention(nn.Module):
             if self._shared_dim < mla.qk_rope_head_dim:
                 # The cache has zeros there.
                 query_rope = query[..., : mla.qk_rope_head_dim]
-            chosen = None if self._selection is None else backend.selection
+            chosen = backend.selection if mla.is_sparse else None
             rows = query_latent, query_rope, latent, key_rope
             latents = backend.forward(*rows, layer_id, chosen, self.sinks)
             attended = project_values(latents, value_weight)
         if self.g_proj is not None:
             gates = self.g_proj(hidden_states).sigmoid_()
-            attended = attended * (gates.view_as(attended) if self._gates_elements else gates.unsqueeze(-1))
+            attended = attended * (gates.view_as(attended) if mla.gate == "element" else gates.unsqueeze(-1))
         output: torch.Tensor = self.o_proj(attended.flatten(1))
         return output
 

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange, even_shard
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.asked_experts import AskedExperts, ask_experts
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.deferral import Collect, add_late
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, Seam, empty_parameter
@@ -28,7 +27,10 @@ from gpu_service.ops.norm_linear import add_norm_linear, add_norm_route
 from gpu_service.ops.router import choose_by_kind, route, weigh_chosen, zero_experts
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.attention_config import ExpertKindsConfig
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.config import RouterConfig
+from moebius.models.layers import ffn as specs
+from moebius.models.layers.ffn import Dense
+from moebius.models.layers.ranks import ShardRange, even_shard
 
 
 class MLP(nn.Module):
@@ -38,25 +40,15 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str,
-        *,
-        limit: float = math.inf,
-        alpha: float = 1.702,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-        reduce: bool = True,
-        is_fused: bool = False,
+        self, spec: Dense, made: Composition, *, reduce: bool = True, is_fused: bool = False
     ) -> None:
-        """`intermediate_size` is the model's. `reduce=False` leaves the sum over ranks to the caller.
+        """`reduce=False` leaves the sum over ranks to the caller.
 
-        `limit`: where the activated gate is cut off above, and `up` on both sides; `alpha`: the sigmoid's
-        slope, where the activation has one. `is_fused`: the checkpoint
-        has gate and up as one matrix `gate_up_proj`, one after the other.
+        The activated gate is cut off above the limit, and `up` on both sides. `is_fused`: the checkpoint has
+        gate and up as one matrix `gate_up_proj`, one after the other.
         """
         super().__init__()
+        parallel, intermediate_size, activation = made.parallel, spec.intermediate_size, spec.activation
         channels = even_shard(intermediate_size, parallel.tp_rank, parallel.tp_size)
         parts, order = {"up_proj": channels}, None
         if activation not in PLAIN_ACTIVATIONS:
@@ -65,16 +57,17 @@ class MLP(nn.Module):
             parts = {"gate_up_proj": ShardRange.whole(2 * intermediate_size)}
             if not channels.is_whole:
                 order = [*channels.indices, *(intermediate_size + index for index in channels.indices)]
-        self.gate_up_proj = FusedLinear(hidden_size, parts, bias=False, dtype=dtype, order=order)
+        size, dtype = made.hidden_size, made.dtype
+        self.gate_up_proj = FusedLinear(size, parts, bias=False, dtype=dtype, order=order)
         self.down_proj = RowParallelLinear(
-            channels, hidden_size, bias=False, dtype=dtype, parallel=parallel, reduce=reduce
+            channels, size, bias=False, dtype=dtype, parallel=parallel, reduce=reduce
         )
         activations: Mapping[str, Callable[..., torch.Tensor]] = PLAIN_ACTIVATIONS | GATED_ACTIVATIONS
         self._activation: Callable[[torch.Tensor], torch.Tensor] = activations[activation]
         if activation == "gpt_oss":
-            self._activation = partial(GATED_ACTIVATIONS[activation], alpha=alpha, limit=limit)
-        elif limit != math.inf:
-            self._activation = partial(CLAMPED_ACTIVATIONS[activation], limit=limit)
+            self._activation = partial(GATED_ACTIVATIONS[activation], alpha=spec.alpha, limit=spec.limit)
+        elif spec.limit != math.inf:
+            self._activation = partial(CLAMPED_ACTIVATIONS[activation], limit=spec.limit)
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
         """With gate and up, see `ReadsSeam`."""
@@ -219,56 +212,31 @@ class MoE(nn.Module):
     what `collect` returns is final.
     """
 
-    def __init__(
-        self,
-        layer_id: int,
-        hidden_size: int,
-        config: MoeConfig,
-        activation: str,
-        *,
-        limit: float = math.inf,
-        hashed_tokens: int = 0,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-    ) -> None:
-        """`limit` is the shared experts', see `MLP`; `hashed_tokens` the router's."""
+    def __init__(self, spec: specs.MoE, layer_id: int, made: Composition) -> None:
+        """`layer_id`: the layer's number in the checkpoint, by which experts are asked."""
         super().__init__()
-        self.layer_id = layer_id
+        self.layer_id, router = layer_id, spec.router
+        size, dtype = made.hidden_size, made.dtype
         self.gate: Router | RouterOfKinds
-        if config.kinds is None:
-            self.gate = Router(hidden_size, config.router, hashed_tokens=hashed_tokens, dtype=dtype)
+        if spec.kinds is None:
+            self.gate = Router(size, router, hashed_tokens=spec.hashed_tokens, dtype=dtype)
         else:
-            self.gate = RouterOfKinds(hidden_size, config.router, config.kinds)
-        shared_size = config.shared_intermediate_size
-        self.shared_experts = (
-            MLP(
-                hidden_size,
-                shared_size,
-                activation,
-                limit=limit,
-                alpha=config.expert_alpha,
-                dtype=dtype,
-                parallel=parallel,
-                reduce=False,
-                is_fused=config.shared_fused,
-            )
-            if shared_size
-            else None
-        )
-        self.shared_expert_gate = (
-            Linear(hidden_size, 1, bias=False, dtype=dtype) if config.shared_gate else None
-        )
+            self.gate = RouterOfKinds(size, router, spec.kinds)
+        self.shared_experts: MLP | None = None
+        if spec.shared is not None:
+            self.shared_experts = MLP(spec.shared, made, reduce=False, is_fused=spec.shared_fused)
+        self.shared_expert_gate = Linear(size, 1, bias=False, dtype=dtype) if spec.shared_gate else None
         self.fc1_latent_proj: Linear | None = None
         self.fc2_latent_proj: Linear | None = None
-        if config.latent_size:
-            self.fc1_latent_proj = Linear(hidden_size, config.latent_size, bias=False, dtype=dtype)
-            self.fc2_latent_proj = Linear(config.latent_size, hidden_size, bias=False, dtype=dtype)
-        self._weighs_inputs, self._output_scale = config.router.weighs_inputs, config.output_scale
+        if isinstance(spec, specs.LatentMoE):
+            self.fc1_latent_proj = Linear(size, spec.latent_size, bias=False, dtype=dtype)
+            self.fc2_latent_proj = Linear(spec.latent_size, size, bias=False, dtype=dtype)
+        self._weighs_inputs, self._output_scale = router.weighs_inputs, spec.output_scale
         # Experts with weights, where a router also chooses others.
-        self._num_experts = config.router.num_experts if config.router.num_zero_experts else None
-        self._group = parallel.tensor_group
+        self._num_experts = router.num_experts if router.num_zero_experts else None
+        self._group = made.parallel.tensor_group
         # Answers of all ranks are added: one of them counts what all could compute.
-        self._adds_zero_experts = parallel.tp_rank == 0
+        self._adds_zero_experts = made.parallel.tp_rank == 0
         # Called with rows, ids and weights that the experts are about to be given; `moebius verify` sets it.
         self.on_routed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
@@ -388,15 +356,14 @@ class MoEWithOwnNorms(MoE):
     `dense_norm(mlp(x)) + output_norm(experts(input_norm(residual)))`, routed by `router_norm(residual)`.
     """
 
-    def __init__(
-        self, layer_id: int, config: ModelConfig, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
-    ) -> None:
-        size = config.hidden_size
-        super().__init__(layer_id, size, config.moe, config.activation, dtype=dtype, parallel=parallel)
-        self.router_norm = ScaledRMSNorm(size, config.rms_norm_eps)
-        self.input_norm = make_norm(config, size, dtype=dtype)
-        self.dense_norm = make_norm(config, size, dtype=dtype)
-        self.output_norm = make_norm(config, size, dtype=dtype)
+    def __init__(self, spec: specs.NormedMoE, layer_id: int, made: Composition) -> None:
+        plain = specs.MoE(router=spec.router, experts=spec.experts, shared=spec.shared)
+        super().__init__(plain, layer_id, made)
+        size = made.hidden_size
+        self.router_norm = ScaledRMSNorm(size, spec.router_eps)
+        self.input_norm = make_norm(spec.norm, size, dtype=made.dtype)
+        self.dense_norm = make_norm(spec.norm, size, dtype=made.dtype)
+        self.output_norm = make_norm(spec.norm, size, dtype=made.dtype)
 
     def forward_with_residual(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, context: ForwardContext

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
+from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream
 from gpu_service.layers.linear import Linear
 from gpu_service.layers.norm import Norm, make_norm
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layer
+from moebius.models.layers.residual import NextToken
 
 
 class MtpLayer(DecoderLayer):
@@ -18,17 +22,15 @@ class MtpLayer(DecoderLayer):
     checkpoint's, but for the embedding and the head, which are the model's own.
     """
 
-    def __init__(
-        self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, *, dtype: torch.dtype
-    ) -> None:
-        super().__init__(config, attention, mlp, dtype=dtype)
-        assert config.mtp is not None, "only a model whose heads are served has such layers"
-        size = config.hidden_size
-        self.enorm = make_norm(config, size, dtype=dtype)
-        self.hnorm = make_norm(config, size, dtype=dtype)
+    def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
+        residual, size, dtype = layer.residual, made.hidden_size, made.dtype
+        assert isinstance(residual, NextToken)
+        super().__init__(replace(layer, residual=residual.inner), parts, made)
+        self.enorm = make_norm(layer.norm, size, dtype=dtype)
+        self.hnorm = make_norm(layer.norm, size, dtype=dtype)
         self.eh_proj = Linear(2 * size, size, bias=False, dtype=dtype)
-        self.shared_head = nn.ModuleDict({"norm": make_norm(config, size, dtype=dtype)})
-        self._hidden_first = config.mtp.hidden_first
+        self.shared_head = nn.ModuleDict({"norm": make_norm(layer.norm, size, dtype=dtype)})
+        self._hidden_first = residual.hidden_first
 
     def begin(self, embedded: torch.Tensor, hidden_states: torch.Tensor) -> ResidualStream:
         """The stream that the layer adds to, of next tokens' embeddings and hidden states, both `[T, H]`."""

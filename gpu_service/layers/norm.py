@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.core.parallel import Collectives
-from gpu_service.core.partition import ShardRange
 from gpu_service.layers.linear import CheckpointPart, empty_parameter
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
-from moebius.models.config import ModelConfig
+from moebius.models.layers import norms
+from moebius.models.layers.ranks import ShardRange
 
 
 class Norm(nn.Module):
@@ -88,18 +88,17 @@ class MeanRemovingNorm(Norm):
         return functional.layer_norm(hidden_states, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def make_norm(config: ModelConfig, size: int, *, dtype: torch.dtype) -> Norm:
-    """The norm that the model's layers and heads have, over `size` elements."""
-    if config.mean_norms:
-        return MeanRemovingNorm(size, config.rms_norm_eps, dtype=dtype, bias=config.norm_bias)
-    return make_rms_norm(config, size, dtype=dtype)
+def make_norm(norm: norms.Norm, size: int, *, dtype: torch.dtype) -> Norm:
+    """The norm over `size` elements that a layer's value describes."""
+    if isinstance(norm, norms.LayerNorm):
+        return MeanRemovingNorm(size, norm.eps, dtype=dtype, bias=norm.bias)
+    return make_rms_norm(norm, size, dtype=dtype)
 
 
-def make_rms_norm(config: ModelConfig, size: int, *, dtype: torch.dtype) -> RMSNorm:
-    """The same for who computes it from its weight alone; `models.switches` refuses other norms there."""
-    assert not config.mean_norms, "the model's switches have been checked"
-    kind = OnePlusWeightRMSNorm if config.one_plus_weight_norms else RMSNorm
-    return kind(size, config.rms_norm_eps, dtype=dtype)
+def make_rms_norm(norm: norms.RMSNorm, size: int, *, dtype: torch.dtype) -> RMSNorm:
+    """The same for who computes it from its weight alone."""
+    kind = OnePlusWeightRMSNorm if norm.one_plus_weight else RMSNorm
+    return kind(size, norm.eps, dtype=dtype)
 
 
 class FullWidthNorm(nn.Module):

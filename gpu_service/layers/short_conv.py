@@ -7,42 +7,35 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import FusedLinear, RowParallelLinear
-from gpu_service.layers.states import ConvTaps, StateLayer, StepSequences, own_rows
+from gpu_service.layers.states import ConvTaps, StateLayer, own_rows
 from gpu_service.ops.rope import RopeTable
-from moebius.models.config import ModelConfig
+from moebius.models.layers import recurrent
+from moebius.models.layers.layer import Places
+from moebius.models.layers.ranks import ShardRange
 
 
 class ShortConv(StateLayer):
     """`out(c * conv(b * x))`, where b, c and x are projected from the hidden states.
 
-    Of a `LinearAttentionConfig`, every channel is a head; all that a request leaves behind are the latest
+    Every channel is a head; all that a request leaves behind are the latest
     inputs of the convolution.
     """
 
     checkpoint_name = "conv"
     head_vectors = ()
 
-    def __init__(
-        self,
-        state_layer: int,
-        config: ModelConfig,
-        sequences: StepSequences,
-        *,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-    ) -> None:
-        super().__init__(state_layer, config, sequences, parallel)
-        channels, size = self._heads, config.hidden_size
+    def __init__(self, spec: recurrent.ShortConv, places: Places, made: Composition) -> None:
+        super().__init__(spec, places, made)
+        channels, size, dtype = self._heads, made.hidden_size, made.dtype
         # b of all channels, then c, then x.
         stored = {"in_proj": ShardRange.whole(3 * channels.total)}
         order = None if channels.is_whole else own_rows(channels, channels, channels)
         self.in_proj = FusedLinear(size, stored, bias=False, dtype=dtype, order=order)
-        self.conv = ConvTaps({"": channels}, self._linear.conv_width, dtype=dtype)
-        self.out_proj = RowParallelLinear(channels, size, bias=False, dtype=dtype, parallel=parallel)
+        self.conv = ConvTaps({"": channels}, spec.conv_width, dtype=dtype)
+        self.out_proj = RowParallelLinear(channels, size, bias=False, dtype=dtype, parallel=made.parallel)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext

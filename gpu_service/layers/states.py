@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpu_service.cache.state_cache import StateCache
-from gpu_service.core.parallel import ParallelContext
-from gpu_service.core.partition import ShardRange, key_heads
+from gpu_service.core.partition import heads_shard
 from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, empty_parameter
 from gpu_service.ops.linear_attention import (
@@ -20,7 +19,9 @@ from gpu_service.ops.linear_attention import (
     causal_conv_update,
     make_sequences,
 )
-from moebius.models.config import LinearAttentionConfig, ModelConfig
+from moebius.models.layers.layer import Places
+from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.recurrent import Recurrent
 
 
 class StepSequences:
@@ -101,27 +102,21 @@ class LayerStates(NamedTuple):
 
 
 class StateLayer(nn.Module):
-    """Base of these layers. `state_layer` counts those of the pipeline stage.
-
-    `config` is the whole model's; a rank computes its own heads, and the output projection sums over ranks.
-    """
+    """Base of these layers: a rank computes its own heads, and the output projection sums over ranks."""
 
     # Parameters that are as long as there are value heads, float32 as trained: decays are sensitive to their
     # last bits.
     head_vectors: tuple[str, ...] = ("A_log", "dt_bias")
 
-    def __init__(
-        self, state_layer: int, config: ModelConfig, sequences: StepSequences, parallel: ParallelContext
-    ) -> None:
+    def __init__(self, spec: Recurrent, places: Places, made: Composition) -> None:
         super().__init__()
-        assert config.linear is not None, "the family's reader fills `linear`"
-        linear: LinearAttentionConfig = config.linear
-        self._state_layer, self._sequences, self._linear = state_layer, sequences, linear
+        assert places.state is not None
+        self._state, self._sequences = places.state, made.shared(StepSequences)
         # This rank's.
-        self._key_heads = key_heads(linear, parallel)
-        self._heads = self._key_heads.scaled(linear.num_value_heads // linear.num_key_heads)
-        self._keys = self._key_heads.scaled(linear.key_head_dim)
-        self._values = self._heads.scaled(linear.value_head_dim)
+        self._key_heads = heads_shard(spec.num_key_heads, made.parallel)
+        self._heads = self._key_heads.scaled(spec.num_value_heads // spec.num_key_heads)
+        self._keys = self._key_heads.scaled(spec.key_head_dim)
+        self._values = self._heads.scaled(spec.value_head_dim)
         for name in self.head_vectors:
             self.register_parameter(name, empty_parameter(self._heads.size, dtype=torch.float32))
 
@@ -132,12 +127,13 @@ class StateLayer(nn.Module):
 
     def _states(self, context: ForwardContext) -> LayerStates:
         inputs, states = context.inputs, context.states
-        assert isinstance(states, StateCache), "a model with linear attention needs states"
+        assert states is not None, "a model with linear attention needs states"
         assert inputs.state_reads is not None
         assert inputs.state_writes is not None
+        recent, recurrent = states.of(self._state)
         return LayerStates(
-            states.conv(self._state_layer),
-            states.recurrent(self._state_layer),
+            recent,
+            recurrent,
             (inputs.state_reads, inputs.state_writes),
             None if inputs.is_uniform_decode else self._sequences.of(inputs),
         )

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import structlog
 import torch
@@ -21,7 +22,9 @@ import torch
 from gpu_service.device import dtype_name
 from gpu_service.device.stream import stream_of
 from gpu_service.layers.gated_streams import NGramRows
+from gpu_service.layers.linear import StoredWeight
 from gpu_service.loader.names import Target, expected_names, wanted_name
+from gpu_service.loader.packed_sources import PackedSource, keep_packed
 from gpu_service.loader.sources import (
     INTEGERS,
     LoadContext,
@@ -36,6 +39,7 @@ from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.models.vision.registry import build_tower
 from gpu_service.models.vision.tower import VisionTower
+from gpu_service.ops import host_kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.matrix_finder import MatrixFinder, is_ignored, side_name
@@ -103,7 +107,8 @@ class _Search:
     def locate(self, name: str, target: Target) -> None:
         """Find the source of one expected name, or note what is wrong with it."""
         info = self.finder.tensors.get(name)
-        counts = not target.module.get_parameter(target.parameter).is_floating_point()
+        # The parameter of a weight that is kept is bytes, and has been since memory was planned.
+        counts = not (_is_packed(target) or target.module.get_parameter(target.parameter).is_floating_point())
         is_table = isinstance(target.module, NGramRows) and target.module.weight_scale is not None
         is_fp8 = is_table and target.parameter == "weight"
         allowed_types = INTEGERS if counts else (FP8,) if is_fp8 else FLOATS
@@ -230,15 +235,27 @@ def _parts(
         ) from error
 
 
-def load_weights(model: CausalLM, directory: str | Path, *, keep_fp8: bool = False) -> None:
+# What becomes of quantised weights of dense layers: values in the parameters' type; or those in fp8 stay so,
+# as `ops.linear.fp8_linear` has them; or all stay that a packed format holds exactly, on a CPU.
+DenseForm = Literal["dequantised", "fp8", "packed"]
+
+
+def dense_form(chosen: ModelConfigSection, device: torch.device) -> DenseForm:
+    """What `dense_weights` means for a model on a device; one on "meta" is planned for a GPU."""
+    on_cpu = device.type == "cpu"
+    if chosen.dense_weights == "dequantise" or (chosen.dense_weights == "auto" and not on_cpu):
+        return "dequantised"
+    return "packed" if on_cpu else "fp8"
+
+
+def load_weights(model: CausalLM, directory: str | Path, form: DenseForm = "dequantised") -> None:
     """Give every parameter memory on `model.device` and its values from the checkpoint.
 
-    Values are converted to each parameter's dtype, quantised ones after dequantising; with `keep_fp8` linear
-    layers that are stored in fp8 stay in it. Raises CheckpointError listing every name that is missing,
-    unused, mis-shaped, of a wrong type or quantised in an unknown way, before the first weight is read; the
-    model is unusable after an error.
+    Values are converted to each parameter's dtype, quantised ones as `form` says. Raises CheckpointError
+    listing every name that is missing, unused, mis-shaped, of a wrong type or quantised in an unknown way,
+    before the first weight is read; the model is unusable after an error.
     """
-    expected, sources = _find(model, directory, keep_fp8)
+    expected, sources = _find(model, directory, form)
     weights = sum(target.rows.size * _row_bytes(target) for target in expected.values())
     with phase("loading dense weights", weights, "GB") as progress:
         _fill_all([(target, sources[name]) for name, target in expected.items()], model.device, progress)
@@ -258,18 +275,27 @@ def _held_bytes(model: CausalLM) -> int:
 
 def _row_bytes(target: Target) -> int:
     """Of the parameter, the part that this process has of a row."""
-    return target.module.get_parameter(target.parameter)[:1].nbytes
+    parameter = target.module.get_parameter(target.parameter)
+    return parameter.nbytes // target.shape[0] if _is_packed(target) else parameter[:1].nbytes
+
+
+def _is_packed(target: Target) -> bool:
+    """Whether it is the weight of a module that holds it as it is stored."""
+    kept = isinstance(target.module, StoredWeight) and bool(target.module.packed_parts)
+    return kept and target.parameter == "weight"
 
 
 def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device, progress: Progress) -> None:
     """Largest first, a tensor per thread: they decode and round. Raises what a thread raises."""
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    is_kept = any(isinstance(source, PackedSource) for _, source in work)
+    dense_threads = host_kernels.dense_threads(torch.get_num_threads()) if is_kept else None
     left = iter(sorted(work, key=lambda pair: -pair[0].rows.size * _row_bytes(pair[0])))
     lock, active = threading.Lock(), stream_of(device)
 
     def fill_some(workers: ThreadPoolExecutor) -> None:
         with active(), SliceReader() as reader:
-            context = LoadContext(reader, workers, threads)
+            context = LoadContext(reader, workers, threads, dense_threads)
             while True:
                 with lock:
                     item = next(left, None)
@@ -292,20 +318,20 @@ def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device,
 
 def shape_weights(model: CausalLM, chosen: ModelConfigSection) -> None:
     """Give every parameter the type that `load_weights` will, so that memory can be planned; raises as it."""
-    keeps = chosen.dense_weights == "keep"
-    if keeps or model.config.ngram is not None:
-        _find(model, chosen.model, keep_fp8=keeps)
+    form = dense_form(chosen, model.device)
+    if form != "dequantised" or any(isinstance(module, NGramRows) for module in model.modules()):
+        _find(model, chosen.model, form)
 
 
 def check_weights(config: ModelConfig, directory: str | Path) -> None:
     """Raises as `load_weights` and `load_tower` do before they read any value: from headers alone."""
-    _find(build_model(config, device="meta"), directory, keep_fp8=False)
+    _find(build_model(config, device="meta"), directory, "dequantised")
     if config.vision is not None:
         check_tower(build_tower(config, directory, "meta"), directory, config.model_type)
 
 
 def _find(
-    model: CausalLM, directory: str | Path, keep_fp8: bool
+    model: CausalLM, directory: str | Path, form: DenseForm
 ) -> tuple[dict[str, Target], dict[str, WeightSource]]:
     """Every parameter's target and the source of its values, by canonical name. Raises CheckpointError."""
     index = open_index(directory)
@@ -313,8 +339,10 @@ def _find(
     _keep_fp8_tables(model, present)
     expected = expected_names(model)
     sources = find_sources(index.directory, present, expected, read_schemes(directory))
-    if keep_fp8:
+    if form == "fp8":
         keep_stored_fp8(expected, sources)
+    elif form == "packed":
+        keep_packed(expected, sources)
     return expected, sources
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange, stage_layers
+from gpu_service.core.partition import stage_layers
 from gpu_service.layers.linear import CheckpointPart, Divided
 from gpu_service.models.common import CausalLM
 from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.models.config import ModelConfig
+from moebius.models.layers.ranks import ShardRange
 from moebius.models.registry import family_of
 from moebius.models.tied_head import EMBEDDING, HEAD
 

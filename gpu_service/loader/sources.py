@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from gpu_service.core.partition import ShardRange
 from gpu_service.device import dtype_name
 from gpu_service.device.stream import own_pages
 from gpu_service.layers.linear import HostMemory, Linear
@@ -31,6 +30,7 @@ from moebius.checkpoint.reader import Array, SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
 from moebius.checkpoint.stored_values import check_values
 from moebius.kernels_source import SourceMatrix
+from moebius.models.layers.ranks import ShardRange
 
 # Elements that are dequantised at once by a thread: their float32 values stay in its cache.
 _BLOCK_ELEMENTS = 1 << 18
@@ -52,6 +52,8 @@ class LoadContext:
     # Dequantises as many blocks at a time as it has threads.
     workers: Executor
     num_workers: int
+    # Of weights that are kept as they are stored; None: there are none.
+    dense_threads: _kernels.DenseThreads | None = None
 
 
 class WeightSource(Protocol):

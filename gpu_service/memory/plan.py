@@ -15,13 +15,16 @@ from torch import nn
 from gpu_service.attention.base import MAX_BLOCK_SCORES
 from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import shard_config
+from gpu_service.core.partition import rank_layers
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, pair_bytes
 from gpu_service.layers.linear import HostMemory
 from gpu_service.memory.device_memory import MemoryUse, gib
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
+from moebius.models.layers.ffn import Routed
+from moebius.models.layers.layer import mixers
 
 MIB = 2**20
 # The driver's context, the modules of torch, cuBLAS, Triton and FlashInfer: 0.5 to 0.7 GiB on Hopper.
@@ -82,15 +85,12 @@ def lane_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext) -
 
 def most_chunk_tokens(config: ModelConfig, parallel: ParallelContext) -> int:
     """Rows of a step whose widest tensor kernels can still count in 31 bits."""
-    mla, moe = config.mla, config.moe
-    width = 2 * config.q_size + 2 * config.kv_size
-    if mla is not None:
-        width = config.num_heads * max(mla.kv_lora_rank, mla.qk_head_dim)
-    widest = max(
-        width // parallel.tp_size,
-        moe.router.top_k * (moe.latent_size or config.hidden_size),
-        config.intermediate_size,
-    )
+    hidden, ranks = config.hidden_size, parallel.tp_size
+    widest = max(mixer.widest_row // ranks for mixer in mixers(config.layers))
+    for layer in config.layers:
+        for ffn in layer.ffns:
+            of_experts = ffn.router.top_k * ffn.expert_input_size(hidden) if isinstance(ffn, Routed) else 0
+            widest = max(widest, of_experts, *ffn.intermediate_sizes)
     return int((2**31 - 1) // widest)
 
 
@@ -117,112 +117,39 @@ def activation_bytes(
     config: ModelConfig, step: StepSize, parallel: ParallelContext, has_resident_experts: bool
 ) -> int:
     """Most bytes of tensors that live at once within a step, of this rank."""
-    item, ranks = config.dtype_bytes, parallel.tp_size
+    item, hidden = config.dtype_bytes, config.hidden_size
+    layers = [layer.on_rank(parallel.tp_rank, parallel.tp_size) for layer in config.layers]
     # Residual, normed input, its output and one temporary; partial sum and answer in float32.
-    stream = config.hidden_size * (4 * item + 2 * 4)
-    if config.hyper is not None:
-        # The streams, and the same once more in float32 where weights are computed and streams mixed.
-        stream += config.stream_size * (item + 2 * 4)
-    if config.shortcut_experts:
-        # What experts are given, which waits until the layer's end; next to it attention and MLPs run.
-        stream += config.hidden_size * item
-    if config.moe.router.num_zero_experts:
-        stream += config.hidden_size * 4
-    if config.mtp is not None:
+    stream = hidden * (4 * item + 2 * 4)
+    stream += max(layer.stream_bytes(hidden, item) for layer in layers)
+    if not layers[-1].passed:
         # The model's hidden states, those of the head and the embeddings next to them, normed and projected.
-        stream += 6 * config.hidden_size * item
-    attention = _attention_row(config) * item // ranks + _selection_row(config)
-    mlp = step.tokens * _mlp_row(config, ranks)
-    attending = step.tokens * attention + _block_scores_bytes(config, step.tokens)
+        stream += 6 * hidden * item
+    ffns = list(dict.fromkeys(ffn for layer in layers for ffn in layer.ffns))
+    mlp = step.tokens * max(ffn.row_bytes(item) for ffn in ffns)
+    kinds = list(dict.fromkeys(mixers(layers)))
+    row = max(mixer.row_elements for mixer in kinds) * item
+    row += max(mixer.choice_bytes(hidden, config.max_model_len, item) for mixer in kinds)
+    # As many rows as are scored at once: scores of blocks, and masks of them.
+    scores = step.tokens * max(mixer.num_block_scores(config.max_model_len) for mixer in kinds)
+    attending = step.tokens * row + 8 * min(scores, MAX_BLOCK_SCORES)
     if has_resident_experts:
-        mlp += _experts_bytes(config, step.tokens, ranks)
+        routed = [ffn for ffn in ffns if isinstance(ffn, Routed)]
+        sizes = step.tokens, parallel.tp_size, hidden, item
+        mlp += max((_experts_bytes(ffn, *sizes) for ffn in routed), default=0)
     return step.tokens * stream + max(attending, mlp) + logits_bytes(config, step)
-
-
-def _attention_row(config: ModelConfig) -> int:
-    """Elements of one token's row while a layer attends, over all heads."""
-    linear = config.linear
-    if linear is None:
-        return _cached_attention_row(config)
-    # Projected and convolved; all heads' queries, keys, values, changes in float32, some of them twice.
-    if linear.step_rank:
-        # x and gates projected, convolved, steps of all channels, and what comes of them.
-        return max(_cached_attention_row(config), 6 * linear.value_size)
-    recurrence = 3 * linear.num_value_heads * (2 * linear.key_head_dim + 2 * linear.value_head_dim)
-    own = 3 * linear.conv_size + 2 * linear.value_size + 2 * recurrence
-    return max(_cached_attention_row(config), own)
-
-
-def _cached_attention_row(config: ModelConfig) -> int:
-    """The same of a layer that has a cache of tokens."""
-    mla, sizes = config.mla, config.compressed
-    if sizes is not None:
-        # Queries, normed, rotated and attended to; the groups' outputs; both kinds of rows to compress.
-        heads = 4 * config.q_size + 2 * sizes.output_groups * sizes.output_rank
-        return heads + 8 * (config.head_dim + sizes.index_head_dim) + 2 * sizes.q_lora_rank
-    if mla is None:
-        # Gates of elements are projected with the queries, and their weights are a tensor of their own.
-        gates = 2 * config.q_size if config.element_gate else 0
-        return 2 * config.q_size + 2 * config.kv_size + gates
-    absorbed = 2 * mla.kv_lora_rank
-    written_out = 2 * mla.qk_nope_head_dim + mla.qk_rope_head_dim + 2 * mla.v_head_dim
-    gates = mla.v_head_dim if config.element_gate else 0
-    return config.num_heads * (mla.qk_head_dim + max(absorbed, written_out) + 2 * mla.v_head_dim + gates)
-
-
-def _block_scores_bytes(config: ModelConfig, tokens: int) -> int:
-    """Scores of blocks that layers choose by, and masks of them: of as many rows as are scored at once."""
-    blocks = config.block_indexer
-    if blocks is None:
-        return 0
-    # Shared heads' products before they are added up.
-    heads = blocks.shared_heads or config.num_kv_heads
-    scores = tokens * heads * -(-config.max_model_len // blocks.block_size)
-    return 8 * min(scores, MAX_BLOCK_SCORES)
-
-
-def _selection_row(config: ModelConfig) -> int:
-    """Bytes of one token's row of sparse attention's choice, which every rank makes whole."""
-    blocks = config.block_indexer
-    if blocks is not None:
-        # Queries twice, the key, and a byte for each block of the longest sequence.
-        kv_heads, num_blocks = config.num_kv_heads, -(-config.max_model_len // blocks.block_size)
-        queries = 2 * (blocks.shared_heads or kv_heads) * blocks.head_dim
-        return (queries + 2 * blocks.row_dim) * config.dtype_bytes + kv_heads * num_blocks
-    sizes = config.compressed
-    if sizes is not None and sizes.sparse_layers:
-        query = 2 * sizes.index_num_heads * sizes.index_head_dim * config.dtype_bytes
-        return query + 4 * (config.hidden_size + 2 * sizes.index_num_heads + sizes.top_k)
-    indexer = config.mla.indexer if config.mla is not None else None
-    if indexer is None:
-        return 0
-    query = 2 * indexer.num_heads * indexer.head_dim * config.dtype_bytes
-    if config.mla is not None and config.mla.latent_sources:
-        # Latents that later layers attend to, of both kinds of layers.
-        query += 2 * config.mla.cached_dim * config.dtype_bytes
-    # Hidden states and weights of heads in float32, and the chosen positions.
-    return query + 4 * (config.hidden_size + 2 * indexer.num_heads + 2 * (indexer.top_k + indexer.pool))
-
-
-def _mlp_row(config: ModelConfig, ranks: int) -> int:
-    """Of one token's row in the widest second half of a layer, without the products of experts."""
-    item = config.dtype_bytes
-    dense = config.intermediate_size if config.num_dense_layers else 0
-    row = 3 * max(dense, config.moe.shared_intermediate_size) * item // ranks
-    row += 3 * 4 * config.moe.router.num_choices
-    return row
 
 
 # Of one (row, choice) pair: its place among those of its expert, twice. Of an expert: pairs that pad a block.
 _ROUTING_PAIR, _ROUTING_EXPERT = 16, 1024
 
 
-def _experts_bytes(config: ModelConfig, tokens: int, ranks: int) -> int:
+def _experts_bytes(ffn: Routed, tokens: int, ranks: int, hidden_size: int, item: int) -> int:
     """Of products of experts that are on the device, resident or streamed: bounded, whatever the tokens."""
-    router, inner = config.moe.router, config.moe.intermediate_size // ranks
-    size = config.moe.latent_size or config.hidden_size
+    router, inner = ffn.router, ffn.experts.intermediate_size // ranks
+    size = ffn.expert_input_size(hidden_size)
     pairs = tokens * router.top_k
-    between = min(pairs * pair_bytes(inner, size, config.dtype_bytes), PAIRS_BYTES)
+    between = min(pairs * pair_bytes(inner, size, item), PAIRS_BYTES)
     unpacked = 0
     if pairs >= UNPACK_FROM * router.num_experts:
         unpacked = min(UNPACKED_BYTES, router.num_experts * 3 * inner * size * 2)
@@ -349,7 +276,8 @@ def plan_memory(
         gpu = gpu.model_copy(update={"prefill_chunk_max": 0})
     step = StepSize.largest(gpu) if has_lane(gpu, parallel) else StepSize.streaming(gpu)
     has_resident = experts.count > 0 or experts.ring_bytes > 0
-    states = all_states_bytes(config.gpu, shard_config(model_config, parallel))
+    own = rank_layers(model_config, parallel)
+    states = all_states_bytes(config.gpu, own, TORCH_DTYPES[model_config.dtype])
     lines = (
         MemoryLine(DENSE, dense_bytes),
         MemoryLine(VISION, vision.tower_bytes),

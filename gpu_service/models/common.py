@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -11,32 +9,29 @@ import torch
 from torch import nn
 
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import shard_config, stage_layers
+from gpu_service.core.partition import rank_layers, stage_layers
 from gpu_service.core.step import ForwardInputs
+from gpu_service.layers import gated_streams as streams
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import (
-    DecoderLayer,
     Embedding,
     Head,
     LearnedRotation,
-    NormedResidualLayer,
-    ParallelLayer,
     ResidualStream,
     RotaryEmbedding,
-    ShortcutLayer,
-    SingleLayer,
     gather_logits,
 )
 from gpu_service.layers.deferral import DeferralRule
-from gpu_service.layers.gated_streams import GatedStreamLayer, GatedStreams, NGramLayer, StreamMixer
-from gpu_service.layers.hyper_connections import HyperDecoderLayer, HyperHead, HyperStreams
+from gpu_service.layers.gated_streams import StreamMixer
+from gpu_service.layers.hyper_connections import HyperHead, HyperStreams
 from gpu_service.layers.linear import Packed
-from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.mtp import MtpLayer
 from gpu_service.layers.norm import Norm, make_norm
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, is_noted, note_overflow
 from moebius.models.config import ModelConfig
+from moebius.models.layers.residual import GatedStreams, HyperConnections
 
 
 class Backbone(nn.Module):
@@ -57,30 +52,36 @@ class Backbone(nn.Module):
     ) -> None:
         super().__init__()
         size, last = config.hidden_size, parallel.is_last_stage
+        first, final = config.layers[0].residual, config.layers[-1].norm
         self._parallel = parallel
         self._first_layer = stage_layers(config, parallel).start
-        self._stream_size, self._dtype, self._hyper = config.stream_size, dtype, config.hyper
+        self._dtype, self._hidden_size = dtype, size
+        # None: one residual stream.
+        self._streams: type[HyperStreams] | None = None
+        hyper = first.sizes if isinstance(first, HyperConnections | GatedStreams) else None
+        self._num_streams = 1 if hyper is None else hyper.num_streams
         embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)
         self.embed_tokens = (
             Embedding(config.vocab_size, size, dtype=dtype, parallel=parallel) if embeds else None
         )
         self.layers = nn.ModuleList(layers)
-        self._streams = GatedStreams if has_gated_streams(config) else HyperStreams
-        self.norm: Norm | StreamMixer | None = None
-        if last and has_gated_streams(config):
-            self.norm = StreamMixer(config, dtype=dtype)
-        elif last:
-            self.norm = make_norm(config, size, dtype=dtype)
-        weighs = config.hyper is not None and config.hyper.weighs_last
-        self.hc_head = HyperHead(config) if last and weighs else None
-        ropes = config.layer_ropes or (config.rope,) * config.num_layers
+        self.norm: Norm | StreamMixer | None = make_norm(final, size, dtype=dtype) if last else None
+        if isinstance(first, HyperConnections):
+            self._streams = HyperStreams
+        elif isinstance(first, GatedStreams):
+            self._streams = streams.GatedStreams
+            if last:
+                self.norm = StreamMixer(first.sizes, final.eps, Composition(size, dtype, parallel))
+        weighs = last and hyper is not None and hyper.weighs_last
+        self.hc_head = HyperHead(hyper, final.eps, size) if weighs and hyper is not None else None
+        ropes = [layer.mixer.rope if layer.mixer is not None else None for layer in config.layers]
         # One table for each kind of layer, and which one a layer takes.
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         longest = config.max_model_len
         self._rotaries = [RotaryEmbedding(rope, longest, dtype=dtype, device=device) for rope in kinds]
         self._rotary_of = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.rotary_emb: LearnedRotation | None = None
-        if config.rope is not None and config.rope.learned:
+        if any(rope.learned for rope in kinds):
             self.rotary_emb = LearnedRotation(self._rotaries)
         self._embedding_scale = config.embedding_scale
         if config.rounds_embedding_scale:
@@ -125,23 +126,22 @@ class Backbone(nn.Module):
         if isinstance(stream, HyperStreams):
             stream.head = self.hc_head
         if isinstance(norm, StreamMixer):
-            assert isinstance(stream, GatedStreams)
+            assert isinstance(stream, streams.GatedStreams)
             return stream.mixed(norm)
         return stream.normed(norm)
 
     def _begin(self, inputs: ForwardInputs) -> ResidualStream:
         """Of embedded tokens and images, or of what the previous stage sent."""
-        ids, hyper = inputs.input_ids, self._hyper
+        ids, kind, num_streams = inputs.input_ids, self._streams, self._num_streams
         if not self._parallel.is_first_stage:
-            received = torch.empty((ids.shape[0], self._stream_size), dtype=self._dtype, device=ids.device)
+            shape = ids.shape[0], num_streams * self._hidden_size
+            received = torch.empty(shape, dtype=self._dtype, device=ids.device)
             received = self._parallel.receive_from_previous_stage(received)
-            return ResidualStream(received) if hyper is None else self._streams(received, hyper.num_streams)
+            return ResidualStream(received) if kind is None else kind(received, num_streams)
         embedded = self._embedded(ids)
         if inputs.image_features is not None:
             inputs.image_features.replace_embeddings(embedded)
-        if hyper is None:
-            return ResidualStream(embedded)
-        return self._streams.embedded(embedded, hyper.num_streams)
+        return ResidualStream(embedded) if kind is None else kind.embedded(embedded, num_streams)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
         assert self.embed_tokens is not None
@@ -181,7 +181,7 @@ class CausalLM(nn.Module):
         super().__init__()
         # The whole model's, and what attention and cache of this rank see.
         self.config = config
-        self.rank_config = shard_config(config, parallel)
+        self.rank_layers = rank_layers(config, parallel)
         self.dtype = dtype
         self.device = device
         self.parallel = parallel
@@ -239,6 +239,8 @@ class CausalLM(nn.Module):
         weight = self._packed_tied_head
         if weight is None:
             assert self.model.embed_tokens is not None
+            if self.model.embed_tokens.packed is not None:
+                return self.model.embed_tokens.packed.linear(hidden_states, None)
             weight = self.model.embed_tokens.weight
         return linear(hidden_states, weight, None)
 
@@ -258,92 +260,3 @@ class CausalLM(nn.Module):
 def _note(overflow: torch.Tensor, stream: ResidualStream, layer: int) -> None:
     total, update = stream.parts()
     note_overflow(overflow, total, update, layer)
-
-
-def has_gated_streams(config: ModelConfig) -> bool:
-    """Whether the residual streams are those of `layers.gated_streams`."""
-    return config.hyper is not None and config.hyper.rank > 0
-
-
-def make_mlp(
-    layer_id: int, config: ModelConfig, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
-) -> MLP | MoE:
-    """The layer's second half: MoE where the config says so, else dense."""
-    size, activation = config.hidden_size, config.activation
-    limit = config.mlp_limits[layer_id] if config.mlp_limits else math.inf
-    if config.is_moe_layer(layer_id) and config.moe.own_norms:
-        return MoEWithOwnNorms(layer_id, config, dtype=dtype, parallel=parallel)
-    if config.is_moe_layer(layer_id):
-        tokens = config.vocab_size if layer_id in config.moe.hash_layers else 0
-        return MoE(
-            layer_id,
-            size,
-            config.moe,
-            activation,
-            limit=limit,
-            hashed_tokens=tokens,
-            dtype=dtype,
-            parallel=parallel,
-        )
-    return _make_dense(config, limit, dtype=dtype, parallel=parallel)
-
-
-def _make_dense(
-    config: ModelConfig, limit: float = math.inf, *, dtype: torch.dtype, parallel: ParallelContext
-) -> MLP:
-    size, width, alpha = config.hidden_size, config.intermediate_size, config.moe.expert_alpha
-    return MLP(size, width, config.activation, limit=limit, alpha=alpha, dtype=dtype, parallel=parallel)
-
-
-def _make_shortcut_layer(
-    config: ModelConfig,
-    attentions: Sequence[nn.Module],
-    experts: nn.Module,
-    *,
-    dtype: torch.dtype,
-    parallel: ParallelContext,
-) -> ShortcutLayer:
-    assert isinstance(experts, MoE), "the family's reader lists all layers as MoE"
-    dense = [_make_dense(config, dtype=dtype, parallel=parallel) for _ in attentions]
-    return ShortcutLayer(config, attentions, dense, experts, dtype=dtype)
-
-
-def build_causal_lm(
-    config: ModelConfig,
-    make_attention: Callable[[int], nn.Module],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    parallel: ParallelContext = SOLO,
-    make_ngrams: Callable[[int], NGramLayer | None] = lambda layer_id: None,
-) -> CausalLM:
-    """Compose a model whose layers differ only in what `make_attention` and `make_ngrams` return.
-
-    `make_attention` is given the layer's index in this stage, or, where layers attend twice, the attention's;
-    experts and n-grams know layers by their index in the checkpoint.
-    """
-    layer_class = DecoderLayer if config.hyper is None else HyperDecoderLayer
-
-    def make_layer(index: int, layer_id: int) -> nn.Module:
-        if not config.has_mlp(layer_id):
-            return SingleLayer(config, make_attention(index), dtype=dtype)
-        mlp = make_mlp(layer_id, config, dtype=dtype, parallel=parallel)
-        if not config.has_attention(layer_id):
-            return SingleLayer(config, mlp, dtype=dtype)
-        if config.shortcut_experts:
-            attentions = [make_attention(2 * index), make_attention(2 * index + 1)]
-            return _make_shortcut_layer(config, attentions, mlp, dtype=dtype, parallel=parallel)
-        attention = make_attention(index)
-        if layer_id >= config.num_decoder_layers:
-            return MtpLayer(config, attention, mlp, dtype=dtype)
-        if config.normed_residuals is not None:
-            is_linear = config.linear is not None and layer_id in config.linear.layers
-            return NormedResidualLayer(config, attention, mlp, is_linear=is_linear, dtype=dtype)
-        if config.parallel_halves:
-            return ParallelLayer(config, attention, mlp, dtype=dtype)
-        if has_gated_streams(config):
-            return GatedStreamLayer(config, attention, mlp, dtype=dtype, ngrams=make_ngrams(layer_id))
-        return layer_class(config, attention, mlp, dtype=dtype)
-
-    layers = [make_layer(index, layer_id) for index, layer_id in enumerate(stage_layers(config, parallel))]
-    return CausalLM(config, layers, dtype=dtype, device=device, parallel=parallel)

@@ -1,30 +1,90 @@
-"""From a model's description to its layers: attention, latent, compressed or linear attention in each."""
+"""From a model's layers to its modules: each kind of value has one class, which these tables name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import check_divisible, shard_config, stage_layers
+from gpu_service.core.partition import rank_layers, stage_layers
 from gpu_service.device import TORCH_DTYPES
+from gpu_service.layers import compressed as compressed_modules
+from gpu_service.layers import gated_delta_net, mamba2, moe, short_conv
 from gpu_service.layers.attention import GQAttention
-from gpu_service.layers.compressed import CompressedAttention, StepTables
-from gpu_service.layers.decoder import RotaryEmbedding
-from gpu_service.layers.gated_delta_net import GatedDeltaNet
-from gpu_service.layers.gated_streams import NGramLayer
+from gpu_service.layers.composition import Composition, LayerParts
+from gpu_service.layers.decoder import (
+    DecoderLayer,
+    NormedResidualLayer,
+    ParallelLayer,
+    ShortcutLayer,
+    SingleLayer,
+)
+from gpu_service.layers.gated_streams import GatedStreamLayer
+from gpu_service.layers.hyper_connections import HyperDecoderLayer
 from gpu_service.layers.kimi_delta import KimiDeltaAttention
 from gpu_service.layers.lightning import LightningAttention
 from gpu_service.layers.mamba import Mamba
-from gpu_service.layers.mamba2 import Mamba2
-from gpu_service.layers.mla import Indexer, MLAttention, StepSelection
-from gpu_service.layers.short_conv import ShortConv
-from gpu_service.layers.states import StateLayer, StepSequences
-from gpu_service.models.common import CausalLM, build_causal_lm
-from moebius.models.config import LinearAttentionConfig, ModelConfig
+from gpu_service.layers.mla import MLAttention
+from gpu_service.layers.mtp import MtpLayer
+from gpu_service.models.common import CausalLM
+from moebius.models.config import ModelConfig
+from moebius.models.layers.compressed import CompressedAttention
+from moebius.models.layers.ffn import Dense, FeedForward, LatentMoE, MoE, NormedMoE
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.latent import MLA
+from moebius.models.layers.layer import Layer, Places, places
+from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.recurrent import (
+    KDA,
+    GatedDeltaNet,
+    Lightning,
+    Mamba2,
+    SelectiveScan,
+    ShortConv,
+)
+from moebius.models.layers.residual import (
+    GatedStreams,
+    HyperConnections,
+    NextToken,
+    NormedStream,
+    Parallel,
+    Sequential,
+    Shortcut,
+    Single,
+)
 from moebius.models.switches import check_switches
+
+# Called with the whole model's value, the places of what it keeps, and what modules are made with.
+MIXERS: dict[type[Mixer], Callable[[Any, Places, Composition], nn.Module]] = {
+    GQA: GQAttention,
+    MLA: MLAttention,
+    CompressedAttention: compressed_modules.CompressedAttention,
+    GatedDeltaNet: gated_delta_net.GatedDeltaNet,
+    KDA: KimiDeltaAttention,
+    Mamba2: mamba2.Mamba2,
+    SelectiveScan: Mamba,
+    ShortConv: short_conv.ShortConv,
+    Lightning: LightningAttention,
+}
+# Of feed-forward blocks, with the layer's number in the checkpoint where there are experts.
+ROUTED: dict[type[FeedForward], Callable[[Any, int, Composition], nn.Module]] = {
+    MoE: moe.MoE,
+    LatentMoE: moe.MoE,
+    NormedMoE: moe.MoEWithOwnNorms,
+}
+RESIDUALS: dict[type, Callable[[Layer, LayerParts, Composition], nn.Module]] = {
+    Sequential: DecoderLayer,
+    Single: SingleLayer,
+    Parallel: ParallelLayer,
+    NormedStream: NormedResidualLayer,
+    Shortcut: ShortcutLayer,
+    HyperConnections: HyperDecoderLayer,
+    GatedStreams: GatedStreamLayer,
+    NextToken: MtpLayer,
+}
 
 
 def build_model(
@@ -39,148 +99,22 @@ def build_model(
     can not be divided over the ranks, and as `check_switches`.
     """
     check_switches(config)
-    check_divisible(config, parallel)
-    dtype = dtype or TORCH_DTYPES[config.dtype]
-    if config.compressed is not None:
-        attention = _compressed_attention(config, dtype, torch.device(device), parallel)
-    else:
-        attention = _attention_of(config, dtype, parallel)
-    model = build_causal_lm(
-        config,
-        attention,
-        dtype=dtype,
-        device=torch.device(device),
-        parallel=parallel,
-        make_ngrams=_ngrams_of(config, dtype, torch.device(device), parallel),
-    )
-    return model.eval()
+    dtype, device = dtype or TORCH_DTYPES[config.dtype], torch.device(device)
+    made = Composition(config.hidden_size, dtype, parallel, device, config.vocab_size, config.max_model_len)
+    own_places = places(rank_layers(config, parallel))
+    layers = [
+        _module(config.layers[layer_id], layer_id, where, made)
+        for layer_id, where in zip(stage_layers(config, parallel), own_places, strict=True)
+    ]
+    return CausalLM(config, layers, dtype=dtype, device=device, parallel=parallel).eval()
 
 
-# By a layer's index in the stage, or by an attention's, where layers have two.
-_MakeAttention = Callable[[int], nn.Module]
-
-
-def _attention_of(config: ModelConfig, dtype: torch.dtype, parallel: ParallelContext) -> _MakeAttention:
-    """Linear attention in the layers that have it, in all others what the model caches tokens for.
-
-    States and caches count their own layers.
-    """
-    own = shard_config(config, parallel)
-    make = _latent_attention if config.mla is not None else _grouped_query_attention
-    cached = make(config, own, dtype, parallel)
-    if config.linear is None or own.linear is None:
-        return cached
-    linear_class = _linear_class(config.linear)
-    states = {layer: index for index, layer in enumerate(sorted(own.linear.layers))}
-    sequences = StepSequences()
-
-    def attention(layer_id: int) -> nn.Module:
-        if layer_id not in states:
-            return cached(layer_id)
-        return linear_class(states[layer_id], config, sequences, dtype=dtype, parallel=parallel)
-
-    return attention
-
-
-def _ngrams_of(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, parallel: ParallelContext
-) -> Callable[[int], NGramLayer | None]:
-    """By a layer's index in the checkpoint; states count those of the stage."""
-    ngram, stage, sequences = config.ngram, stage_layers(config, parallel), StepSequences()
-    own = () if ngram is None else tuple(layer for layer in ngram.layers if layer in stage)
-
-    def ngrams(layer_id: int) -> NGramLayer | None:
-        if layer_id not in own:
-            return None
-        state = own.index(layer_id)
-        return NGramLayer(config, layer_id, state, sequences, dtype=dtype, device=device, parallel=parallel)
-
-    return ngrams
-
-
-def _compressed_attention(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, parallel: ParallelContext
-) -> _MakeAttention:
-    """All layers keep the latest tokens, and those that compress have entries."""
-    assert config.rope is not None, "the family's reader fills `rope`"
-    rotary = RotaryEmbedding(config.rope, config.max_model_len, dtype=dtype, device=device)
-    tables, first_layer = StepTables(rotary), stage_layers(config, parallel).start
-
-    def attention(layer_id: int) -> nn.Module:
-        layer = first_layer + layer_id
-        return CompressedAttention(layer_id, layer, config, tables, dtype=dtype, parallel=parallel)
-
-    return attention
-
-
-def _linear_class(linear: LinearAttentionConfig) -> Callable[..., StateLayer]:
-    if linear.short_conv:
-        return ShortConv
-    if linear.fixed_decay:
-        return LightningAttention
-    if linear.step_rank:
-        return Mamba
-    if linear.state_space:
-        return Mamba2
-    return KimiDeltaAttention if linear.channel_decay else GatedDeltaNet
-
-
-def _grouped_query_attention(
-    config: ModelConfig, own: ModelConfig, dtype: torch.dtype, parallel: ParallelContext
-) -> _MakeAttention:
-    """`own`: the rank's configuration."""
-    first_layer = stage_layers(config, parallel).start
-    caches = {layer: index for index, layer in enumerate(own.attention_layers)}
-    choosing = () if own.block_indexer is None else sorted(own.block_indexer.layers)
-    index_layers = {layer: index for index, layer in enumerate(choosing)}
-
-    def attention(layer_id: int) -> nn.Module:
-        shape, index_layer = config.attention_shape(first_layer + layer_id), index_layers.get(layer_id)
-        cache = caches[layer_id]
-        return GQAttention(cache, config, shape, dtype=dtype, parallel=parallel, index_layer=index_layer)
-
-    return attention
-
-
-def _latent_attention(
-    config: ModelConfig, own: ModelConfig, dtype: torch.dtype, parallel: ParallelContext
-) -> _MakeAttention:
-    """An attention bias never covers the heads' own projections; `own`: the rank's configuration.
-
-    With an indexer, layers attend to what they or the nearest layer before them chose.
-    """
-    mla = own.mla
-    assert mla is not None, "the family's reader fills `mla`"
-    caches = {layer: index for index, layer in enumerate(own.latent_layers)}
-    sources = mla.latent_sources or tuple(range(own.num_layers))
-    first_layer = stage_layers(config, parallel).start
-    if own.shortcut_experts:
-        # What is composed counts attentions, each of which has a cache.
-        caches = {index: index for index in range(len(own.attention_layers))}
-        sources = tuple(caches)
-    selection = None if mla.indexer is None else StepSelection()
-    choosing = () if mla.indexer is None else sorted(mla.indexer.layers)
-    index_layers = {layer: index for index, layer in enumerate(choosing)}
-
-    def rotates(layer: int) -> bool:
-        return config.rope is not None and (not config.layer_ropes or config.layer_ropes[layer] is not None)
-
-    def attention(layer_id: int) -> nn.Module:
-        indexer = None
-        if selection is not None and layer_id in index_layers:
-            indexer = Indexer(index_layers[layer_id], config, selection, dtype=dtype)
-        source = sources[layer_id]
-        return MLAttention(
-            caches[source],
-            config,
-            bias=config.attention_bias,
-            dtype=dtype,
-            parallel=parallel,
-            indexer=indexer,
-            selection=selection,
-            has_latents=source == layer_id,
-            shares_latents=layer_id in sources[layer_id + 1 :],
-            rotates=config.shortcut_experts or rotates(first_layer + layer_id),
-        )
-
-    return attention
+def _module(layer: Layer, layer_id: int, where: list[Places], made: Composition) -> nn.Module:
+    """A layer of the whole model, as this rank computes it."""
+    mixers = [MIXERS[type(mixer)](mixer, where[i], made) for i, mixer in enumerate(layer.mixers)]
+    ffn: nn.Module | None = None
+    if isinstance(layer.ffn, Dense):
+        ffn = moe.MLP(layer.ffn, made)
+    elif layer.ffn is not None:
+        ffn = ROUTED[type(layer.ffn)](layer.ffn, layer_id, made)
+    return RESIDUALS[type(layer.residual)](layer, LayerParts(mixers, ffn, where), made)

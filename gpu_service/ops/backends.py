@@ -17,7 +17,8 @@ from gpu_service.ops.activation import (
     silu_and_mul,
 )
 from gpu_service.ops.block_attention import block_scores, mean_block_scores
-from gpu_service.ops.examples import SMALL, Sizes, example
+from gpu_service.ops.example_sizes import SMALL, Sizes
+from gpu_service.ops.examples import example
 from gpu_service.ops.gated_streams import (
     gate_values,
     inject_update,
@@ -110,6 +111,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "auto": ("flashinfer", "triton"),
     "flashinfer": ("flashinfer", "triton"),
     "triton": ("triton",),
+    "cpu": (),
     "torch": (),
 }
 _SLOWER = "ops on torch take several launches in place of one: slower decode steps, the same results"
@@ -136,12 +138,25 @@ def install(
     Every implementation is called once with arguments of each of `sizes`, a model's own (which also compiles
     it, and shows whether it fits on the device): one that fails, or a library that is missing, costs a
     warning and leaves its ops to the next. Returns op name ->
-    libraries in use, most wanted first. On a CPU nothing is to choose: the references stay, and nothing
-    of a GPU is imported.
+    libraries in use, most wanted first. On a CPU nothing of a GPU is imported: ops run on the kernels
+    of this machine where those can, with `backend` "torch" on the references.
     """
+    if device.type == "cpu" and backend in ("auto", "cpu"):
+        return _install_host_kernels()
     if device.type != "cuda":
         return {}
     return install_tables(device, load_tables(BACKENDS[backend], attention_modules), dtype, sizes)
+
+
+def _install_host_kernels() -> dict[str, str]:
+    """As `install`; nothing is to be tried, since nothing is compiled."""
+    from gpu_service.ops.host_kernels import dense_threads, implementations
+
+    found = implementations(dense_threads(torch.get_num_threads()))
+    for op in OPS:
+        own = found.get(op.name)
+        op.use("cpu", None if own is None else _joined([own], op.reference))
+    return {op.name: "cpu > torch" if op.name in found else "torch" for op in OPS}
 
 
 def install_tables(

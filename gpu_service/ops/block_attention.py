@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from gpu_service.ops.registry import Op
-from moebius.models.attention_config import BlockIndexerConfig
+from moebius.models.layers.gqa import BlockIndexer
 
 
 @Op
@@ -89,7 +89,7 @@ def _products(
     return products
 
 
-def best_blocks(scores: torch.Tensor, positions: torch.Tensor, sizes: BlockIndexerConfig) -> torch.Tensor:
+def best_blocks(scores: torch.Tensor, positions: torch.Tensor, sizes: BlockIndexer) -> torch.Tensor:
     """Bool `[n, H, num_blocks]`: the `top_blocks` best of each row and head, the latest ones first of all.
 
     scores as of `block_scores`, which may be overwritten; positions int64 `[n]`. Blocks of equal scores are
@@ -102,9 +102,7 @@ def best_blocks(scores: torch.Tensor, positions: torch.Tensor, sizes: BlockIndex
     return _best(scores, sizes) & (block <= own)
 
 
-def best_whole_blocks(
-    scores: torch.Tensor, positions: torch.Tensor, sizes: BlockIndexerConfig
-) -> torch.Tensor:
+def best_whole_blocks(scores: torch.Tensor, positions: torch.Tensor, sizes: BlockIndexer) -> torch.Tensor:
     """Bool `[n, 1, num_blocks]`: the `top_blocks` best whole blocks of each row, and the tokens after them.
 
     scores as of `mean_block_scores`; positions int64 `[n]`. Blocks of equal scores are chosen together.
@@ -114,7 +112,7 @@ def best_whole_blocks(
     return (_best(scores, sizes) & (block < num_whole)) | (block == num_whole)
 
 
-def _best(scores: torch.Tensor, sizes: BlockIndexerConfig) -> torch.Tensor:
+def _best(scores: torch.Tensor, sizes: BlockIndexer) -> torch.Tensor:
     """Bool, of the shape of `scores`: as good as the last of the `top_blocks` best."""
     count = min(sizes.top_blocks, scores.shape[-1])
     return scores >= scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)

@@ -6,140 +6,16 @@ Small ones, or of a model's own sizes, by which kernels are compiled and decide 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from gpu_service.ops.example_sizes import SMALL, SMALL_NGRAMS, Sizes
 from gpu_service.ops.linear import GROUP
 from gpu_service.ops.linear_attention import Sequences, make_sequences
 from gpu_service.ops.ngrams import ngram_table
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
-from moebius.models.attention_config import HyperConnectionConfig, NGramConfig
-from moebius.models.config import LinearAttentionConfig, ModelConfig, RouterConfig
-
-_SMALL_LINEAR = LinearAttentionConfig(2, 4, 16, 64, 4, frozenset())
-_SMALL_HYPER = HyperConnectionConfig(3, 4, 1e-6)
-_SMALL_NGRAMS = NGramConfig((0, 1), 3, 3, 12, 50, 8, 4, 1234, 2, 4)
-_SMALL_ROUTER = RouterConfig(
-    16, 3, "sigmoid", correction_bias=True, num_groups=4, top_groups=2, post="renormalize", scale=2.5
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of a model's tensors, in elements; filled by `sizes_of`, or by the defaults, which fill no block."""
-
-    tokens: int = 3
-    # A model's width, because libraries compile another kernel for a narrow one.
-    hidden: int = 2048
-    queries: int = 4
-    keys: int = 2
-    head_dim: int = 64
-    rotary_dim: int = 64
-    interleaved: bool = False
-    index_dim: int = 48  # Of a key of sparse attention's indexer.
-    # Of a gated activation's output.
-    intermediate: int = 128
-    linear: LinearAttentionConfig = _SMALL_LINEAR
-    # Channels of Mamba, and elements of the state of each.
-    scan: tuple[int, int] = (40, 12)
-    # Channels of the convolution; None: those of `linear`.
-    channels: int | None = 300
-    router: RouterConfig = _SMALL_ROUTER
-    hyper: HyperConnectionConfig = _SMALL_HYPER
-    # Columns of a weight in 8 bits, the first of them inside of a group.
-    fp8_columns: int = 200
-    fp8_first_column: int = 88
-    vocabulary: int = 5000
-    storage: torch.dtype | None = None  # What keys and values are stored as; None: as they come.
-
-
-SMALL = Sizes()
-# A decode step and a chunk: kernels have tiles for either.
-_DECODE, _CHUNK = 3, 128
-
-
-def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[Sizes, ...]:
-    """Of a rank's own configuration: few tokens, many tokens; for each kind of its layers.
-
-    `storage`: `kv_cache_dtype`, None for the activations' own type.
-    """
-    sizes = Sizes(
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size or config.moe.intermediate_size,
-        router=config.moe.router,
-        fp8_columns=config.hidden_size,
-        fp8_first_column=0,
-        vocabulary=config.vocab_size,
-        storage=storage,
-    )
-    of_kinds, linear = config.moe.kinds, config.linear
-    if of_kinds is not None:
-        router = replace(sizes.router, num_experts=of_kinds.num_experts, top_k=of_kinds.top_k)
-        sizes = replace(sizes, router=router)
-    if linear is not None and linear.step_rank:
-        scan = linear.num_value_heads, linear.key_head_dim
-        sizes = replace(sizes, scan=scan, channels=linear.conv_size)
-    elif linear is not None and linear.short_conv:
-        width = replace(sizes.linear, conv_width=linear.conv_width)
-        sizes = replace(sizes, linear=width, channels=linear.conv_size)
-    elif linear is not None:
-        # Where there is no convolution, one of the usual width is tried.
-        linear = replace(linear, conv_width=linear.conv_width if linear.conv_width > 1 else 4)
-        sizes = replace(sizes, linear=linear, channels=None)
-    if config.mla is not None and config.mla.indexer is not None:
-        sizes = replace(sizes, index_dim=config.mla.indexer.head_dim)
-    if config.block_indexer is not None:
-        sizes = replace(sizes, index_dim=config.block_indexer.head_dim)
-    if config.hyper is not None:
-        sizes = replace(sizes, hyper=config.hyper)
-    kinds = _rotated_kinds(config)
-    # Where no layer rotates, what would is tried with sizes of no model.
-    small = SMALL.queries, SMALL.keys, SMALL.head_dim, SMALL.rotary_dim, SMALL.interleaved
-    kinds = kinds or dict.fromkeys([small])
-    return tuple(
-        replace(
-            sizes,
-            tokens=tokens,
-            queries=queries,
-            keys=keys,
-            head_dim=head_dim,
-            rotary_dim=rotary_dim,
-            interleaved=interleaved,
-        )
-        for tokens in (_DECODE, _CHUNK)
-        for queries, keys, head_dim, rotary_dim, interleaved in kinds
-    )
-
-
-def _rotated_kinds(config: ModelConfig) -> dict[tuple[int, int, int, int, bool], None]:
-    """Query and key heads, elements of a head and of them rotated, and the pairing, of each kind of layer."""
-    kinds: dict[tuple[int, int, int, int, bool], None] = {}
-    if config.compressed is not None:
-        # The ends of heads are rotated.
-        rotated = config.compressed.rope_dim
-        kinds = dict.fromkeys([(config.num_heads, 1, rotated, rotated, True)])
-    elif config.mla is None:
-        layer_ropes = config.layer_ropes or (config.rope,) * config.num_layers
-        ropes = (layer_ropes[layer] or config.rope for layer in config.attention_layers)
-        # Where nothing is rotated, what would rotate is tried with whole heads.
-        kinds = dict.fromkeys(
-            (
-                shape.num_heads,
-                shape.num_kv_heads,
-                shape.head_dim,
-                rope.rotary_dim if rope is not None else shape.head_dim,
-                rope is not None and rope.interleaved,
-            )
-            for shape, rope in zip(config.attention_shapes, ropes, strict=True)
-        )
-    elif config.rope is not None:
-        # Only the parts that carry a position are rotated, of all heads' queries and of one key.
-        rotated = config.mla.qk_rope_head_dim
-        kinds = dict.fromkeys([(config.num_heads, 1, rotated, rotated, config.rope.interleaved)])
-    return kinds
 
 
 class _Maker:
@@ -307,7 +183,7 @@ class _Maker:
         positions = torch.tensor([9, *range(5), 30, 31], device=device)
         ids, states = (self._random(*shape, dtype=torch.float32) * 3 for shape in ((8,), (5, 2)))
         tokens = ids.long().abs(), positions, states.long().abs()
-        table = ngram_table(_SMALL_NGRAMS, 1, self._sizes.vocabulary, device)[:3]
+        table = ngram_table(SMALL_NGRAMS, 1, self._sizes.vocabulary, device)[:3]
         return *tokens, *self._slots(), torch.tensor(starts, dtype=torch.int32, device=device), *table, 2
 
     def table_rows(self) -> tuple[Any, ...]:
@@ -461,7 +337,7 @@ class _Maker:
         a_log, dt_bias = (self._random(size, dtype=torch.float32) for size in (heads, heads * key_dim))
         states = self._random(5, heads, key_dim, linear.value_head_dim, dtype=torch.float32)
         qkv = self._random(tokens, heads * (2 * key_dim + linear.value_head_dim))
-        return qkv, a, b, a_log, dt_bias, linear.decay_bound, states, *self._slots()
+        return qkv, a, b, a_log, dt_bias, self._sizes.decay_bound, states, *self._slots()
 
 
 _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {

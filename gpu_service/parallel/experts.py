@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 
 from gpu_service.core.parallel import ParallelContext
-from gpu_service.core.partition import even_shard
 from gpu_service.experts.client import (
     ExpertClient,
     ExpertClientStats,
@@ -20,6 +19,7 @@ from gpu_service.experts.client import (
     ExpertUnavailable,
     Ticket,
 )
+from moebius.models.layers.ranks import even_shard
 
 Failure = ExpertUnavailable | ExpertComputeFailed
 Agree = Callable[[int], int]

@@ -172,21 +172,27 @@ void pack_panel(const SourceMatrix& source, const PanelLayout& layout, uint32_t 
   pack_panels(source, layout, {panel, 1, layout.panel_bytes}, target);
 }
 
-void unpack_panel(const PanelLayout& layout, const std::byte* panel, float* weights, float* bias) {
+void unpack_column(const PanelLayout& layout, const std::byte* panel, uint32_t column, float* weights) {
   const WeightFormat& format = layout.format;
-  for (uint32_t column = 0; column < kPanelColumns; ++column) {
-    const std::byte* column_scales = panel + layout.column_scale_offset;
-    const float column_scale = format.column_scale ? load_element<float>(column_scales, column) : 1.0f;
-    for (uint32_t k = 0; k < layout.k; ++k) {
-      const uint32_t group = layout.groups == 0 ? 0 : k / format.group_size;
-      const uint32_t entry = group * kPanelColumns + column;
-      const uint32_t zero = panel_zero(layout, panel, entry);
-      const float group_scale = panel_scale(layout, panel, false, format.panel_scale ? group : entry);
-      const float decoded = decode_value(format.code, panel_code(layout, panel, column, k), zero);
-      float weight = decoded * group_scale;
-      if (format.mins) weight += panel_scale(layout, panel, true, entry);
-      weights[size_t{column} * layout.k + k] = weight * column_scale;
+  const std::byte* const column_scales = panel + layout.column_scale_offset;
+  const float column_scale = format.column_scale ? load_element<float>(column_scales, column) : 1.0f;
+  const uint32_t group_size = layout.groups == 0 ? layout.k : format.group_size;
+  for (uint32_t begin = 0, group = 0; begin < layout.k; begin += group_size, ++group) {
+    const uint32_t entry = group * kPanelColumns + column;
+    const uint32_t zero = panel_zero(layout, panel, entry);
+    const float group_scale = panel_scale(layout, panel, false, format.panel_scale ? group : entry);
+    const float minimum = format.mins ? panel_scale(layout, panel, true, entry) : 0.0f;
+    for (uint32_t k = begin; k < std::min(begin + group_size, layout.k); ++k) {
+      float weight = decode_value(format.code, panel_code(layout, panel, column, k), zero) * group_scale;
+      if (format.mins) weight += minimum;
+      weights[k] = weight * column_scale;
     }
+  }
+}
+
+void unpack_panel(const PanelLayout& layout, const std::byte* panel, float* weights, float* bias) {
+  for (uint32_t column = 0; column < kPanelColumns; ++column) {
+    unpack_column(layout, panel, column, weights + size_t{column} * layout.k);
     if (bias == nullptr) continue;
     bias[column] = layout.has_bias ? load_element<float>(panel + layout.bias_offset, column) : 0.0f;
   }

@@ -48,4 +48,7 @@ void check_packing(const SourceMatrix& source, const PanelLayout& layout, uint32
 // (zero without one), or null.
 void unpack_panel(const PanelLayout& layout, const std::byte* panel, float* weights, float* bias);
 
+// The same of one column: weights[k].
+void unpack_column(const PanelLayout& layout, const std::byte* panel, uint32_t column, float* weights);
+
 }  // namespace moebius

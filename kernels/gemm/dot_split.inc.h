@@ -56,9 +56,8 @@ MOEBIUS_INLINE __m512i split_words(__m512i first, __m512i second) {
   return _mm512_xor_si512(_mm512_shuffle_epi8(rounded, order), low_signs);
 }
 
-MOEBIUS_INLINE uint32_t largest_bits(__m512 values) {
-  const __m512i bits = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7fffffff));
-  return static_cast<uint32_t>(_mm512_reduce_max_epi32(bits));
+MOEBIUS_INLINE __m512i absolute_bits(__m512 values) {
+  return _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7fffffff));
 }
 
 MOEBIUS_INLINE __m512i to_integers(__m512 values, float inverse) {
@@ -80,10 +79,10 @@ void split_row(const uint16_t* row, uint32_t k_padded, float value_scale, int32_
       const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k + 16 * half));
       values[half] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     }
-    uint32_t largest[2] = {largest_bits(values[0]), largest_bits(values[1])};
-    if (kChunkK == 32) largest[0] = largest[1] = largest[0] > largest[1] ? largest[0] : largest[1];
+    __m512i bits[2] = {absolute_bits(values[0]), absolute_bits(values[1])};
+    if (kChunkK == 32) bits[0] = bits[1] = _mm512_max_epi32(bits[0], bits[1]);
     for (uint32_t half = 0; half < 2; ++half) {
-      const ChunkScale scale = chunk_scale(largest[half]);
+      const ChunkScale scale = chunk_scale(static_cast<uint32_t>(_mm512_reduce_max_epi32(bits[half])));
       integers[half] = to_integers(values[half], scale.inverse);
       if (kChunkK == 32 && half == 1) break;
       *scales++ = scale.scale * value_scale;
@@ -244,15 +243,19 @@ MOEBIUS_INLINE __m512i word_of(const uint32_t* words, int index) {
 
 // Adds to `low` the sums of one chunk: 256 times that of the high bytes and that of the low ones.
 template <class Format, int kRows>
-MOEBIUS_INLINE void sum_chunk(const ByteDecoder<Format::kCode>& decode, const std::byte* codes, size_t ahead,
-                              size_t first_line, const SplitRow (&rows)[kRows], __m512i (&low)[kRows]) {
+MOEBIUS_INLINE void sum_chunk(const ByteDecoder<Format::kCode>& decode, const Panel& panel, size_t first_line,
+                              const SplitRow (&rows)[kRows], __m512i (&low)[kRows]) {
+  const std::byte* const codes = panel.codes;
+  const size_t near = bytes_ahead(panel, first_line * 64, kNearPrefetchBytes);
+  const size_t far = bytes_ahead(panel, first_line * 64);
   __m512i high[kRows];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) high[r] = _mm512_setzero_si512();
 #pragma GCC unroll 4
   for (int line = 0; line < Format::kLines; ++line) {
     const size_t at = first_line + static_cast<size_t>(line);
-    prefetch(codes + at * 64 + ahead);
+    prefetch(codes + at * 64 + near);
+    prefetch_second_level(codes + at * 64 + far);
     const __m512i both = _mm512_load_si512(codes + at * 64);
     const __m512i even = decode.low(both);
     const __m512i odd = decode.high(both);
@@ -293,7 +296,7 @@ MOEBIUS_INLINE void add_chunk(const ByteDecoder<Format::kCode>& decode, const Pa
   constexpr int kBits = ByteDecoder<Format::kCode>::kBits;
   const size_t first_line = size_t{chunk} * Format::kLines;  // of 8 k
   if constexpr (kBits == 4) {
-    sum_chunk<Format>(decode, panel.codes, bytes_ahead(panel, first_line * 64), first_line, rows, sum);
+    sum_chunk<Format>(decode, panel, first_line, rows, sum);
   } else {
     const size_t offset = first_line / 4 * (kBits * 64);
     const std::byte* const planes = panel.codes + offset;

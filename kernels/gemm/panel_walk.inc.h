@@ -22,8 +22,16 @@ struct Panel {
 // after the codes, scales first, are asked for during the panel before. A prefetch past the end does not fault.
 constexpr size_t kPrefetchBytes = 8192;
 
+// Split rows ask twice: for the second-level cache kPrefetchBytes ahead, for the first-level one at this distance.
+// 16 cores of an Emerald Rapids read a layer of 4-bit experts in 186 us so, one row; asking once, 8 KiB ahead, in 203.
+constexpr size_t kNearPrefetchBytes = 2048;
+
 MOEBIUS_INLINE void prefetch(const std::byte* address) {
   _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
+}
+
+MOEBIUS_INLINE void prefetch_second_level(const std::byte* address) {
+  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
 }
 
 // What to prefetch while `at` is read: kPrefetchBytes on in the order of reading.
@@ -32,12 +40,14 @@ MOEBIUS_INLINE const std::byte* ahead_of(const Panel& panel, const std::byte* at
   return ahead < panel.end ? ahead : ahead + panel.jump;
 }
 
-// How far ahead of a code to prefetch: kPrefetchBytes of codes, leaving out what lies between two panels, or the
-// same place of the next panel where panels are smaller than that; and on to where reading goes on.
-MOEBIUS_INLINE size_t bytes_ahead(const Panel& panel, size_t offset) {
-  size_t ahead = panel.codes_bytes < kPrefetchBytes ? panel.codes_bytes : kPrefetchBytes;
+// How far ahead of a code to prefetch: `distance` of codes, leaving out what lies between two panels, or the same
+// place of the next panel where panels are smaller than that; and on to where reading goes on. 0 where that is not
+// known: what follows is read by another thread.
+MOEBIUS_INLINE size_t bytes_ahead(const Panel& panel, size_t offset, size_t distance = kPrefetchBytes) {
+  size_t ahead = panel.codes_bytes < distance ? panel.codes_bytes : distance;
   if (offset + ahead >= panel.codes_bytes) ahead += panel.tail_bytes;
-  return panel.codes + offset + ahead < panel.end ? ahead : ahead + static_cast<size_t>(panel.jump);
+  if (panel.codes + offset + ahead < panel.end) return ahead;
+  return panel.jump != 0 ? ahead + static_cast<size_t>(panel.jump) : 0;
 }
 
 // The runs of k that are summed by themselves, each within one group. What lies after the last group is padding.

@@ -9,6 +9,7 @@ namespace {
 constexpr Isa kIsa = static_cast<Isa>(1);  // Isa::kAvx2; isa.h has more than declarations
 
 #include "kernels/gemm/vec_avx2.inc.h"
+#include "kernels/gemm/exponential.inc.h"
 #include "kernels/gemm/vector_kernels.inc.h"
 
 }  // namespace

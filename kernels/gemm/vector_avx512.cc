@@ -9,6 +9,7 @@ namespace {
 constexpr Isa kIsa = static_cast<Isa>(2);  // Isa::kAvx512; isa.h has more than declarations
 
 #include "kernels/gemm/vec_avx512.inc.h"
+#include "kernels/gemm/exponential.inc.h"
 #include "kernels/gemm/vector_kernels.inc.h"
 
 }  // namespace

@@ -120,25 +120,28 @@ size_t stride_of(RowType type, const PanelLayout& layout) {
   return row_stride(layout.k_padded * element_bytes(type));
 }
 
-// Panels of one matrix in a list of experts, taken in turn so that no two measurements meet the same ones soon.
+// Panels of matrices of one layout, taken in turn so that no two measurements meet the same ones soon.
 class PanelRing {
  public:
-  PanelRing(const ExpertLayout& layout, MatrixKind kind, const std::vector<const std::byte*>& experts)
-      : experts_(experts),
-        panel_bytes_(kind == MatrixKind::kGateUp ? layout.gate_up.panel_bytes : layout.down.panel_bytes),
-        offset_(kind == MatrixKind::kGateUp ? 0 : layout.down_offset),
-        panels_(kind == MatrixKind::kGateUp ? layout.intermediate_blocks * layout.panels_per_column_block
-                                            : layout.down_panels) {}
+  PanelRing(size_t panel_bytes, uint32_t panels, const std::vector<const std::byte*>& matrices, size_t offset = 0)
+      : matrices_(matrices), panel_bytes_(panel_bytes), offset_(offset), panels_(panels) {}
+
+  // Of one matrix of the experts.
+  static PanelRing of_experts(const ExpertLayout& layout, MatrixKind kind,
+                              const std::vector<const std::byte*>& experts) {
+    if (kind == MatrixKind::kDown) return {layout.down.panel_bytes, layout.down_panels, experts, layout.down_offset};
+    return {layout.gate_up.panel_bytes, layout.intermediate_blocks * layout.panels_per_column_block, experts};
+  }
 
   uint32_t panels() const { return panels_; }
   // The i-th run of `count` <= panels() panels.
   const std::byte* run(size_t i, uint32_t count) const {
     const size_t runs = panels_ / count;
-    return experts_[i / runs % experts_.size()] + offset_ + i % runs * count * panel_bytes_;
+    return matrices_[i / runs % matrices_.size()] + offset_ + i % runs * count * panel_bytes_;
   }
 
  private:
-  const std::vector<const std::byte*>& experts_;
+  const std::vector<const std::byte*>& matrices_;
   size_t panel_bytes_;
   size_t offset_;
   uint32_t panels_;
@@ -146,10 +149,9 @@ class PanelRing {
 
 class MatrixCalibration {
  public:
-  MatrixCalibration(const ExpertLayout& layout, MatrixKind kind, const std::vector<const std::byte*>& experts,
-                    ThreadPool& pool)
-      : layout_(kind == MatrixKind::kGateUp ? layout.gate_up : layout.down),
-        ring_(layout, kind, experts),
+  MatrixCalibration(const PanelLayout& layout, const PanelRing& ring, ThreadPool& pool)
+      : layout_(layout),
+        ring_(ring),
         pool_(pool),
         scales_(kMaxRows, 0.01f),
         results_(pool.size()),
@@ -262,12 +264,22 @@ void calibrate_plan(KernelPlan& plan, size_t layout_index, const ExpertLayout& l
                     const std::vector<const std::byte*>& experts, ThreadPool& pool) {
   for (const MatrixKind kind : {MatrixKind::kGateUp, MatrixKind::kDown}) {
     MatrixPlan& narrow = plan.matrix(layout_index, kind, RequestKind::kBFloat16);
-    MatrixCalibration(layout, kind, experts, pool).run(narrow);
+    const PanelLayout& matrix = kind == MatrixKind::kGateUp ? layout.gate_up : layout.down;
+    MatrixCalibration(matrix, PanelRing::of_experts(layout, kind, experts), pool).run(narrow);
     MatrixPlan& wide = plan.matrix(layout_index, kind, RequestKind::kFloat32);
     if (!wide.format().quantised_rows) continue;
     // Both kinds of requests are computed from the same int8 rows.
     for (size_t range = 0; range < kRowRanges.size(); ++range) wide.choose(range, narrow.choice(range));
   }
+}
+
+void calibrate_matrix(MatrixPlan& plan, const PanelLayout& layout, const std::byte* panels, uint32_t num_panels,
+                      ThreadPool& pool) {
+  bool has_choice = false;
+  for (size_t range = 0; range < kRowRanges.size(); ++range) has_choice |= plan.candidates(range).size() > 1;
+  if (!has_choice) return;
+  const std::vector<const std::byte*> matrices{panels};
+  MatrixCalibration(layout, PanelRing(layout.panel_bytes, num_panels, matrices), pool).run(plan);
 }
 
 }  // namespace moebius

@@ -99,4 +99,8 @@ class ThreadPool;
 void calibrate_plan(KernelPlan& plan, size_t layout_index, const ExpertLayout& layout,
                     const std::vector<const std::byte*>& experts, ThreadPool& pool);
 
+// The same for a single matrix of `num_panels` packed panels. Nothing is measured where no range has a choice.
+void calibrate_matrix(MatrixPlan& plan, const PanelLayout& layout, const std::byte* panels, uint32_t num_panels,
+                      ThreadPool& pool);
+
 }  // namespace moebius

@@ -46,12 +46,15 @@ constexpr size_t kLeastDownBytes = size_t{4} << 10;
 // of a few KiB is over before hardware prefetchers have found it. Other GEMMs go from one to the next themselves.
 constexpr size_t kPrefetchBytes = size_t{4} << 10;
 
-// Bytes of a thread's first task of phase B, prefetched while others finish phase A.
+// Bytes of a thread's first task of a phase, prefetched while others finish the phase before.
 constexpr size_t kPrepareBytes = size_t{64} << 10;
 
 void prefetch(const std::byte* weights, size_t bytes) {
   for (size_t line = 0; line < std::min(bytes, kPrefetchBytes); line += 64) __builtin_prefetch(weights + line, 0, 2);
 }
+
+// Whether a kernel asks for the first panels of `GemmWork::next`.
+bool fetches_next(const GemmKernel& kernel) { return kernel.spaced_rows == 0; }
 
 size_t divide_up(size_t value, size_t by) { return (value + by - 1) / by; }
 
@@ -73,12 +76,11 @@ MoeForward::MoeForward(const EngineOptions& options, const VectorKernels& vector
       plan_(plan),
       pool_(pool),
       rows_(vectors),
-      activation_(vectors, pool.size()),
+      activation_(vectors),
       scratch_(pool.size()) {}
 
 NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& groups, float* output,
                                 TaskTrace* trace) {
-  ++call_number_;
   choose_kernels(request, groups);
   const LayerCall call{request, groups, store_.layout(request.layer), work_};
   cut_gate_up(call);
@@ -102,21 +104,22 @@ NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& g
                    rows_.run_order_task(task, call);
                  }),
       pool_phase(gate_up_tasks_.size(),
-                 [&](uint32_t task, uint32_t worker) {
+                 [&](uint32_t task, uint32_t worker, NextTask next) {
                    const RowGroups::Group& group = groups.groups[gate_up_tasks_[task].group];
                    const auto expert = static_cast<int32_t>(options_.expert_begin + group.expert);
                    const TaskScope scope(trace, TaskKind::kGateUp, worker, request.layer, expert, group.rows);
-                   run_gate_up(gate_up_tasks_[task], call, worker);
-                 }),
+                   run_gate_up(gate_up_tasks_[task], call, worker, panels_of(next, call));
+                 },
+                 [&](uint32_t task, const auto& opened) { prefetch_gate_up(gate_up_tasks_[task], call, opened); }),
       pool_phase(activation_.num_tasks(),
                  [&](uint32_t task, uint32_t worker) {
                    const TaskScope scope = of_call(TaskKind::kActivation, worker);
-                   activation_.run_task(task);
+                   activation_.run_task(call, task);
                  }),
       pool_phase(down_tasks_.size(),
-                 [&](uint32_t task, uint32_t worker) {
+                 [&](uint32_t task, uint32_t worker, NextTask next) {
                    const TaskScope scope = of_call(TaskKind::kDown, worker);
-                   run_down(down_tasks_[task], call, output, worker);
+                   run_down(down_tasks_[task], call, output, worker, panels_of(next, call));
                  },
                  [&](uint32_t task, const auto& opened) { prefetch_down(down_tasks_[task], call, opened); }));
   return {nonfinite_inputs_.load(std::memory_order_relaxed), nonfinite_outputs_.load(std::memory_order_relaxed)};
@@ -187,6 +190,21 @@ void MoeForward::cut_down(const LayerCall& call) {
   cutter.cut_whole(panels, unit, [&](uint32_t panel, uint32_t count) { down_tasks_.push_back({panel, count}); });
 }
 
+const std::byte* MoeForward::gate_up_panels(const GateUpTask& task, const LayerCall& call) const {
+  const size_t block_bytes = call.layout.panels_per_column_block * call.layout.gate_up.panel_bytes;
+  return call.work[task.group].expert + task.block * block_bytes;
+}
+
+const std::byte* MoeForward::down_panels(const DownTask& task, const LayerCall& call, uint32_t group) const {
+  return call.work[group].expert + call.layout.down_offset + task.panel * call.layout.down.panel_bytes;
+}
+
+const std::byte* MoeForward::panels_of(const NextTask& next, const LayerCall& call) const {
+  if (next.phase == kGateUpPhase) return gate_up_panels(gate_up_tasks_[next.task], call);
+  if (next.phase == kDownPhase && !call.work.empty()) return down_panels(down_tasks_[next.task], call, 0);
+  return nullptr;
+}
+
 void MoeForward::multiply(const GemmKernel& kernel, GemmWork& work, uint32_t worker) {
   WorkerScratch& scratch = scratch_[worker];
   work.result_stride = size_t{kPanelColumns} * work.num_panels;
@@ -194,10 +212,13 @@ void MoeForward::multiply(const GemmKernel& kernel, GemmWork& work, uint32_t wor
   scratch.gemm.grow(kernel.scratch_bytes(*work.layout, work.num_panels, work.num_rows));
   work.result = scratch.result.as<float>();
   work.scratch = scratch.gemm.data();
+  // What the thread read before has asked for the first panels, if it knew of them and its kernel does that.
+  work.was_next = scratch.fetched == work.panels;
+  scratch.fetched = fetches_next(kernel) ? work.next : nullptr;
   kernel.run(work);
 }
 
-void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint32_t worker) {
+void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint32_t worker, const std::byte* next) {
   const RowGroups::Group& group = call.groups.groups[task.group];
   const GroupWork& weights = call.work[task.group];
   const PanelLayout& layout = call.layout.gate_up;
@@ -207,7 +228,7 @@ void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint
   for (uint32_t row = 0; row < group.rows; row += step) {
     const uint32_t count = std::min(step, group.rows - row);
     GemmWork work{&layout,
-                     weights.expert + size_t{task.block} * together * layout.panel_bytes,
+                     gate_up_panels(task, call),
                      task.num_blocks * together,
                      rows.rows + row,
                      rows.stride,
@@ -215,37 +236,41 @@ void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint
                      count,
                      nullptr,
                      0,
-                     nullptr};
-    // With an order a row is another one for each of its experts.
-    const bool has_order = layout.format.ordered;
-    const uint32_t first = group.begin + row;
-    const uint32_t* const row_ids = call.groups.pair_rows.data() + first;
-    const auto total = has_order ? static_cast<uint32_t>(call.groups.num_pairs()) : call.request.rows;
-    scratch_[worker].gate_up_rows.prepare(*weights.gate_up, total, call_number_,
-                                          [&](uint32_t i) { return has_order ? first + i : row_ids[i]; }, work);
+                     nullptr,
+                     row + count == group.rows ? next : nullptr};
     multiply(*weights.gate_up, work, worker);
     const float limit = options_.limits[call.request.layer];
     const ActivationWork results{options_.activation, options_.alpha,  limit,   work.result, work.result_stride,
                                  count,               task.num_blocks, nullptr, 0};
     activation_.store(results, weights.down->row_type, group.begin + row, task.block);
   }
+  activation_.stored(call, task.group, task.num_blocks);
+}
+
+template <class Opened>
+void MoeForward::prefetch_gate_up(const GateUpTask& task, const LayerCall& call, const Opened& opened) const {
+  const uint32_t panels = task.num_blocks * call.layout.panels_per_column_block;
+  const size_t bytes = std::min(kPrepareBytes, panels * call.layout.gate_up.panel_bytes);
+  const std::byte* const begin = gate_up_panels(task, call);
+  for (size_t at = 0; at < bytes && !opened(); at += kPrefetchBytes) prefetch(begin + at, bytes - at);
 }
 
 template <class Opened>
 void MoeForward::prefetch_down(const DownTask& task, const LayerCall& call, const Opened& opened) const {
-  const size_t begin = call.layout.down_offset + task.panel * call.layout.down.panel_bytes;
   const size_t bytes = task.num_panels * call.layout.down.panel_bytes;
   size_t left = kPrepareBytes;
-  for (const GroupWork& weights : call.work) {
+  for (uint32_t group = 0; group < call.work.size(); ++group) {
+    const std::byte* const begin = down_panels(task, call, group);
     for (size_t at = 0; at < bytes; at += kPrefetchBytes) {
       if (left < kPrefetchBytes || opened()) return;
       left -= kPrefetchBytes;
-      prefetch(weights.expert + begin + at, bytes - at);
+      prefetch(begin + at, bytes - at);
     }
   }
 }
 
-void MoeForward::run_down(const DownTask& task, const LayerCall& call, float* output, uint32_t worker) {
+void MoeForward::run_down(const DownTask& task, const LayerCall& call, float* output, uint32_t worker,
+                          const std::byte* next) {
   const uint32_t hidden = call.layout.hidden_size;
   const uint32_t column = task.panel * kPanelColumns;
   const uint32_t columns = std::min(task.num_panels * kPanelColumns, hidden - column);
@@ -255,12 +280,11 @@ void MoeForward::run_down(const DownTask& task, const LayerCall& call, float* ou
   buffer.grow(call.request.rows * width * sizeof(float));
   float* const sums = buffer.as<float>();
   std::memset(sums, 0, call.request.rows * width * sizeof(float));
-  const size_t begin = call.layout.down_offset + task.panel * call.layout.down.panel_bytes;
   const size_t bytes = task.num_panels * call.layout.down.panel_bytes;
   for (uint32_t group = 0; group < call.work.size(); ++group) {
-    const bool fetches_next = call.work[group].down->spaced_rows == 0;
-    if (group + 1 < call.work.size() && !fetches_next) prefetch(call.work[group + 1].expert + begin, bytes);
-    add_group(task, call, group, sums, worker);
+    const std::byte* const after = group + 1 < call.work.size() ? down_panels(task, call, group + 1) : next;
+    if (after != nullptr && !fetches_next(*call.work[group].down)) prefetch(after, bytes);
+    add_group(task, call, group, sums, worker, after);
   }
   for (uint32_t row = 0; row < call.request.rows; ++row) {
     std::memcpy(output + size_t{row} * hidden + column, sums + row * width, columns * sizeof(float));
@@ -269,18 +293,18 @@ void MoeForward::run_down(const DownTask& task, const LayerCall& call, float* ou
 }
 
 void MoeForward::add_group(const DownTask& task, const LayerCall& call, uint32_t group_index, float* sums,
-                           uint32_t worker) {
+                           uint32_t worker, const std::byte* next) {
   const RowGroups::Group& group = call.groups.groups[group_index];
   const GroupWork& weights = call.work[group_index];
   const PanelLayout& layout = call.layout.down;
   const uint32_t width = task.num_panels * kPanelColumns;
-  const ActivationRows::Rows rows = activation_.of_group(group, weights.down->row_type, worker);
+  const ActivationRows::Rows rows = activation_.of_group(call, group_index);
   const uint32_t step = rows_per_call(group.rows, layout.k_padded * element_bytes(weights.down->row_type));
   for (uint32_t row = 0; row < group.rows; row += step) {
     const uint32_t count = std::min(step, group.rows - row);
     const uint32_t pair = group.begin + row;
     GemmWork work{&layout,
-                     weights.expert + call.layout.down_offset + task.panel * layout.panel_bytes,
+                     down_panels(task, call, group_index),
                      task.num_panels,
                      rows.rows + row,
                      rows.stride,
@@ -288,13 +312,8 @@ void MoeForward::add_group(const DownTask& task, const LayerCall& call, uint32_t
                      count,
                      nullptr,
                      0,
-                     nullptr};
-    if (group_index + 1 < call.work.size() && row + count == group.rows) {
-      work.next = call.work[group_index + 1].expert + call.layout.down_offset + task.panel * layout.panel_bytes;
-    }
-    work.was_next = group_index > 0 && row == 0 && call.work[group_index - 1].down->spaced_rows == 0;
-    scratch_[worker].down_rows.prepare(*weights.down, static_cast<uint32_t>(call.groups.num_pairs()), call_number_,
-                                       [&](uint32_t i) { return pair + i; }, work);
+                     nullptr,
+                     row + count == group.rows ? next : nullptr};
     multiply(*weights.down, work, worker);
     vectors_.scatter({work.result, work.result_stride, call.groups.pair_rows.data() + pair,
                       call.groups.pair_weights.data() + pair, count, width, sums, width});

@@ -5,10 +5,11 @@
 // reduced across threads, and a row's sum runs over its experts in ascending order whatever the batch, the
 // number of threads or the cut into tasks.
 //
-// A thread that has no task of phase A left prefetches weights for its first of phase B: they depend on nothing.
+// A thread that waits for a phase to begin prefetches weights for its first task of it: they depend on nothing.
 //
-// Many rows that have to be converted, gathered or quantised are so in a parallel phase before A; with W8A8
-// formats many activations are quantised in one between A and B. Few are done on the way.
+// Rows that a kernel prepares, and many that have to be converted, gathered or quantised, are so in a parallel phase
+// before A, once a call. Activations are quantised or prepared by the thread that finishes an expert, or in a phase
+// between A and B where one has many.
 #pragma once
 
 #include <atomic>
@@ -43,6 +44,10 @@ class MoeForward {
   NonfiniteCounts run(const ExpertRequest& request, const RowGroups& groups, float* output, TaskTrace* trace);
 
  private:
+  // Of a run of the pool.
+  static constexpr uint32_t kGateUpPhase = 2;
+  static constexpr uint32_t kDownPhase = 4;
+
   struct GateUpTask {
     uint32_t group;
     uint32_t block;
@@ -56,13 +61,21 @@ class MoeForward {
   void choose_kernels(const ExpertRequest& request, const RowGroups& groups);
   void cut_gate_up(const LayerCall& call);
   void cut_down(const LayerCall& call);
-  void run_gate_up(const GateUpTask& task, const LayerCall& call, uint32_t worker);
-  // Asks for the first weights of a task of phase B, until opened().
+  const std::byte* gate_up_panels(const GateUpTask& task, const LayerCall& call) const;
+  const std::byte* down_panels(const DownTask& task, const LayerCall& call, uint32_t group) const;
+  // What a task reads first; null where it is no task of phase A or B.
+  const std::byte* panels_of(const NextTask& next, const LayerCall& call) const;
+  // next: what the thread reads after the task, null if that is not known.
+  void run_gate_up(const GateUpTask& task, const LayerCall& call, uint32_t worker, const std::byte* next);
+  // Ask for the first weights of a task, until opened().
+  template <class Opened>
+  void prefetch_gate_up(const GateUpTask& task, const LayerCall& call, const Opened& opened) const;
   template <class Opened>
   void prefetch_down(const DownTask& task, const LayerCall& call, const Opened& opened) const;
-  void run_down(const DownTask& task, const LayerCall& call, float* output, uint32_t worker);
+  void run_down(const DownTask& task, const LayerCall& call, float* output, uint32_t worker, const std::byte* next);
   // sums: [rows][16 * task.num_panels].
-  void add_group(const DownTask& task, const LayerCall& call, uint32_t group, float* sums, uint32_t worker);
+  void add_group(const DownTask& task, const LayerCall& call, uint32_t group, float* sums, uint32_t worker,
+                 const std::byte* next);
   void count_nonfinite(const DownTask& task, const LayerCall& call, const float* sums);
   void multiply(const GemmKernel& kernel, GemmWork& work, uint32_t worker);
 
@@ -73,7 +86,6 @@ class MoeForward {
   ThreadPool& pool_;
   PreparedRows rows_;
   ActivationRows activation_;
-  uint64_t call_number_ = 0;
   std::vector<WorkerScratch> scratch_;  // [workers]
   std::vector<GroupWork> work_;         // [groups]
   std::vector<uint32_t> order_;         // groups, most rows first

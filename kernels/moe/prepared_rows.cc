@@ -47,12 +47,15 @@ bool has_type(DType dtype, RowType type) {
 }  // namespace
 
 void PreparedRows::plan(const LayerCall& call) {
+  layout_ = &call.layout.gate_up;
   hidden_size_ = call.layout.hidden_size;
   find_needs(call);
+  find_preparations(call);
   const size_t pairs = call.groups.num_pairs();
   pointers_.resize(std::max(pointers_.size(), pairs));
   is_gathered_.resize(pointers_.size());
   pair_types_.resize(pointers_.size());
+  pair_preparations_.resize(pointers_.size());
   pair_scales_.resize(pointers_.size());
   strides_.resize(call.groups.groups.size());
   size_t bytes = 0;
@@ -64,9 +67,12 @@ void PreparedRows::plan(const LayerCall& call) {
   }
   for (uint32_t group = 0; group < call.groups.groups.size(); ++group) bytes += plan_group(call, group);
   plan_order(call);
+  const bool prepares = num_preparations_ > 0 && num_order_tasks_ == 0;
+  for (size_t i = 0; prepares && i < num_preparations_; ++i) bytes += call.request.rows * preparations_[i].stride;
   rows_per_task_ = call.request.rows;
   num_tasks_ = bytes == 0 ? 0 : 1;
-  if (bytes > kAtOnceBytes) {
+  // A row takes a microsecond to prepare. In a task this goes on while other threads ask for the first weights.
+  if (bytes > kAtOnceBytes || prepares) {
     rows_per_task_ = static_cast<uint32_t>(std::max<size_t>(1, call.request.rows * kTaskBytes / bytes));
     num_tasks_ = (call.request.rows + rows_per_task_ - 1) / rows_per_task_;
   } else if (bytes > 0) {
@@ -92,6 +98,26 @@ void PreparedRows::find_needs(const LayerCall& call) {
   }
 }
 
+void PreparedRows::find_preparations(const LayerCall& call) {
+  num_preparations_ = 0;
+  const size_t rows = layout_->format.ordered ? call.groups.num_pairs() : call.request.rows;
+  for (const GroupWork& work : call.work) {
+    if (work.gate_up->prepare_row == nullptr || preparation_of(*work.gate_up) != kNotPrepared) continue;
+    if (num_preparations_ == preparations_.size()) preparations_.emplace_back();
+    Preparation& preparation = preparations_[num_preparations_++];
+    preparation.kernel = work.gate_up;
+    preparation.stride = row_stride(work.gate_up->prepared_row_bytes(*layout_));
+    preparation.rows.grow(rows * preparation.stride);
+  }
+}
+
+uint8_t PreparedRows::preparation_of(const GemmKernel& kernel) const {
+  for (size_t i = 0; i < num_preparations_; ++i) {
+    if (preparations_[i].kernel == &kernel) return static_cast<uint8_t>(i);
+  }
+  return kNotPrepared;
+}
+
 // Sets the pointers of a group's rows; returns how many bytes there are to gather.
 size_t PreparedRows::plan_group(const LayerCall& call, uint32_t group_index) {
   const RowGroups::Group& group = call.groups.groups[group_index];
@@ -106,13 +132,16 @@ size_t PreparedRows::plan_group(const LayerCall& call, uint32_t group_index) {
     gathered.grow(call.groups.num_pairs(), call.layout.gate_up.k_padded * element_bytes(type));
     stride = gathered.stride();
   }
+  const uint8_t preparation = preparation_of(kernel);
   for (uint32_t i = 0; i < group.rows; ++i) {
     const uint32_t pair = group.begin + i;
     pointers_[pair] = gather ? gathered.row(pair) : row_source(type, rows[i]);
+    if (preparation != kNotPrepared) pointers_[pair] = preparations_[preparation].row(has_order ? pair : rows[i]);
+    pair_preparations_[pair] = preparation;
     is_gathered_[pair] = gather && !has_order;
     pair_types_[pair] = type;
   }
-  strides_[group_index] = stride;
+  strides_[group_index] = preparation == kNotPrepared ? stride : 0;
   return gather && !has_order ? group.rows * gathered.stride() : 0;
 }
 
@@ -142,19 +171,23 @@ void PreparedRows::order_pair(const LayerCall& call, uint32_t pair) const {
   const std::byte* const source = row_source(type, call.groups.pair_rows[pair]);
   std::byte* const target = gathered_[static_cast<size_t>(type)].row(pair);
   switch (type) {
-    case RowType::kFloat32: return take(reinterpret_cast<const float*>(source), order, hidden_size_, target);
-    case RowType::kBFloat16: return take(reinterpret_cast<const uint16_t*>(source), order, hidden_size_, target);
-    case RowType::kInt8: return take(reinterpret_cast<const int8_t*>(source), order, hidden_size_, target);
+    case RowType::kFloat32: take(reinterpret_cast<const float*>(source), order, hidden_size_, target); break;
+    case RowType::kBFloat16: take(reinterpret_cast<const uint16_t*>(source), order, hidden_size_, target); break;
+    case RowType::kInt8: take(reinterpret_cast<const int8_t*>(source), order, hidden_size_, target); break;
   }
+  const uint8_t index = pair_preparations_[pair];
+  if (index == kNotPrepared) return;
+  const Preparation& preparation = preparations_[index];
+  preparation.kernel->prepare_row(*layout_, target, preparation.row(pair));
 }
 
 void PreparedRows::run_task(uint32_t task, const ExpertRequest& request, const RowGroups& groups) {
   const uint32_t begin = task * rows_per_task_;
   const uint32_t end = std::min(begin + rows_per_task_, request.rows);
-  for (uint32_t row = begin; row < end; ++row) prepare_row(row, request, groups);
+  for (uint32_t row = begin; row < end; ++row) run_row(row, request, groups);
 }
 
-void PreparedRows::prepare_row(uint32_t row, const ExpertRequest& request, const RowGroups& groups) {
+void PreparedRows::run_row(uint32_t row, const ExpertRequest& request, const RowGroups& groups) {
   if (needs_[static_cast<size_t>(RowType::kFloat32)] == Need::kConvert) convert_row(row, request);
   if (needs_[static_cast<size_t>(RowType::kBFloat16)] == Need::kConvert) {
     const size_t bytes = hidden_size_ * element_bytes(RowType::kBFloat16);
@@ -166,10 +199,22 @@ void PreparedRows::prepare_row(uint32_t row, const ExpertRequest& request, const
     scale = vectors_.quantise_row(reinterpret_cast<const float*>(row_source(RowType::kFloat32, row)), target,
                                   hidden_size_);
   }
+  finish_pairs(row, request, groups, scale);
+}
+
+// What pairs of a row need but the row converted: its scale, a copy, or, each once, what their kernels prepare.
+void PreparedRows::finish_pairs(uint32_t row, const ExpertRequest& request, const RowGroups& groups, float scale) {
+  uint32_t prepared = layout_->format.ordered ? UINT32_MAX : 0;  // bits of preparations
   for (uint32_t choice = 0; choice < request.top_k; ++choice) {
     const uint32_t pair = groups.pair_of[size_t{row} * request.top_k + choice];
     if (pair == RowGroups::kNoPair) continue;
     pair_scales_[pair] = scale;
+    const uint8_t index = pair_preparations_[pair];
+    if (index != kNotPrepared && (prepared >> index & 1u) == 0) {
+      prepared |= 1u << index;
+      const Preparation& preparation = preparations_[index];
+      preparation.kernel->prepare_row(*layout_, row_source(pair_types_[pair], row), preparation.row(row));
+    }
     if (!is_gathered_[pair]) continue;
     const RowType type = pair_types_[pair];
     std::memcpy(gathered_[static_cast<size_t>(type)].row(pair), row_source(type, row),

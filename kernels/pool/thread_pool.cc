@@ -49,7 +49,8 @@ bool spin_until(std::chrono::nanoseconds limit, Ready&& ready) {
 
 ThreadPool::ThreadPool(uint32_t num_threads, const std::vector<int>& cpus, std::chrono::nanoseconds spin)
     : num_threads_(num_threads == 0 ? pool::default_threads(cpus) : num_threads),
-      spin_ns_(0) {
+      spin_ns_(0),
+      claimed_(num_threads_) {
   set_spin(spin);
   try {
     start(cpus);
@@ -93,6 +94,7 @@ void ThreadPool::stop() {
 void ThreadPool::run(Phase* phases, uint32_t num_phases) {
   std::lock_guard<std::mutex> lock(run_mutex_);
   if (num_threads_ == 1) return run_alone(phases, num_phases);
+  phases_begin_ = phases;
   next_phase_ = phases;
   phases_end_ = phases + num_phases;
   const uint32_t finished_before = finished_.load(std::memory_order_relaxed);
@@ -110,31 +112,54 @@ void ThreadPool::run_alone(Phase* phases, uint32_t num_phases) {
   for (const Phase* phase = phases; phase != phases + num_phases; ++phase) {
     const uint32_t count = phase->count(phase->context);
     for (uint32_t task = 0; task < count; ++task) {
-      phase->task(phase->context, task, 0);
+      const NextTask next{static_cast<uint32_t>(phase - phases), task + 1};
+      phase->task(phase->context, task, 0, task + 1 < count ? next : NextTask{});
       note_progress();
     }
   }
 }
 
-// Claims and runs one task; false when none is left. The claim acquires what the stage's opener wrote.
-bool ThreadPool::run_one_task(uint32_t worker) {
-  if (!ticket_open(ticket_.load(std::memory_order_relaxed))) return false;
+// A task of the open stage, if any is left. The claim acquires what the stage's opener wrote.
+std::optional<uint64_t> ThreadPool::claim() {
+  if (!ticket_open(ticket_.load(std::memory_order_relaxed))) return std::nullopt;
   const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acquire);
-  if (!ticket_open(ticket)) return false;
-  run_task(ticket_next(ticket), ticket_total(ticket), worker);
+  return ticket_open(ticket) ? std::optional(ticket) : std::nullopt;
+}
+
+// Runs the task that the worker has claimed, or claims one; false when none is left.
+bool ThreadPool::run_one_task(uint32_t worker) {
+  std::optional<uint64_t> ticket = std::exchange(claimed_[worker].ticket, std::nullopt);
+  if (!ticket) ticket = claim();
+  if (!ticket) return false;
+  run_task(*ticket, worker);
   return true;
+}
+
+// The stage stays open until the task that is about to run is done.
+NextTask ThreadPool::claim_next(const Phase& phase, uint32_t worker) {
+  if (!phase.takes_next) return {};
+  std::optional<uint64_t>& ticket = claimed_[worker].ticket;
+  ticket = claim();
+  if (!ticket) return {};
+  const uint32_t task = ticket_next(*ticket);
+  const Phase* next = &phase;
+  while (task >= next->end) ++next;
+  return {static_cast<uint32_t>(next - phases_begin_), task - next->begin};
 }
 
 // Tasks are claimed in order and none waits but for earlier ones, so a thread that waits always waits for others that
 // are at work.
-void ThreadPool::run_task(uint32_t task, uint32_t total, uint32_t worker) {
+void ThreadPool::run_task(uint64_t ticket, uint32_t worker) {
+  const uint32_t task = ticket_next(ticket);
+  const uint32_t total = ticket_total(ticket);
   const Phase* phase = stage_;
   while (task >= phase->end) ++phase;
   const uint32_t end = phase->end;
   wait_for_phase(*phase, task - phase->begin);
+  const NextTask next = claim_next(*phase, worker);
   if (phase->begin == 0 || !failed_.load(std::memory_order_relaxed)) {
     try {
-      phase->task(phase->context, task - phase->begin, worker);
+      phase->task(phase->context, task - phase->begin, worker, next);
     } catch (...) {
       record_exception();
     }

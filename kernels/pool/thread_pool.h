@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -33,12 +34,22 @@ namespace moebius {
 //
 // `prepare`, if any, is what a thread does with a task of its own until the phases before are done, e.g. prefetch:
 // prepare(task, opened) may return at any time and should soon after opened() became true.
+//
+// `fn` takes the task, the worker and optionally a NextTask: the task that the same thread computes after this one,
+// e.g. to prefetch for it. It is claimed before this task begins, so a phase may end later by one task; the last ones
+// should be small.
 struct NoPreparation {};
+
+struct NextTask {
+  static constexpr uint32_t kNone = UINT32_MAX;
+  uint32_t phase = kNone;  // of the run, from 0; kNone: there is none yet
+  uint32_t task = 0;
+};
 
 template <class Count, class Fn, class Prepare = NoPreparation>
 struct PoolPhase {
   Count count;
-  Fn fn;  // fn(uint32_t task, uint32_t worker)
+  Fn fn;  // fn(uint32_t task, uint32_t worker) or fn(uint32_t task, uint32_t worker, NextTask next)
   Prepare prepare;
 };
 
@@ -102,10 +113,11 @@ class ThreadPool {
 
   struct Phase {
     uint32_t (*count)(void* context);
-    void (*task)(void* context, uint32_t task, uint32_t worker);
+    void (*task)(void* context, uint32_t task, uint32_t worker, NextTask next);
     void (*prepare)(void* context, uint32_t task, const Gate& opened);
     void* context;
     bool counts_late;  // count is to be called when the phases before are done
+    bool takes_next;   // tasks get a NextTask
     uint32_t begin;    // tasks of its stage that come before its own
     uint32_t end;
   };
@@ -113,6 +125,7 @@ class ThreadPool {
   template <class Count, class Fn, class Prepare>
   static Phase erase(PoolPhase<Count, Fn, Prepare>& phase) {
     using Target = PoolPhase<Count, Fn, Prepare>;
+    constexpr bool kTakesNext = std::invocable<Fn&, uint32_t, uint32_t, NextTask>;
     return {[](void* context) {
               Count& count = static_cast<Target*>(context)->count;
               if constexpr (std::invocable<Count&>) {
@@ -121,7 +134,13 @@ class ThreadPool {
                 return static_cast<uint32_t>(count);
               }
             },
-            [](void* context, uint32_t task, uint32_t worker) { static_cast<Target*>(context)->fn(task, worker); },
+            [](void* context, uint32_t task, uint32_t worker, [[maybe_unused]] NextTask next) {
+              if constexpr (kTakesNext) {
+                static_cast<Target*>(context)->fn(task, worker, next);
+              } else {
+                static_cast<Target*>(context)->fn(task, worker);
+              }
+            },
             []([[maybe_unused]] void* context, [[maybe_unused]] uint32_t task, [[maybe_unused]] const Gate& opened) {
               if constexpr (!std::is_same_v<Prepare, NoPreparation>) {
                 static_cast<Target*>(context)->prepare(task, opened);
@@ -129,6 +148,7 @@ class ThreadPool {
             },
             &phase,
             std::invocable<Count&>,
+            kTakesNext,
             0,
             0};
   }
@@ -137,8 +157,10 @@ class ThreadPool {
   void stop();
   void run(Phase* phases, uint32_t num_phases);
   void run_alone(Phase* phases, uint32_t num_phases);
+  std::optional<uint64_t> claim();
   bool run_one_task(uint32_t worker);
-  void run_task(uint32_t task, uint32_t total, uint32_t worker);
+  void run_task(uint64_t ticket, uint32_t worker);
+  NextTask claim_next(const Phase& phase, uint32_t worker);
   void open_next_stage();
   uint32_t gather_stage();
   void record_exception();
@@ -155,8 +177,15 @@ class ThreadPool {
   std::mutex run_mutex_;
   uint64_t* progress_ = nullptr;  // under run_mutex_; the word may lie in shared memory
 
+  // A task that a worker has claimed before it is done with another.
+  struct alignas(64) ClaimedTask {
+    std::optional<uint64_t> ticket;
+  };
+  std::vector<ClaimedTask> claimed_;  // [workers], each used by that worker alone
+
   // The run in progress. Written between stages only, by the one thread that opens the next stage; read by a
   // thread that has claimed a task, which keeps the stage open until that task is done.
+  Phase* phases_begin_ = nullptr;
   Phase* stage_ = nullptr;  // its first phase
   Phase* next_phase_ = nullptr;
   Phase* phases_end_ = nullptr;

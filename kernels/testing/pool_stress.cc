@@ -26,11 +26,20 @@ class Run {
 
   // Adds what was done to `result`.
   void execute(ThreadPool& pool, StressResult& result) {
+    announced_.resize(pool.size());
     const uint32_t third = static_cast<uint32_t>(index_ % 3);
     try {
       pool.run_phases(pool_phase(first_, [&](uint32_t task, uint32_t worker) { first_task(task, worker, pool); }),
-                      pool_phase([&] { return second_count(); }, [&](uint32_t task, uint32_t) { second_task(task); }),
-                      pool_phase(third, [&](uint32_t, uint32_t) { third_task(); },
+                      pool_phase([&] { return second_count(); },
+                                 [&](uint32_t task, uint32_t worker, NextTask next) {
+                                   follow({1, task}, worker, next);
+                                   second_task(task);
+                                 }),
+                      pool_phase(third,
+                                 [&](uint32_t task, uint32_t worker, NextTask next) {
+                                   follow({2, task}, worker, next);
+                                   third_task();
+                                 },
                                  [&](uint32_t task, const auto& opened) { prepare_third(task, opened); }));
     } catch (const Planned&) {
       check(throws_ && times_counted_ == 0, "a phase began after an exception");
@@ -70,6 +79,16 @@ class Run {
     values_[kMostTasks + task] = values_[task % first_] + task;
   }
 
+  // The task announced to a worker is the one that it runs next.
+  void follow(NextTask now, uint32_t worker, NextTask next) {
+    NextTask& announced = announced_[worker];
+    const bool as_announced = announced.phase == now.phase && announced.task == now.task;
+    check(announced.phase == NextTask::kNone || as_announced, "a worker's next task was another one");
+    const bool is_later = next.phase > now.phase || (next.phase == now.phase && next.task > now.task);
+    check(next.phase == NextTask::kNone || is_later, "a next task is no later one");
+    announced = next;
+  }
+
   // Returns early now and then, and waits else.
   template <class Opened>
   void prepare_third(uint32_t task, const Opened& opened) const {
@@ -88,6 +107,7 @@ class Run {
   const bool throws_;
   uint32_t second_ = 0;
   uint32_t times_counted_ = 0;
+  std::vector<NextTask> announced_;  // [workers]
   std::array<uint32_t, 2 * kMostTasks> values_{};
   std::array<uint32_t, 2 * kMostTasks> done_{};
 };

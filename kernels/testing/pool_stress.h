@@ -24,7 +24,7 @@ struct StressResult {
 
 // Runs of three phases with 0 to 7 tasks each, the second of a number computed from the first's results, the third
 // checking what the second wrote. Throws std::logic_error naming the run when a task was lost, done twice, begun
-// before the phase before was over, or after an exception.
+// before the phase before was over, or after an exception, or when a worker's next task was not the one announced.
 StressResult stress(const StressOptions& options);
 
 }  // namespace moebius::pool

@@ -1,25 +1,11 @@
-"""What layers that attend may differ in, and parts of a `config.ModelConfig` that few models have: choices of
-tokens or blocks, compressed attention, several residual streams, embeddings of n-grams, experts of two kinds.
+"""Parts of a `config.ModelConfig` that few models have: choices of tokens or blocks, compressed attention,
+several residual streams, embeddings of n-grams, experts of two kinds.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What layers with grouped-query attention may differ in; filled by `ModelConfig.attention_shape`."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int  # Elements of a query or key; values are as long in the cache.
-    window: int | None  # Latest positions that a query sees, its own included; None: all.
-    has_sinks: bool
-    keys_are_values: bool  # Whether values have no projection of their own.
-    # Positions of a chunk: a query sees the earlier ones of its own chunk; None: no chunks.
-    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +30,6 @@ class CompressedAttentionConfig:
     output_groups: int
     output_rank: int
 
-    @property
-    def has_entries(self) -> bool:
-        """Whether any layer compresses."""
-        return any(self.rates)
-
 
 @dataclass(frozen=True, slots=True)
 class BlockIndexerConfig:
@@ -66,13 +47,6 @@ class BlockIndexerConfig:
     # head has one of its own.
     shared_heads: int = 0
     rotary_dim: int = 0  # With shared heads, elements of their queries and keys that are rotated.
-
-    @property
-    def row_dim(self) -> int:
-        """Elements that the cache holds of a token: its key, and with shared heads its rotation, by which
-        the mean key of the block that it begins is rotated.
-        """
-        return self.head_dim + self.rotary_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +132,6 @@ class IndexerConfig:
     # Of the keys' norm; most families were trained with this, whatever `rms_norm_eps` says.
     key_eps: float = 1e-6
 
-    @property
-    def row_dim(self) -> int:
-        """Elements that the cache holds of a token: its key, and its logits within a pool."""
-        return self.head_dim * (1 if self.pool == 1 else 2)
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertKindsConfig:
@@ -239,8 +208,3 @@ class MlaConfig:
     def qk_head_dim(self) -> int:
         """Elements of a head's query."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def cached_dim(self) -> int:
-        """Elements that the cache holds of a token in each layer."""
-        return self.kv_lora_rank + self.qk_rope_head_dim

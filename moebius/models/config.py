@@ -13,9 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from moebius.checkpoint.errors import CheckpointError
 from moebius.models.attention_config import (
-    AttentionShape,
     BlockIndexerConfig,
     CompressedAttentionConfig,
     ExpertKindsConfig,
@@ -24,6 +22,9 @@ from moebius.models.attention_config import (
     NGramConfig,
     NormedResidualConfig,
 )
+from moebius.models.errors import ModelConfigError as ModelConfigError
+from moebius.models.layers.layer import Layer
+from moebius.models.layers.of_config import layers_of
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "sparse_mixer", "none"]
 GroupScore = Literal["max", "top2_sum"]
@@ -36,10 +37,6 @@ LayerHalf = Literal["attention", "mlp"]
 DTYPE_BYTES: Mapping[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Positions of a token with mRoPE: time, height, width.
 NUM_AXES = 3
-
-
-class ModelConfigError(CheckpointError):
-    """A checkpoint's config.json asks for something we do not know, do not support, or that is absurd."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,21 +185,6 @@ class LinearAttentionConfig:
     # Lightning attention: no convolution (`conv_width` 1), and heads that forget at rates that follow from
     # their numbers and their layer's.
     fixed_decay: bool = False
-
-    @property
-    def key_size(self) -> int:
-        """Elements of all heads' keys, and of all heads' queries."""
-        return self.num_key_heads * self.key_head_dim
-
-    @property
-    def value_size(self) -> int:
-        """Elements of all heads' values."""
-        return self.num_value_heads * self.value_head_dim
-
-    @property
-    def conv_size(self) -> int:
-        """Channels of the convolution: queries, keys, values; of Mamba values alone."""
-        return self.value_size if self.step_rank else 2 * self.key_size + self.value_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +361,11 @@ class ModelConfig:
     # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
     unread_keys: tuple[str, ...] = field(default=(), compare=False)
 
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """What the model is, layer by layer; raises ModelConfigError for what no layer can be."""
+        return layers_of(self)
+
     @property
     def dtype_bytes(self) -> int:
         """Bytes of an element of dense weights, activations and KV."""
@@ -403,68 +390,6 @@ class ModelConfig:
     def has_mrope(self) -> bool:
         """Whether a token has positions in time, height and width."""
         return self.rope is not None and bool(self.rope.mrope_sections)
-
-    @cached_property
-    def attention_layers(self) -> tuple[int, ...]:
-        """Layers that have a cache of tokens, ascending; their places here are its layers.
-
-        A layer that attends twice is here twice.
-        """
-        linear = frozenset() if self.linear is None else self.linear.layers
-        attends = filter(self.has_attention, range(self.num_layers))
-        times = 2 if self.shortcut_experts else 1
-        return tuple(layer for layer in attends if layer not in linear for _ in range(times))
-
-    def has_attention(self, layer: int) -> bool:
-        """Whether the layer has attention or a state."""
-        return not self.layer_halves or self.layer_halves[layer] == "attention"
-
-    def has_mlp(self, layer: int) -> bool:
-        """Whether the layer has an MLP or experts."""
-        return not self.layer_halves or self.layer_halves[layer] == "mlp"
-
-    @property
-    def num_dense_layers(self) -> int:
-        """Layers with an MLP instead of experts; those that have two next to their experts count twice."""
-        if self.shortcut_experts:
-            return 2 * self.num_layers
-        return sum(map(self.has_mlp, range(self.num_layers))) - len(self.moe.layers)
-
-    def attention_shape(self, layer: int) -> AttentionShape:
-        """The shape of a layer that attends, by its index."""
-        windows, sinks = self.attention_windows, self.sink_layers
-        chunk = self.attention_chunks[layer] if self.attention_chunks else None
-        return AttentionShape(
-            self.layer_num_heads[layer] if self.layer_num_heads else self.num_heads,
-            self.layer_kv_heads[layer] if self.layer_kv_heads else self.num_kv_heads,
-            self.layer_head_dims[layer] if self.layer_head_dims else self.head_dim,
-            windows[layer] if windows else None,
-            sinks[layer] if sinks else self.attention_sinks,
-            bool(self.keys_as_values) and self.keys_as_values[layer],
-            # No sequence is longer than one chunk: there are none.
-            None if chunk is None or chunk >= self.max_model_len else chunk,
-        )
-
-    @cached_property
-    def latent_layers(self) -> tuple[int, ...]:
-        """Those of `attention_layers` that have latents of their own, which are the cache's layers."""
-        sources = () if self.mla is None else self.mla.latent_sources
-        return tuple(layer for layer in self.attention_layers if not sources or sources[layer] == layer)
-
-    @property
-    def attention_shapes(self) -> tuple[AttentionShape, ...]:
-        """The shapes of all layers that attend, in order."""
-        return tuple(self.attention_shape(layer) for layer in self.attention_layers)
-
-    @cached_property
-    def q_size(self) -> int:
-        """Width of the query projection."""
-        return self.num_heads * self.head_dim
-
-    @cached_property
-    def kv_size(self) -> int:
-        """Width of the key (or value) projection."""
-        return self.num_kv_heads * self.head_dim
 
     @cached_property
     def softmax_scale(self) -> float:

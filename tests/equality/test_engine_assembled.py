@@ -19,7 +19,7 @@ from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
 from moebius.config import MoebiusConfig
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 from tests.helpers.built_engine import running_engine
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.device_experts import DenseExperts
@@ -35,8 +35,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def _capturable(config: ModelConfig, cache: KVCache, *_: object) -> CapturableAttention:
-    return CapturableAttention(config, cache)
+def _capturable(layers: Layers, cache: KVCache, *_: object) -> CapturableAttention:
+    return CapturableAttention(layers, cache)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     """From here on engines are assembled as for a GPU."""
     monkeypatch.setattr(build, "device_stream", lambda _: HostDeviceStream())
     monkeypatch.setattr(
-        step_assembly, "make_attention", lambda config, cache, *_: CapturableAttention(config, cache)
+        step_assembly, "make_attention", lambda layers, cache, *_: CapturableAttention(layers, cache)
     )
     monkeypatch.setattr(step_assembly, "CudaDeviceStream", HostDeviceStream)
     monkeypatch.setattr(step_assembly, "CudaGraphs", lambda _: RecordedOperations())
@@ -53,7 +53,14 @@ def device(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 
 def config_for(directory: Path, gpu: dict[str, Any], placement: dict[str, Any]) -> MoebiusConfig:
     """A small pool, and graphs for up to four requests."""
-    small = {"num_pages": 96, "page_size": 4, "max_num_seqs": 6, "cuda_graph_max_batch_size": 4}
+    small: dict[str, Any] = {
+        "num_pages": 96,
+        "page_size": 4,
+        "max_num_seqs": 6,
+        "cuda_graph_max_batch_size": 4,
+    }
+    # Graphs are recorded from torch's operations, and hold no other kernel's.
+    small["attention_backend"] = "torch"
     return MoebiusConfig.model_validate(
         {
             "model": {"model": str(directory), "dtype": "float32"},

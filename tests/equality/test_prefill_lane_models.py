@@ -70,4 +70,4 @@ def test_a_lane_does_not_show(
 
 
 def _attention(model: CausalLM) -> Any:
-    return lambda config, cache: make_attention(model.rank_config, cache, cache.device, "torch")
+    return lambda config, cache: make_attention(model.rank_layers, cache, cache.device, "torch")

@@ -255,5 +255,5 @@ def test_auto_takes_the_first_that_can() -> None:
     installed = not ATTENTION_BACKENDS["flashinfer"].missing(torch.device("cuda"))
     for geometry, name in ((QWEN, "FlashInferAttention"), (ODD, "TritonAttention")):
         case = make_case(geometry, [(3, 1)])
-        chosen = type(make_attention(case.geometry.config(), case.cache, "cuda")).__name__
+        chosen = type(make_attention(case.geometry.config().layers, case.cache, "cuda")).__name__
         assert chosen == (name if installed else "TritonAttention")

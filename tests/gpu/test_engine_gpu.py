@@ -28,7 +28,7 @@ from gpu_service.device.stream import CudaDeviceStream, HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.ops import backends
 from moebius.errors import UserError
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 from moebius.models.read import read_model_config
 from tests.helpers.constraints import constrain_some
 from tests.helpers.device_experts import DenseExperts
@@ -90,9 +90,9 @@ def gpu_engine(
     stream = CudaDeviceStream(device)
     backends.install(device, attention, getattr(torch, dtype))
 
-    def make(config: ModelConfig, cache: KVCache) -> AttentionBackend:
+    def make(layers: Layers, cache: KVCache) -> AttentionBackend:
         try:
-            return make_attention(config, cache, device, attention)
+            return make_attention(layers, cache, device, attention)
         except UserError as error:
             pytest.skip(str(error))
 

@@ -17,7 +17,7 @@ from gpu_service.device.stream import CudaDeviceStream
 from gpu_service.ops import backends
 from gpu_service.speculation.mtp import MtpDrafter
 from moebius.errors import UserError
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.mtp_models import make_foreseen, write_mtp_model
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
@@ -49,9 +49,9 @@ def test_drafts_change_no_token(name: str, attention: str, largest_graph: int, t
     stream = CudaDeviceStream(device)
     backends.install(device, attention, torch.float32)
 
-    def make(config: ModelConfig, cache: KVCache) -> AttentionBackend:
+    def make(layers: Layers, cache: KVCache) -> AttentionBackend:
         try:
-            return make_attention(config, cache, device, attention)
+            return make_attention(layers, cache, device, attention)
         except UserError as error:
             pytest.skip(str(error))
 

@@ -73,7 +73,7 @@ def engine_with_lane(directory: Path, setup: Setup = LANE) -> Iterator[tuple[Tin
                 tiny_model(directory, device),
                 DenseExperts(directory, NUM_EXPERTS, device),
                 main,
-                lambda config, cache: make_attention(config, cache, device, "triton"),
+                lambda layers, cache: make_attention(layers, cache, device, "triton"),
                 setup,
                 CudaGraphs(main),
                 lane_stream=lane,

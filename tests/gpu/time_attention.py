@@ -95,8 +95,8 @@ def main() -> None:
         for name, shape in STEPS.items():
             case = make_case(Geometry(32, 4, 128, 16, torch.bfloat16, storage, "cuda"), shape)
             config = case.geometry.config()
-            time_step(name, case, "Triton", TritonAttention(config, case.cache))
-            attention = FlashInferAttention(config, case.cache, chunk_kernels=kernels)
+            time_step(name, case, "Triton", TritonAttention(config.layers, case.cache))
+            attention = FlashInferAttention(config.layers, case.cache, chunk_kernels=kernels)
             time_step(name, case, f"FlashInfer {kernels}", attention)
 
 

@@ -84,7 +84,7 @@ class Case:
     def fresh_cache(self) -> KVCache:
         """A copy of the cache as it was before the step."""
         other = KVCache(
-            self.geometry.config(),
+            self.geometry.config().layers,
             self.cache.num_pages,
             self.cache.page_size,
             self.cache.dtype,
@@ -103,7 +103,7 @@ def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
     page_size, device = geometry.page_size, geometry.device
     counts = [-(-(old + new) // page_size) for old, new in shape]
     cache = KVCache(
-        geometry.config(), sum(counts) + 1, page_size, geometry.dtype, device, geometry.storage_dtype
+        geometry.config().layers, sum(counts) + 1, page_size, geometry.dtype, device, geometry.storage_dtype
     )
     order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
     table = torch.zeros(len(shape), max(counts) + geometry.spare_pages, dtype=torch.int32)

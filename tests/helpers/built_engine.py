@@ -60,5 +60,6 @@ def running_engine(config: MoebiusConfig, observer: EngineObserver | None = None
         yield RunningEngine(built, ended)
     finally:
         built.close()
-        backends.uninstall("cuda")
+        for device_type in ("cpu", "cuda"):
+            backends.uninstall(device_type)
     built.engine.scheduler.check_integrity()

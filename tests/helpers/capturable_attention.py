@@ -45,7 +45,7 @@ class CapturableAttention(TorchReferenceAttention):
         history = history.reshape(rows, -1, 2 * kv_heads, head_dim)
         keys, values = history[:, :, :kv_heads], history[:, :, kv_heads:]
         grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim)
-        scores = torch.einsum("rkgd,rtkd->rkgt", grouped, keys) * self.config.softmax_scale
+        scores = torch.einsum("rkgd,rtkd->rkgt", grouped, keys) * self.mixers[layer_id].scale
         positions = torch.arange(history.shape[1], device=query.device)
         lengths = inputs.seq_lens_tensor[:, None]
         hidden = positions >= lengths

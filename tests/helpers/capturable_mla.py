@@ -8,7 +8,7 @@ from gpu_service.attention.mla.torch_reference import TorchMlaAttention, index_s
 from gpu_service.attention.registry import mla_dimensions
 from gpu_service.cache.kv_cache import MlaCache, PagedCache
 from gpu_service.core.step import ForwardInputs
-from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 from tests.helpers.capturable_attention import CapturableAttention
 
 
@@ -76,9 +76,9 @@ def _history(pages: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
 
 
 def make_capturable_attention(
-    config: ModelConfig, cache: PagedCache, *_: object
+    layers: Layers, cache: PagedCache, *_: object
 ) -> CapturableAttention | CapturableMlaAttention:
     """The one that belongs to the cache; called as `gpu_service.attention.registry.make_attention` is."""
     if isinstance(cache, MlaCache):
-        return CapturableMlaAttention(mla_dimensions(config), cache)
-    return CapturableAttention(config, cache)
+        return CapturableMlaAttention(mla_dimensions(layers), cache)
+    return CapturableAttention(layers, cache)

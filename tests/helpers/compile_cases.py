@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 
+from gpu_service.attention.base import grouped_queries
 from gpu_service.attention.compressed.triton_backend import TritonCompressedAttention
 from gpu_service.attention.flashinfer_plan import list_pages
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.attention.registry import compressed_dimensions, mla_dimensions
 from gpu_service.attention.triton_backend import TritonAttention
-from gpu_service.attention.warm_up import warm_up_attention
+from gpu_service.attention.warm_up import kinds_of_layers, warm_up_attention
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import CompressedCache
 from gpu_service.experts.fetching.slots import make_state
@@ -27,9 +28,14 @@ from gpu_service.experts.fetching.triton_kernels import TritonFetchKernels
 from gpu_service.experts.resident.experts import make_slots
 from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
-from gpu_service.ops.examples import SMALL, Sizes, example, sizes_of
+from gpu_service.ops.example_sizes import SMALL, Sizes, sizes_of
+from gpu_service.ops.examples import example
 from gpu_service.ops.triton.table import IMPLEMENTATIONS
 from moebius.models.config import ModelConfig, RouterConfig
+from moebius.models.layers.compressed import CompressedAttention
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.latent import MLA
+from moebius.models.layers.layer import cached
 from moebius.models.read import read_model_config
 from tests.helpers.attention_cases import Geometry, make_case, run
 from tests.helpers.mla_cases import make_mla_case, run_absorbed
@@ -93,11 +99,9 @@ def cases(extent: str) -> Iterator[Case]:
         config = published(name)
         for storage in (None, E4M3):
             label = name if storage is None else f"{name} fp8 KV"
-            for sizes in sizes_of(config, storage):
+            for sizes in sizes_of(config, config.layers, storage):
                 yield Case(f"ops {label}", partial(_ops, sizes))
-            attend = _attend if config.mla is None else _attend_latents
-            if config.compressed is not None:
-                attend = _attend_compressed
+            attend = _ATTEND[type(cached(config.layers)[0][0])]
             yield Case(f"attention {label}", partial(attend, config, storage))
     for shape in dict.fromkeys(_layer(published(name)) for name in LAYERS[extent]):
         for weights in FORMATS[extent]:
@@ -167,7 +171,7 @@ def _pages() -> None:
 
 def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
     """Decodes in one piece and in splits, and a chunk, for each kind of the model's layers."""
-    for kind in dict.fromkeys(config.attention_shapes):
+    for _, kind, _ in kinds_of_layers(grouped_queries(config.layers), BF16, CPU):
         geometry = Geometry(
             kind.num_heads,
             kind.num_kv_heads,
@@ -178,16 +182,16 @@ def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
             window=kind.window,
             sinks=kind.has_sinks,
             chunk=kind.chunk,
-            block_size=0 if config.block_indexer is None else config.block_indexer.block_size,
+            block_size=0 if kind.blocks is None else kind.blocks.block_size,
         )
         for shape in ([(900, 1)], [(30, 1), (3, 7)]):
             case = make_case(geometry, shape)
-            run(case, TritonAttention(geometry.config(), case.cache))
+            run(case, TritonAttention(geometry.config().layers, case.cache))
 
 
 def _attend_latents(config: ModelConfig, storage: torch.dtype | None) -> None:
     """Few rows, whose keys are divided, and enough that a program has 64 heads; all tokens and a choice."""
-    dimensions = mla_dimensions(config)
+    dimensions = mla_dimensions(config.layers)
     choices = [None, dimensions.index] if dimensions.index is not None and storage is None else [None]
     for index in choices:
         chosen = replace(dimensions, index=None if index is None else replace(index, top_k=256))
@@ -200,9 +204,12 @@ def _attend_compressed(config: ModelConfig, storage: torch.dtype | None) -> None
     """A layer of each kind, all entries and a choice; pages of 8 bits are refused before."""
     if storage is not None:
         return
-    dimensions = replace(compressed_dimensions(config), top_k=256)
-    cache = CompressedCache(config, 2, 16, BF16)
+    dimensions = replace(compressed_dimensions(config.layers), top_k=256)
+    cache = CompressedCache(config.layers, 2, 16, BF16)
     warm_up_attention(TritonCompressedAttention(dimensions, cache), 2048)
+
+
+_ATTEND = {GQA: _attend, MLA: _attend_latents, CompressedAttention: _attend_compressed}
 
 
 def _layer(config: ModelConfig) -> Shape:

@@ -57,8 +57,8 @@ def prefill_logits(model: CausalLM, experts: ExpertClient | KernelExperts, ids: 
     """Return logits float32 [T, V] of all T ids, computed in one step on a KV cache of its own."""
     inputs = one_request(ids)
     pages = 1 + inputs.block_table.shape[1]
-    cache = KVCache(model.config, pages, PAGE_SIZE, model.dtype)
-    attention = make_attention(model.config, cache, "cpu")
+    cache = KVCache(model.config.layers, pages, PAGE_SIZE, model.dtype)
+    attention = make_attention(model.config.layers, cache, "cpu")
     attention.plan(inputs)
     client = cast("ExpertClient", experts)  # KernelExperts has the two calls that a forward pass makes
     context = ForwardContext(inputs=inputs, kv_cache=cache, attention=attention, experts=client)

@@ -82,11 +82,11 @@ def demo_engine(experts: Any, serving: Serving) -> Iterator[tuple[Engine, Collec
     )
     pool, tree = PagePool(serving.num_pages), RadixCache(serving.page_size)
     scheduler = Scheduler(limits, RequestCache(pool, tree, True))
-    cache = KVCache(model.config, serving.num_pages, serving.page_size, model.dtype)
+    cache = KVCache(model.config.layers, serving.num_pages, serving.page_size, model.dtype)
     runner = ModelRunner(
         model,
         cache,
-        make_attention(model.config, cache, device),
+        make_attention(model.config.layers, cache, device),
         experts,
         TokenPool(serving.max_num_seqs, CONTEXT_LIMIT + 1, device),
         Sampler(model.config.vocab_size, device),

@@ -120,4 +120,4 @@ def _mix(values: torch.Tensor) -> torch.Tensor:
 
 def fake_cache(num_pages: int, page_size: int) -> KVCache:
     """KV pages of the fake model."""
-    return KVCache(fake_config(), num_pages, page_size, torch.float32)
+    return KVCache(fake_config().layers, num_pages, page_size, torch.float32)

@@ -18,6 +18,7 @@ from gpu_service.attention.mla.base import (
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.core.step import ForwardInputs
 from tests.helpers.attention_cases import Shape, make_inputs
+from tests.helpers.layer_values import latent_layers
 
 LAYER = 1
 TINY = MlaDimensions(num_heads=5, latent_dim=24, nope_dim=12, rope_dim=8, value_dim=20, softmax_scale=0.25)
@@ -74,9 +75,9 @@ def _make_cache(
     device: torch.device | str,
     storage_dtype: torch.dtype | None,
 ) -> MlaCache:
-    index = (1, d.index.head_dim) if d.index is not None else (0, 0)
-    pages = num_pages, page_size, dtype, device, storage_dtype
-    return MlaCache(2, d.latent_dim, d.rope_dim, *pages, *index)
+    index = () if d.index is None else (d.index.head_dim,)
+    layers = latent_layers(2, d.latent_dim, d.rope_dim, index)
+    return MlaCache(layers, num_pages, page_size, dtype, device, storage_dtype)
 
 
 def make_mla_case(

@@ -14,7 +14,7 @@ from gpu_service.cache.kv_cache import make_cache
 from gpu_service.cache.state_cache import make_states
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.context import ForwardContext
-from gpu_service.loader.load import load_weights
+from gpu_service.loader.load import DenseForm, load_weights
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from moebius.models.config import ModelOverrides
@@ -47,9 +47,9 @@ class PagedRunner:
 
     def __init__(self, model: CausalLM, experts: Any, *, page_size: int = 4, num_pages: int = 256) -> None:
         self.model = model
-        self.kv_cache = make_cache(model.config, num_pages, page_size, model.dtype)
-        self.attention = make_attention(model.config, self.kv_cache, "cpu")
-        self.states = make_states(model.config, _NUM_STATES, model.dtype)
+        self.kv_cache = make_cache(model.config.layers, num_pages, page_size, model.dtype)
+        self.attention = make_attention(model.config.layers, self.kv_cache, "cpu")
+        self.states = make_states(model.config.layers, _NUM_STATES, model.dtype)
         self._unused_states = iter(range(1, _NUM_STATES))
         self.experts = experts
         self._free = [page for start in (1, 2, 3) for page in range(start, num_pages, 3)]
@@ -127,9 +127,14 @@ class PagedRunner:
 
 
 def load_runner(
-    directory: Path, *, overrides: ModelOverrides | None = None, experts: Any = None, page_size: int = 4
+    directory: Path,
+    *,
+    overrides: ModelOverrides | None = None,
+    experts: Any = None,
+    page_size: int = 4,
+    form: DenseForm = "dequantised",
 ) -> PagedRunner:
     """A runner on a checkpoint; its experts are the torch reference's unless a client is given."""
     model = build_model(read_model_config(directory, overrides))
-    load_weights(model, directory)
+    load_weights(model, directory, form)
     return PagedRunner(model, experts or TorchExperts(directory), page_size=page_size)

@@ -36,7 +36,8 @@ from gpu_service.speculation.drafter import DeviceDrafter, HostDrafter
 from gpu_service.speculation.policy import Speculation
 from gpu_service.vision.features import ImageEncoder
 from moebius.config import GpuConfig
-from moebius.models.config import ModelConfig, ModelOverrides
+from moebius.models.config import ModelOverrides
+from moebius.models.layers.layer import Layers
 from moebius.models.read import read_model_config
 
 PAGE_SIZE = 4
@@ -99,7 +100,7 @@ def tiny_engine(
     model: CausalLM,
     experts: Any,
     stream: DeviceStream,
-    attention: Callable[[ModelConfig, Any], Attention],
+    attention: Callable[[Layers, Any], Attention],
     setup: Setup,
     backend: GraphBackend | None = None,
     encoder: ImageEncoder | None = None,
@@ -116,14 +117,14 @@ def tiny_engine(
         max_rows=4 * setup.max_num_seqs,
     )
     gpu = GpuConfig(page_size=PAGE_SIZE, max_num_seqs=setup.max_num_seqs)
-    states = allocate_states(gpu, model.config, stream.device)
+    states = allocate_states(gpu, model.config.layers, model.dtype, stream.device)
     cache = make_request_cache(gpu, states, setup.num_pages)
-    kv_cache = make_cache(model.config, setup.num_pages, PAGE_SIZE, model.dtype, stream.device)
+    kv_cache = make_cache(model.config.layers, setup.num_pages, PAGE_SIZE, model.dtype, stream.device)
     token_pool = TokenPool(setup.max_num_seqs, CONTEXT_LIMIT + 1, stream.device)
     runner = ModelRunner(
         model,
         kv_cache,
-        attention(model.config, kv_cache),
+        attention(model.config.layers, kv_cache),
         experts,
         token_pool,
         Sampler(model.config.vocab_size, stream.device, setup.max_num_seqs),
@@ -174,7 +175,7 @@ def tiny_engine(
 
 def _lane(
     runner: ModelRunner,
-    attention: Callable[[ModelConfig, Any], Attention],
+    attention: Callable[[Layers, Any], Attention],
     experts: Any,
     stream: DeviceStream,
     main: DeviceStream,
@@ -182,7 +183,7 @@ def _lane(
 ) -> PrefillLane:
     assert isinstance(runner.model, CausalLM)
     with stream.active():
-        own_attention = attention(runner.model.config, runner.kv_cache)
+        own_attention = attention(runner.model.config.layers, runner.kv_cache)
     own = LaneModelRunner(
         runner.model,
         runner.kv_cache,

@@ -249,14 +249,15 @@ class WrittenModel:
     ) -> torch.Tensor:
         """Of `[H, T, T]` scores, as the layer's mask and sinks have it; `kept` `[H, T, T]` besides."""
         shape, (rows, columns) = (
-            self.config.attention_shape(layer),
+            self.config.layers[layer].mixer,
             torch.meshgrid(*[torch.arange(scores.shape[1])] * 2, indexing="ij"),
         )
         seen = columns <= rows
-        if shape.window is not None:
-            seen = seen & (columns > rows - shape.window)
-        if shape.chunk is not None:
-            seen = seen & (columns // shape.chunk == rows // shape.chunk)
+        window, chunk = getattr(shape, "window", None), getattr(shape, "chunk", None)
+        if window is not None:
+            seen = seen & (columns > rows - window)
+        if chunk is not None:
+            seen = seen & (columns // chunk == rows // chunk)
         scores = scores.masked_fill(~(seen if kept is None else seen & kept), float("-inf"))
         if sinks is None:
             return scores.softmax(-1)
@@ -298,7 +299,7 @@ class WrittenModel:
     def _grouped(self, stem: str, layer: int, x: torch.Tensor) -> torch.Tensor:
         config, shape, rope, tokens = (
             self.config,
-            self.config.attention_shape(layer),
+            self.config.layers[layer].mixer,
             self._rope(layer),
             x.shape[0],
         )

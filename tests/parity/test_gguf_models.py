@@ -16,8 +16,9 @@ import torch
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.local_client import LocalExpertClient
+from gpu_service.layers.linear import StoredWeight
 from gpu_service.loader import sources
-from gpu_service.loader.load import load_weights
+from gpu_service.loader.load import DenseForm, load_weights
 from gpu_service.models.compose import build_model
 from moebius.models.config import DTypeName, ModelOverrides
 from moebius.models.read import read_geometry, read_model_config
@@ -35,15 +36,21 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
     return cached_gguf_files(tmp_path_factory.mktemp("gguf"))
 
 
+@pytest.mark.parametrize("form", ["dequantised", "packed"])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_logits_are_those_of_the_dequantised_weights(name: str, gguf: Callable[[str], GgufFile]) -> None:
-    """Dense weights through the loader, experts through the reference that the expert servers are compared
-    with.
+def test_logits_are_those_of_the_dequantised_weights(
+    name: str, form: DenseForm, gguf: Callable[[str], GgufFile]
+) -> None:
+    """Dense weights through the loader, dequantised or kept as the file has them, experts through the
+    reference that the expert servers are compared with.
     """
     file = gguf(name)
     geometry = read_geometry(file.path)
     experts = LocalExpertClient(str(file.path), geometry, torch.float32)
-    _, logits = load_runner(file.path, experts=experts).prefill(PROMPT)
+    runner = load_runner(file.path, experts=experts, form=form)
+    kept = [module for module in runner.model.modules() if isinstance(module, StoredWeight) and module.packed]
+    assert bool(kept) == (form == "packed" and CASES[name].types.other not in ("F32", "F16", "BF16"))
+    _, logits = runner.prefill(PROMPT)
     expected = reference_logits(file.reference, PROMPT)
     assert expected.std() > 0.3, "flat logits would hide errors"
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
@@ -80,7 +87,7 @@ def test_dense_weights_may_be_computed_in_small_blocks(
 ) -> None:
     """Values that are computed go into parameters some rows at a time; blocks may end inside of heads."""
     monkeypatch.setattr(sources, "_DERIVED_ELEMENTS", 700)
-    test_logits_are_those_of_the_dequantised_weights(name, gguf)
+    test_logits_are_those_of_the_dequantised_weights(name, "dequantised", gguf)
 
 
 REARRANGED = (

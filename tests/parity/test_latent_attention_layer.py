@@ -13,6 +13,7 @@ from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.attention.registry import make_attention, mla_dimensions
 from gpu_service.cache.kv_cache import MlaCache, make_cache, page_bytes
 from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.loader.load import load_weights
@@ -32,11 +33,11 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
     """Five tokens, then two more, of one request; the rank's addend, the cache, and which wrote keys out."""
     model = build_model(read_model_config(directory), parallel=parallel)
     load_weights(model, directory)
-    config = model.rank_config
-    cache = make_cache(config, 3, PAGE_SIZE, torch.float32)
+    config, own = model.config, model.rank_layers
+    cache = make_cache(own, 3, PAGE_SIZE, torch.float32)
     assert isinstance(cache, MlaCache)
-    assert cache.nbytes == 3 * page_bytes(config, PAGE_SIZE, torch.float32)
-    attention = make_attention(config, cache, "cpu")
+    assert cache.nbytes == 3 * page_bytes(own, PAGE_SIZE, torch.float32, TORCH_DTYPES[config.dtype])
+    attention = make_attention(own, cache, "cpu")
     assert isinstance(attention, MlaAttentionBackend)
     hidden_states = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(5))
     device = torch.device("cpu")
@@ -84,7 +85,7 @@ def test_a_model_does_not_see_that_triton_attends(tmp_path: Path) -> None:
     make_tiny_model("deepseek_v3", tmp_path)
     expected, ours = load_runner(tmp_path), load_runner(tmp_path)
     assert isinstance(ours.kv_cache, MlaCache)
-    ours.attention = TritonMlaAttention(mla_dimensions(ours.model.config), ours.kv_cache, min_split=16)
+    ours.attention = TritonMlaAttention(mla_dimensions(ours.model.config.layers), ours.kv_cache, min_split=16)
     tokens = [3, 17, 100, 5, 99, 42, 42, 8]
     wanted, logits = (runner.prefill(tokens, chunk=4)[1] for runner in (expected, ours))
     torch.testing.assert_close(logits, wanted, rtol=0, atol=LOGITS_FLOAT32_SELF)

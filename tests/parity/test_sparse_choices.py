@@ -74,7 +74,7 @@ def test_a_model_does_not_see_that_triton_chooses_and_attends(name: str, tmp_pat
     make_tiny_model(name, tmp_path)
     expected, ours = load_runner(tmp_path), load_runner(tmp_path)
     assert isinstance(ours.kv_cache, MlaCache)
-    ours.attention = TritonMlaAttention(mla_dimensions(ours.model.config), ours.kv_cache, min_split=16)
+    ours.attention = TritonMlaAttention(mla_dimensions(ours.model.config.layers), ours.kv_cache, min_split=16)
     wanted, logits = (runner.prefill(PROMPT[:8], chunk=5)[1] for runner in (expected, ours))
     assert ours.attention.selects
     torch.testing.assert_close(logits, wanted, rtol=0, atol=LOGITS_FLOAT32_SELF)

@@ -42,5 +42,5 @@ def test_models_do_not_see_the_difference(name: str, tmp_path: Path) -> None:
     make_tiny_model(name, tmp_path)
     expected = logits_of(load_runner(tmp_path))
     runner = load_runner(tmp_path)
-    runner.attention = TritonAttention(runner.model.config, runner.kv_cache, min_split=16)
+    runner.attention = TritonAttention(runner.model.config.layers, runner.kv_cache, min_split=16)
     torch.testing.assert_close(logits_of(runner), expected, rtol=0, atol=LOGITS_FLOAT32_SELF)

@@ -101,8 +101,9 @@ def test_warm_up_fits_any_pool(device: str, context_limit: int) -> None:
 
 def test_cache_pages_have_the_form_that_the_settings_ask_for() -> None:
     """Half the bytes as e4m3; the planner and the pool use one number."""
-    plain = cache_shape(GpuConfig(page_size=8), fake_config(), torch.device("cpu"))
-    small = cache_shape(GpuConfig(page_size=8, kv_cache_dtype="fp8_e4m3"), fake_config(), torch.device("cpu"))
+    model = fake_config(), fake_config().layers
+    plain = cache_shape(GpuConfig(page_size=8), *model, torch.device("cpu"))
+    small = cache_shape(GpuConfig(page_size=8, kv_cache_dtype="fp8_e4m3"), *model, torch.device("cpu"))
     assert small.storage_dtype == E4M3
     assert plain.page_bytes == 4 * small.page_bytes
     for shape in (plain, small):

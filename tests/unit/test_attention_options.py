@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.attention.base import AttentionBackend, AttentionLayer
+from gpu_service.attention.base import AttentionBackend, AttentionLayer, grouped_queries
+from gpu_service.attention.cpu_backend import CpuAttention
 from gpu_service.attention.flashinfer_backend import FlashInferAttention
 from gpu_service.attention.torch_reference import (
     TorchReferenceAttention,
@@ -57,9 +58,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def backend_of(name: str, case: Case) -> AttentionBackend:
     config = case.geometry.config()
-    if name == "torch":
-        return TorchReferenceAttention(config, case.cache)
-    return TritonAttention(config, case.cache, min_split=16)
+    if name in ("torch", "cpu"):
+        kind = CpuAttention if name == "cpu" else TorchReferenceAttention
+        return kind(config.layers, case.cache)
+    return TritonAttention(config.layers, case.cache, min_split=16)
 
 
 def check(name: str, case: Case, tolerance: float = LOGITS_FLOAT32_SELF) -> None:
@@ -71,14 +73,14 @@ def check(name: str, case: Case, tolerance: float = LOGITS_FLOAT32_SELF) -> None
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("option", sorted(OPTIONS))
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", "cpu", "triton"])
 @pytest.mark.parametrize("mixture", sorted(MIXTURES))
 def test_mixtures(mixture: str, name: str, option: str) -> None:
     check(name, make_case(Geometry(**OPTIONS[option]), MIXTURES[mixture]))
 
 
 @pytest.mark.parametrize("window", [3, 9, None])
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", "cpu", "triton"])
 def test_tokens_of_an_image_see_one_another_within_the_window(name: str, window: int | None) -> None:
     """Nothing changes in layers without a window, and in other rows."""
     shape = [(9, 1), (0, 5), (6, 13), (3, 1), (4, 40), (2, 3)]
@@ -113,7 +115,11 @@ def test_8_bit_pages_with_scales(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance"),
-    [("torch", torch.bfloat16, ATTENTION_BFLOAT16), ("triton", torch.float16, ATTENTION_FLOAT16)],
+    [
+        ("torch", torch.bfloat16, ATTENTION_BFLOAT16),
+        ("cpu", torch.bfloat16, ATTENTION_BFLOAT16),
+        ("triton", torch.float16, ATTENTION_FLOAT16),
+    ],
 )
 def test_16_bit_types(name: str, dtype: torch.dtype, tolerance: float) -> None:
     check(name, make_case(Geometry(dtype=dtype, window=9, sinks=True), MIXTURES["mixture"]), tolerance)
@@ -129,7 +135,7 @@ def test_16_bit_types(name: str, dtype: torch.dtype, tolerance: float) -> None:
     block_size=st.sampled_from([0, 1, 5, 32]),
     chunk=st.sampled_from([None, 1, 9, 40]),
 )
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", "cpu", "triton"])
 def test_any_geometry(
     name: str,
     group: int,
@@ -233,21 +239,22 @@ def test_products_without_a_fused_kernel_are_the_same(causal: bool) -> None:
 @pytest.mark.parametrize(("options", "word"), [({"window": 8}, "windows"), ({"sinks": True}, "sinks")])
 def test_flashinfer_leaves_such_models_to_others(options: dict[str, Any], word: str) -> None:
     case = make_case(Geometry(head_dim=64, dtype=torch.bfloat16, **options), [(3, 1)])
-    assert word in FlashInferAttention.unsupported(case.geometry.config(), case.cache)
+    assert word in FlashInferAttention.unsupported(case.geometry.config().layers, case.cache)
 
 
 def test_the_warm_up_meets_every_kind_of_layer_once() -> None:
     cpu = torch.device("cpu")
     config = replace(Geometry(sinks=True).config(), num_layers=4, attention_windows=(128, None, 128, None))
-    kinds = kinds_of_layers(config, torch.float32, cpu)
+    kinds = kinds_of_layers(grouped_queries(config.layers), torch.float32, cpu)
     assert {(at, shape.num_heads, layer.window) for at, shape, layer in kinds} == {(0, 6, 128), (1, 6, None)}
     assert all(layer.sinks is not None and layer.sinks.shape == (6,) for _, _, layer in kinds)
     config = replace(config, layer_num_heads=(6, 4, 2, 4), layer_kv_heads=(2, 2, 2, 1))
-    differing = kinds_of_layers(config, torch.float32, cpu)
+    differing = kinds_of_layers(grouped_queries(config.layers), torch.float32, cpu)
     assert {(at, shape.num_heads, shape.num_kv_heads) for at, shape, _ in differing} == {
         (0, 6, 2),
         (1, 4, 2),
         (2, 2, 2),
         (3, 4, 1),
     }
-    assert [layer.sinks for _, _, layer in kinds_of_layers(Geometry().config(), torch.float32, cpu)] == [None]
+    plain = grouped_queries(Geometry().config().layers)
+    assert [layer.sinks for _, _, layer in kinds_of_layers(plain, torch.float32, cpu)] == [None]

@@ -44,7 +44,7 @@ class Unable(_Made):
         return "head_dim 80 has no kernel"
 
 
-FIRST = BackendEntry(THIS, "Able", "json", "install json", needs_cuda=True)
+FIRST = BackendEntry(THIS, "Able", "json", "install json", device_type="cuda")
 LAST = BackendEntry(THIS, "Able")
 
 
@@ -106,12 +106,12 @@ def test_what_does_not_run_here_is_left_to_the_next() -> None:
 def test_a_cpu_gets_the_reference_in_silence() -> None:
     case = make_case(Geometry(), [(3, 1)])
     with structlog.testing.capture_logs() as logs:
-        chosen = make_attention(case.geometry.config(), case.cache, "cpu")
+        chosen = make_attention(case.geometry.config().layers, case.cache, "cpu")
     assert isinstance(chosen, TorchReferenceAttention)
     assert logs == []
     for name in ("flashinfer", "triton"):
         with pytest.raises(UserError, match="needs a CUDA device, this one is 'cpu'"):
-            make_attention(case.geometry.config(), case.cache, "cpu", name)
+            make_attention(case.geometry.config().layers, case.cache, "cpu", name)
 
 
 def test_a_missing_choice_is_seen_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_missing_choice_is_seen_before_anything_is_loaded(monkeypatch: pytest.
 
 
 def test_unknown_and_impossible_choices_are_refused() -> None:
-    with pytest.raises(UserError, match="'fast' is unknown; allowed: auto, flashinfer, triton, torch"):
+    with pytest.raises(UserError, match="'fast' is unknown; allowed: auto, flashinfer, triton, cpu, torch"):
         choose(ATTENTION_BACKENDS, "fast")
     with pytest.raises(UserError, match="no attention backend can serve this model: only: head_dim 80"):
         choose({"only": replace(LAST, class_name="Unable")})
@@ -140,7 +140,7 @@ def test_without_flashinfer_a_gpu_user_learns_what_to_install(monkeypatch: pytes
     )
     case = make_case(Geometry(), [(3, 1)])
     with structlog.testing.capture_logs() as logs:
-        chosen = choose_backend(ATTENTION_BACKENDS, case.geometry.config(), case.cache, CUDA, "auto")
+        chosen = choose_backend(ATTENTION_BACKENDS, case.geometry.config().layers, case.cache, CUDA, "auto")
     assert type(chosen).__name__ == "TritonAttention"
     assert len(logs) == 1
     assert "pip install 'moebius[gpu]'" in logs[0]["because"]

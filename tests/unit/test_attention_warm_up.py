@@ -27,7 +27,7 @@ def test_only_the_dummy_page_is_written(name: str, monkeypatch: pytest.MonkeyPat
     config = case.geometry.config()
     kinds = set()
     if name == "triton":
-        attention = TritonAttention(config, case.cache, min_split=16)
+        attention = TritonAttention(config.layers, case.cache, min_split=16)
         partial_of = attention._partial_of
         prepare = attention._prepare
 
@@ -48,7 +48,7 @@ def test_only_the_dummy_page_is_written(name: str, monkeypatch: pytest.MonkeyPat
         assert {(True, False, True), (True, False, False), (True, True, False)} <= kinds
         assert any(chunks and not decodes for decodes, chunks, _ in kinds)
     else:
-        warm_up_attention(make_attention(config, case.cache, "cpu"), CAPACITY)
+        warm_up_attention(make_attention(config.layers, case.cache, "cpu"), CAPACITY)
     assert all((case.cache.pages(layer)[1:] == 7.0).all() for layer in range(case.cache.num_layers))
 
 
@@ -56,7 +56,7 @@ def test_every_wrapper_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", fake_attention_library)
     case = make_case(Geometry(page_size=8), [(3, 1)])
     attention = FlashInferAttention(
-        case.geometry.config(), case.cache, events=fake_attention_library.FakeEvent
+        case.geometry.config().layers, case.cache, events=fake_attention_library.FakeEvent
     )
     warm_up_attention(attention, CAPACITY)
     assert all(wrapper.num_plans > 1 for wrapper in (attention._decode, attention._paged, attention._ragged))
@@ -75,7 +75,7 @@ def test_steps_fit_the_longest_sequence(capacity: int) -> None:
 def test_results_of_dummy_steps_are_finite() -> None:
     """A NaN here would be one that a padded row shows later."""
     case = make_case(Geometry(page_size=8), [(3, 1)])
-    attention = make_attention(case.geometry.config(), case.cache, "cpu")
+    attention = make_attention(case.geometry.config().layers, case.cache, "cpu")
     outputs = []
     forward = attention.forward
 

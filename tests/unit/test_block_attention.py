@@ -14,11 +14,13 @@ from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import KVCache, page_bytes
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import shard_config
+from gpu_service.core.partition import rank_layers
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.memory.plan import StepSize, activation_bytes
 from gpu_service.ops.block_attention import best_blocks, block_scores
 from gpu_service.ops.triton import block_attention as triton_block_attention
 from moebius.models.attention_config import BlockIndexerConfig
+from moebius.models.layers.layer import indexed
 from tests.helpers.attention_cases import Case, Geometry, Shape, make_case
 
 SIZES = BlockIndexerConfig(head_dim=12, block_size=5, top_blocks=3, local_blocks=1, layers=frozenset({0}))
@@ -93,10 +95,10 @@ def test_rows_scored_in_parts_choose_the_same(step: str, monkeypatch: pytest.Mon
     """Memory bounds how many rows are scored at once; the choice may not show it."""
     case = make_case(Geometry(), STEPS[step])
     config = replace(case.geometry.config(), block_indexer=SIZES)
-    cache = KVCache(config, case.cache.num_pages, 4, torch.float32)
+    cache = KVCache(config.layers, case.cache.num_pages, 4, torch.float32)
     assert cache.index_keys is not None
     cache.index_keys.pages(0).normal_(generator=torch.Generator().manual_seed(1))
-    backend = TorchReferenceAttention(config, cache)
+    backend = TorchReferenceAttention(config.layers, cache)
     backend.plan(case.inputs)
     query = torch.randn(case.query.shape[0], 2, SIZES.head_dim, generator=torch.Generator().manual_seed(2))
     whole = backend.choose_blocks(query, 0)
@@ -112,7 +114,9 @@ def test_rows_scored_in_parts_choose_the_same(step: str, monkeypatch: pytest.Mon
 def test_short_sequences_do_not_choose() -> None:
     case = make_case(Geometry(), [(3, 6), (14, 1)])
     config = replace(case.geometry.config(), block_indexer=SIZES)
-    backend = TorchReferenceAttention(config, KVCache(config, case.cache.num_pages, 4, torch.float32))
+    backend = TorchReferenceAttention(
+        config.layers, KVCache(config.layers, case.cache.num_pages, 4, torch.float32)
+    )
     backend.plan(case.inputs)
     assert backend.choose_blocks(torch.zeros(7, 2, SIZES.head_dim), 0) is None
 
@@ -122,17 +126,18 @@ def test_pages_hold_the_keys_that_layers_choose_by(storage: torch.dtype | None) 
     """In the type of activations, planned as they are allocated, of a stage its own layers', and cleared."""
     layers = frozenset({1})
     config = replace(Geometry().config(), dtype="float32", block_indexer=replace(SIZES, layers=layers))
-    cache = KVCache(config, 6, 4, torch.float32, storage_dtype=storage)
-    assert cache.nbytes == 6 * page_bytes(config, 4, storage or torch.float32)
+    cache = KVCache(config.layers, 6, 4, torch.float32, storage_dtype=storage)
+    assert cache.nbytes == 6 * page_bytes(
+        config.layers, 4, storage or torch.float32, TORCH_DTYPES[config.dtype]
+    )
     keys = cache.index_keys
     assert keys is not None
     assert keys.pages(0).shape == (6, 4, SIZES.head_dim)
     keys.pages(0).fill_(float("nan"))
     cache.zero_pages([2, 3])
     assert keys.pages(0).isnan().flatten(1).all(1).tolist() == [True, True, False, False, True, True]
-    stages = [shard_config(config, ParallelContext(stage=stage, num_stages=2)) for stage in range(2)]
-    assert stages[0].block_indexer is None
-    assert stages[1].block_indexer == replace(SIZES, layers=frozenset({0}))
+    stages = [rank_layers(config, ParallelContext(stage=stage, num_stages=2)) for stage in range(2)]
+    assert [[part.row for part in indexed(stage)] for stage in stages] == [[], [(SIZES.head_dim,)]]
 
 
 def test_the_plan_counts_what_a_choice_takes() -> None:
@@ -147,7 +152,7 @@ def test_the_plan_counts_what_a_choice_takes() -> None:
 def test_blocks_are_chosen_before_any_request() -> None:
     """What choosing compiles is there when service begins: of short and of long sequences."""
     config = replace(Geometry().config(), block_indexer=SIZES)
-    backend = TorchReferenceAttention(config, KVCache(config, 2, 4, torch.float32))
+    backend = TorchReferenceAttention(config.layers, KVCache(config.layers, 2, 4, torch.float32))
     chosen: list[bool] = []
     choose = backend.choose_blocks
 

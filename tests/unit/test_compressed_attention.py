@@ -23,14 +23,16 @@ from gpu_service.attention.compressed.torch_reference import TorchCompressedAtte
 from gpu_service.attention.compressed.triton_backend import TritonCompressedAttention
 from gpu_service.attention.registry import make_attention
 from gpu_service.attention.warm_up import warm_up_attention
-from gpu_service.cache.kv_cache import CompressedCache, entries_per_page, make_cache, page_bytes
+from gpu_service.cache.kv_cache import CompressedCache, make_cache, page_bytes
 from gpu_service.cache.state_cache import make_states, state_bytes
 from gpu_service.core.step import ForwardInputs
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.compressed import StepTables
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.ops.rope import RopeTable, apply_rope, rope_table
 from moebius.models.attention_config import CompressedAttentionConfig
 from moebius.models.config import ModelConfig
+from moebius.models.layers.tensors import CacheTensor
 from moebius.models.read import read_model_config
 from tests.helpers.paged_runner import PagedRunner, load_runner
 from tests.helpers.tiny_models import make_tiny_model
@@ -56,14 +58,17 @@ class World:
     @staticmethod
     def make(name: str, top_k: int = 2) -> World:
         config = _config(top_k)
-        cache = CompressedCache(config, 24, PAGE_SIZE, torch.float32)
+        cache = CompressedCache(config.layers, 24, PAGE_SIZE, torch.float32)
         sizes = CompressedDimensions(HEADS, SIZE, WINDOW, RATES, frozenset({SPARSE}), top_k, 4, 8, SIZE**-0.5)
         return World(BACKENDS[name](sizes, cache), [])
 
 
 def _config(top_k: int) -> ModelConfig:
     """Of a tiny checkpoint, with the sizes of this test."""
-    return replace(_tiny(), head_dim=SIZE, compressed=replace(_sizes(), top_k=top_k))
+    tiny, compressed, num_layers = _tiny(), replace(_sizes(), top_k=top_k), len(RATES)
+    ropes = tiny.layer_ropes[:num_layers]
+    sizes = {"head_dim": SIZE, "num_layers": num_layers, "layer_ropes": ropes}
+    return replace(tiny, compressed=compressed, **sizes)
 
 
 def _tiny() -> ModelConfig:
@@ -191,7 +196,7 @@ def test_entries_are_the_formula_whatever_the_steps(name: str, layer: int) -> No
         how = _compression(rate, parts, SIZE, inputs.positions)
         for _ in range(2):
             backend.compress(_rows(whole, previous, inputs), recent, pages, how)
-    places = entries_per_page(rate, PAGE_SIZE)
+    places = CacheTensor((SIZE,), rate).places(PAGE_SIZE)
     for request, length in enumerate(STEPS[-1]):
         expected = naive_entries(whole[request, :length], rate, how.offsets, how.norm_weight)
         last = torch.arange(len(expected)) * rate + rate - 1
@@ -246,7 +251,7 @@ def _some_selection(inputs: ForwardInputs) -> torch.Tensor:
 def test_the_highest_scores_are_chosen(name: str) -> None:
     """In ascending order, all of them while there are no more than may be chosen."""
     backend = World.make(name).backend
-    keys = backend.cache.index_keys(SPARSE)
+    keys = backend.cache.index_pages(SPARSE)
     keys.copy_(_draw(*keys.shape))
     heads = 4
     for _, inputs in _steps():
@@ -292,18 +297,20 @@ def test_cache_and_states_take_the_bytes_that_are_planned() -> None:
     """Pages of fewer tokens than an entry, and of more; the planner adds these before anything is made."""
     config = replace(_tiny(), dtype="float32")
     for page_size in (1, 4, 16):
-        cache = make_cache(config, 5, page_size, torch.float32)
-        assert cache.nbytes == 5 * page_bytes(config, page_size, torch.float32)
-    states = make_states(config, 4, torch.float32)
+        cache = make_cache(config.layers, 5, page_size, torch.float32)
+        assert cache.nbytes == 5 * page_bytes(
+            config.layers, page_size, torch.float32, TORCH_DTYPES[config.dtype]
+        )
+    states = make_states(config.layers, 4, torch.float32)
     assert states is not None
-    assert states.nbytes == 5 * state_bytes(config)
+    assert states.nbytes == 5 * state_bytes(config.layers, TORCH_DTYPES[config.dtype])
 
 
 def test_pages_of_failed_requests_are_cleared() -> None:
     """Entries and the indexer's keys: a masked-out NaN would still poison a sum."""
-    cache = make_cache(_tiny(), 3, 4, torch.float32)
+    cache = make_cache(_tiny().layers, 3, 4, torch.float32)
     assert isinstance(cache, CompressedCache)
-    tensors = [cache.pages(1), cache.pages(2), cache.index_keys(1)]
+    tensors = [cache.pages(1), cache.pages(2), cache.index_pages(1)]
     for tensor in tensors:
         tensor.fill_(math.nan)
     cache.zero_pages([2])
@@ -323,10 +330,10 @@ def test_warm_up_leaves_what_requests_have(name: str) -> None:
 
 def test_who_serves_what_is_decided_once() -> None:
     """A cache of entries has backends of its own; eight bits are refused."""
-    cache = make_cache(_tiny(), 3, 4, torch.float32)
-    assert isinstance(make_attention(_tiny(), cache, "cpu"), TorchCompressedAttention)
+    cache = make_cache(_tiny().layers, 3, 4, torch.float32)
+    assert isinstance(make_attention(_tiny().layers, cache, "cpu"), TorchCompressedAttention)
     with pytest.raises(ValueError, match="compressed pages of"):
-        make_cache(_tiny(), 3, 4, torch.float32, storage_dtype=torch.float8_e4m3fn)
+        make_cache(_tiny().layers, 3, 4, torch.float32, storage_dtype=torch.float8_e4m3fn)
 
 
 def test_rotation_back_is_the_inverse() -> None:

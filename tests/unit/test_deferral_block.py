@@ -13,6 +13,7 @@ from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.deferral import DeferralRule, late_choices
 from gpu_service.layers.moe import MoE
 from moebius.models.config import MoeConfig, RouterConfig
+from tests.helpers.layer_values import composition, moe_value
 
 HIDDEN, COUNT = 12, 1
 ROUTER = RouterConfig(6, 3, "softmax")
@@ -51,7 +52,7 @@ def answered(layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.T
 def block(layer: int, shared: int, latent: int) -> MoE:
     """With weights drawn at random."""
     config = MoeConfig(ROUTER, 5, shared, frozenset(LAYERS), latent_size=latent)
-    made = MoE(layer, HIDDEN, config, "silu", dtype=torch.float32).to_empty(device="cpu")
+    made = MoE(moe_value(config), layer, composition(HIDDEN)).to_empty(device="cpu")
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     return made

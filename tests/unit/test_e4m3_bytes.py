@@ -72,7 +72,7 @@ def _results() -> list[torch.Tensor]:
     for shape in ([(9, 1), (40, 1)], [(9, 1), (4, 20)]):
         geometry = Geometry(storage_dtype=E4M3)
         case: Any = make_case(geometry, shape)
-        results.append(run(case, TritonAttention(geometry.config(), case.cache, min_split=16)))
+        results.append(run(case, TritonAttention(geometry.config().layers, case.cache, min_split=16)))
         latent = make_mla_case(TINY, shape, storage_dtype=E4M3)
         results.append(run_absorbed(latent, TritonMlaAttention(TINY, latent.cache, min_split=16)))
     results.append(fp8_linear(*example("fp8_linear", CPU, torch.float32)))

@@ -52,7 +52,7 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def attention_for(case: Case) -> FlashInferAttention:
-    return FlashInferAttention(case.geometry.config(), case.cache, events=FakeEvent)
+    return FlashInferAttention(case.geometry.config().layers, case.cache, events=FakeEvent)
 
 
 def check(case: Case, output: torch.Tensor, expected: torch.Tensor) -> None:

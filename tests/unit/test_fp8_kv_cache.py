@@ -14,7 +14,8 @@ import torch
 from gpu_service.attention.registry import make_attention
 from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.cache.fp8 import E4M3, E4M3_MAX, quantise_e4m3
-from gpu_service.cache.kv_cache import KVCache, bytes_per_page, make_cache
+from gpu_service.cache.kv_cache import KVCache, make_cache, page_bytes
+from gpu_service.device import TORCH_DTYPES
 from tests.helpers.attention_cases import LAYER, MIXTURES, Geometry, make_case, naive, run
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import TINY_MODELS, attending_to_all, write_tiny_model
@@ -56,22 +57,24 @@ def test_attention_reads_what_was_stored(name: str) -> None:
     case.cache.key_scales[LAYER], case.cache.value_scales[LAYER] = 0.5, 2.0
     case.cache.append(LAYER, case.key, case.value, case.inputs.slot_mapping)
     expected = naive(case)
-    output = run(case, make_attention(case.geometry.config(), case.cache, "cpu"))
+    output = run(case, make_attention(case.geometry.config().layers, case.cache, "cpu"))
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=LOGITS_FLOAT32_SELF)
     plain = make_case(GEOMETRY, MIXTURES[name])
-    error = run(plain, TorchReferenceAttention(plain.geometry.config(), plain.cache)).double() - naive(exact)
+    error = run(plain, TorchReferenceAttention(plain.geometry.config().layers, plain.cache)).double() - naive(
+        exact
+    )
     assert error.abs().max() < ATTENTION_FP8
 
 
 def test_half_the_memory_and_the_same_rules() -> None:
     config = GEOMETRY.config()
-    cache = KVCache(config, 5, 4, torch.bfloat16, storage_dtype=E4M3)
-    assert cache.nbytes == 5 * bytes_per_page(config, 4, E4M3)
-    assert 2 * cache.nbytes == KVCache(config, 5, 4, torch.bfloat16).nbytes
+    cache = KVCache(config.layers, 5, 4, torch.bfloat16, storage_dtype=E4M3)
+    assert cache.nbytes == 5 * page_bytes(config.layers, 4, E4M3, TORCH_DTYPES[config.dtype])
+    assert 2 * cache.nbytes == KVCache(config.layers, 5, 4, torch.bfloat16).nbytes
     assert cache.is_quantised
-    assert not KVCache(config, 5, 4, torch.bfloat16, storage_dtype=torch.bfloat16).is_quantised
+    assert not KVCache(config.layers, 5, 4, torch.bfloat16, storage_dtype=torch.bfloat16).is_quantised
     with pytest.raises(ValueError, match=r"allowed: torch\.bfloat16, torch\.float8_e4m3fn"):
-        KVCache(config, 5, 4, torch.bfloat16, storage_dtype=torch.float8_e5m2)
+        KVCache(config.layers, 5, 4, torch.bfloat16, storage_dtype=torch.float8_e5m2)
     cache.pages(1)[3] = float("nan")
     cache.zero_pages([3])
     assert not cache.pages(1).float().any()
@@ -91,8 +94,8 @@ def test_a_models_predictions_stay_close(name: str, tmp_path: Path) -> None:
     tokens = torch.randint(0, 200, (48,), generator=torch.Generator().manual_seed(3)).tolist()
     write_tiny_model(attending_to_all(name, len(tokens)), tmp_path, seed=sum(name.encode()))
     exact, small = load_runner(tmp_path), load_runner(tmp_path)
-    small.kv_cache = make_cache(small.model.config, 256, 4, small.model.dtype, storage_dtype=E4M3)
-    small.attention = make_attention(small.model.config, small.kv_cache, "cpu")
+    small.kv_cache = make_cache(small.model.config.layers, 256, 4, small.model.dtype, storage_dtype=E4M3)
+    small.attention = make_attention(small.model.config.layers, small.kv_cache, "cpu")
     wanted = exact.prefill(tokens)[1].log_softmax(-1)
     for chunk in (None, 7):
         logits = small.prefill(tokens, chunk)[1]

@@ -60,7 +60,7 @@ def test_the_kernel_is_the_reference(
 
 def load(directory: Path, parallel: ParallelContext, *, keep_fp8: bool) -> CausalLM:
     model = build_model(read_model_config(directory), parallel=parallel)
-    load_weights(model, directory, keep_fp8=keep_fp8)
+    load_weights(model, directory, "fp8" if keep_fp8 else "dequantised")
     return model
 
 

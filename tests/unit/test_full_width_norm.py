@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gpu_service.core.parallel import Collectives
-from gpu_service.core.partition import ShardRange, even_shard
 from gpu_service.layers.norm import FullWidthNorm, norm_full_width
 from gpu_service.ops.norm import rms_norm
+from moebius.models.layers.ranks import ShardRange, even_shard
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, EPS = 8, 2, 6, 5, 1e-3
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpu_service.attention.base import grouped_queries
 from moebius.models.attention_config import BlockIndexerConfig
 from moebius.models.config import ModelConfig, ModelConfigError, ModelOverrides
 from moebius.models.read import read_geometry, read_model_config
@@ -191,10 +192,10 @@ def test_minimax_m3(tmp_path: Path) -> None:
 def test_llama4(tmp_path: Path) -> None:
     """Chunks count where a sequence may be longer than one; only one expert's input can be weighed."""
     config = _read(tmp_path, LLAMA4)
-    assert [config.attention_shape(layer).chunk for layer in range(4)] == [16, 16, 16, None]
+    assert [mixer.chunk for mixer in grouped_queries(config.layers)] == [16, 16, 16, None]
     assert [rope is None for rope in config.layer_ropes] == [False, False, False, True]
     short = read_model_config(tmp_path, ModelOverrides(max_model_len=16))
-    assert [shape.chunk for shape in short.attention_shapes] == [None] * 4
+    assert [mixer.chunk for mixer in grouped_queries(short.layers)] == [None] * 4
     with pytest.raises(ModelConfigError, match="num_experts_per_tok"):
         read_model_config(tmp_path, ModelOverrides(top_k=2))
 

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.cache.kv_cache import bytes_per_page, page_bytes
+from gpu_service.cache.kv_cache import page_bytes
 from gpu_service.cache.state_cache import state_bytes
 from gpu_service.core.parallel import ParallelContext
-from gpu_service.core.partition import check_divisible, shard_config
+from gpu_service.core.partition import check_divisible, rank_layers
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.linear import gated_query_order, linear_attention_order
 from gpu_service.models.compose import build_model
 from moebius.errors import ConfigError
-from moebius.models.config import LinearAttentionConfig, ModelConfig, ModelConfigError
+from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.layer import cached, states
+from moebius.models.layers.recurrent import GatedDeltaNet, SelectiveScan
 from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.published_checkpoints import Published
 
@@ -70,6 +73,11 @@ NEXT_5: dict[str, Any] = {
 }
 
 
+def attending(config: ModelConfig) -> tuple[int, ...]:
+    """Layers that have a cache."""
+    return tuple(i for i, layer in enumerate(config.layers) if cached([layer]))
+
+
 def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -84,9 +92,11 @@ def test_qwen3_next_is_read(tmp_path: Path) -> None:
     config = _read(tmp_path, NEXT)
     linear = config.linear
     assert linear is not None
-    assert (linear.conv_size, linear.value_size, linear.conv_width) == (8192, 4096, 4)
-    assert config.attention_layers == tuple(range(3, 48, 4))
-    assert sorted((*config.attention_layers, *linear.layers)) == list(range(48))
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, GatedDeltaNet)
+    assert (mixer.conv_size, mixer.value_size, mixer.conv_width) == (8192, 4096, 4)
+    assert attending(config) == tuple(range(3, 48, 4))
+    assert sorted((*attending(config), *linear.layers)) == list(range(48))
     assert config.rope is not None
     assert (config.rope.rotary_dim, config.rope.mrope_sections) == (64, ())
     assert (config.moe.shared_gate, config.moe.router.post) == (True, "renormalize")
@@ -94,8 +104,10 @@ def test_qwen3_next_is_read(tmp_path: Path) -> None:
     assert len(config.moe.layers) == 48
     assert read_geometry(tmp_path).moe_layers == config.moe_layer_ids
     # Keys and values in 12 layers; 36 matrices of 32 heads, and what their convolutions remember.
-    assert bytes_per_page(config, 16, torch.bfloat16) == 12 * 16 * 2 * 2 * 256 * 2
-    assert state_bytes(config) == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert (
+        page_bytes(config.layers, 16, torch.bfloat16, TORCH_DTYPES[config.dtype]) == 12 * 16 * 2 * 2 * 256 * 2
+    )
+    assert state_bytes(config.layers, TORCH_DTYPES[config.dtype]) == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
 
 
 def test_the_text_model_of_qwen3_5_is_read_where_it_is(tmp_path: Path) -> None:
@@ -103,7 +115,7 @@ def test_the_text_model_of_qwen3_5_is_read_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     alone = _text(tmp_path / "alone")
     for config in (alone, _read(tmp_path, NEXT_5)):
-        assert config.attention_layers == tuple(range(3, 40, 4))
+        assert attending(config) == tuple(range(3, 40, 4))
         assert config.rope is not None
         assert (config.rope.mrope_sections, config.rope.mrope_interleaved) == ((11, 11, 10), True)
         assert (config.intermediate_size, config.moe.router.post) == (0, "renormalize")
@@ -149,13 +161,15 @@ def test_kimi_linear_is_read(tmp_path: Path) -> None:
     linear, mla = config.linear, config.mla
     assert linear is not None
     assert mla is not None
-    assert (config.attention_layers, config.rope, config.max_model_len) == ((3, 7), None, 1048576)
-    assert (linear.channel_decay, linear.decay_bound, linear.conv_size) == (True, None, 3 * 4096)
+    assert (attending(config), config.rope, config.max_model_len) == ((3, 7), None, 1048576)
+    assert (linear.channel_decay, linear.decay_bound) == (True, None)
     assert mla.softmax_scale == pytest.approx(192**-0.5)
     # One layer is dense where nothing says how many.
     assert config.moe_layer_ids == tuple(range(1, 8))
-    assert page_bytes(config, 16, torch.bfloat16) == 2 * 16 * 576 * 2
-    assert state_bytes(config) == 6 * (32 * 128 * 128 * 4 + 3 * 3 * 4096 * 2)
+    assert page_bytes(config.layers, 16, torch.bfloat16, TORCH_DTYPES[config.dtype]) == 2 * 16 * 576 * 2
+    assert state_bytes(config.layers, TORCH_DTYPES[config.dtype]) == 6 * (
+        32 * 128 * 128 * 4 + 3 * 3 * 4096 * 2
+    )
     # As transformers writes it.
     listed = ["full_attention" if layer in (3, 7) else "linear_attention" for layer in range(8)]
     own = {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}
@@ -188,16 +202,20 @@ def test_layers_of_one_half_are_read(tmp_path: Path) -> None:
     config = _read(tmp_path, NEMOTRON)
     linear = config.linear
     assert linear is not None
-    assert config.attention_layers == (7, 16, 25, 36, 47, 58, 69, 78)
-    assert (len(linear.layers), len(config.moe.layers), config.num_dense_layers) == (40, 40, 0)
-    assert [layer for layer in range(88) if config.has_mlp(layer)] == list(config.moe_layer_ids)
+    assert attending(config) == (7, 16, 25, 36, 47, 58, 69, 78)
+    assert (len(linear.layers), len(config.moe.layers)) == (40, 40)
+    assert [i for i, layer in enumerate(config.layers) if layer.ffns] == list(config.moe_layer_ids)
     geometry = read_geometry(tmp_path)
     assert (geometry.hidden_size, geometry.is_gated, config.hidden_size) == (1024, False, 4096)
-    assert bytes_per_page(config, 16, torch.bfloat16) == 8 * 16 * 2 * 2 * 128 * 2
-    assert state_bytes(config) == 40 * (128 * 128 * 64 * 4 + 3 * (8192 + 2 * 8 * 128) * 2)
-    own = shard_config(config, ParallelContext(stage=1, num_stages=2))
-    assert own.attention_layers == (3, 14, 25, 34)
-    assert (len(own.layer_halves), own.has_mlp(0)) == (44, config.has_mlp(44))
+    assert (
+        page_bytes(config.layers, 16, torch.bfloat16, TORCH_DTYPES[config.dtype]) == 8 * 16 * 2 * 2 * 128 * 2
+    )
+    assert state_bytes(config.layers, TORCH_DTYPES[config.dtype]) == 40 * (
+        128 * 128 * 64 * 4 + 3 * (8192 + 2 * 8 * 128) * 2
+    )
+    own = rank_layers(config, ParallelContext(stage=1, num_stages=2))
+    assert [i for i, layer in enumerate(own) if cached([layer])] == [3, 14, 25, 34]
+    assert (len(own), own[0].ffn is not None) == (44, bool(config.layers[44].ffns))
     # By names instead of letters.
     names = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
     kinds = [names[letter] for letter in NEMOTRON["hybrid_override_pattern"]]
@@ -234,11 +252,11 @@ def test_jamba_is_read(tmp_path: Path) -> None:
     config = _read(tmp_path, JAMBA)
     linear = config.linear
     assert linear is not None
-    assert config.attention_layers == (4, 12, 20, 28)
-    assert (linear.conv_size, linear.step_rank, config.moe_layer_ids) == (8192, 256, tuple(range(1, 32, 2)))
-    assert state_bytes(config) == 28 * (8192 * 16 * 4 + 3 * 8192 * 2)
-    rank = shard_config(config, ParallelContext(tp_rank=1, tp_size=4)).linear
-    assert rank is not None
+    assert attending(config) == (4, 12, 20, 28)
+    assert (linear.step_rank, config.moe_layer_ids) == (256, tuple(range(1, 32, 2)))
+    assert state_bytes(config.layers, TORCH_DTYPES[config.dtype]) == 28 * (8192 * 16 * 4 + 3 * 8192 * 2)
+    rank = rank_layers(config, ParallelContext(tp_rank=1, tp_size=4))[0].mixer
+    assert isinstance(rank, SelectiveScan)
     assert (rank.conv_size, rank.num_value_heads) == (2048, 2048)
 
 
@@ -280,7 +298,7 @@ def test_ranks_that_can_not_divide_states_are_refused(tmp_path: Path) -> None:
     config = _read(tmp_path, NEXT)
     assert config.linear is not None
     uneven = replace(config, linear=replace(config.linear, num_key_heads=9))
-    with pytest.raises(ConfigError, match=r"2 does not divide the 9 key heads .* allowed for it: 1, 3, 9"):
+    with pytest.raises(ConfigError, match=r"2 does not divide the 9 key heads .* allowed for this model: 1$"):
         check_divisible(uneven, ParallelContext(tp_size=2))
     check_divisible(config, ParallelContext(tp_size=2))
     check_divisible(config, ParallelContext(num_stages=12))
@@ -290,17 +308,20 @@ def test_ranks_that_can_not_divide_states_are_refused(tmp_path: Path) -> None:
 
 def test_stages_have_their_own_layers(tmp_path: Path) -> None:
     config = _read(tmp_path, NEXT)
-    own = shard_config(config, ParallelContext(tp_rank=1, tp_size=2, stage=1, num_stages=3))
-    assert own.linear is not None
-    assert (own.linear.num_key_heads, own.linear.num_value_heads) == (8, 16)
-    assert (own.attention_layers, len(own.linear.layers)) == ((3, 7, 11, 15), 12)
+    own = rank_layers(config, ParallelContext(tp_rank=1, tp_size=2, stage=1, num_stages=3))
+    linear = own[0].mixer
+    assert isinstance(linear, GatedDeltaNet)
+    assert (linear.num_key_heads, linear.num_value_heads) == (8, 16)
+    assert [i for i, layer in enumerate(own) if cached([layer])] == [3, 7, 11, 15]
+    assert len(states(own)) == 12
 
 
 def test_rows_are_put_apart_as_transformers_takes_them_apart() -> None:
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-    sizes = LinearAttentionConfig(2, 6, 4, 5, 4, frozenset({0}))
+    heads = {"num_key_heads": 2, "num_value_heads": 6, "key_head_dim": 4, "value_head_dim": 5}
+    sizes = GatedDeltaNet(**heads, conv_width=4, eps=1e-6)
     reference: Any = Qwen3NextGatedDeltaNet(
         Qwen3NextConfig(
             hidden_size=8,

@@ -10,12 +10,13 @@ import pytest
 
 from gpu_service.cache.kv_cache import make_cache, page_bytes
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import check_divisible, shard_config
+from gpu_service.core.partition import check_divisible, rank_layers
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.memory.plan import StepSize, activation_bytes
 from moebius.errors import ConfigError
 from moebius.models.attention_config import IndexerConfig
 from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.layer import indexed
 from moebius.models.read import read_geometry, read_model_config
 from tests.unit.test_hf_mla import V3
 
@@ -124,16 +125,16 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_pages_hold_the_keys_of_layers_that_choose(tmp_path: Path) -> None:
     """Of every rank, whose part of the heads does not matter; of a stage, its own layers'."""
     config = read(tmp_path, GLM)
-    heads = shard_config(config, ParallelContext(1, 2))
-    stage = shard_config(
+    heads = rank_layers(config, ParallelContext(1, 2))
+    stage = rank_layers(
         read(tmp_path, GLM, indexer_types=["full", "shared"] * 4), ParallelContext(0, 1, 1, 2)
     )
-    assert indexer(heads) == indexer(config)
     latent, key = 24, 8
-    for part, layers, choosing in ((config, 8, 4), (heads, 8, 4), (stage, 4, 2)):
+    dtype = TORCH_DTYPES[config.dtype]
+    for part, layers, choosing in ((config.layers, 8, 4), (heads, 8, 4), (stage, 4, 2)):
         wanted = 16 * 2 * (layers * latent + choosing * key)
-        assert page_bytes(part, 16, TORCH_DTYPES[part.dtype]) == wanted
-        cache = make_cache(part, 3, 16, TORCH_DTYPES[part.dtype])
+        assert page_bytes(part, 16, dtype, dtype) == wanted
+        cache = make_cache(part, 3, 16, dtype)
         assert cache.nbytes == 3 * wanted
 
 
@@ -143,8 +144,8 @@ def test_a_stage_begins_with_a_layer_that_chooses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"2 stages would begin at layer 4.*\[0, 1, 2, 6\]"):
         check_divisible(config, ParallelContext(num_stages=2))
     config = read(tmp_path, GLM, indexer_types=["full", "shared"] * 4)
-    last = shard_config(config, ParallelContext(stage=1, num_stages=2))
-    assert indexer(last).layers == {0, 2}
+    last = rank_layers(config, ParallelContext(stage=1, num_stages=2))
+    assert [i for i, layer in enumerate(last) if indexed([layer])] == [0, 2]
 
 
 def test_the_plan_counts_what_a_choice_takes(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ import torch
 
 from gpu_service.cache.kv_cache import MlaCache, make_cache, page_bytes
 from gpu_service.core.parallel import ParallelContext
-from gpu_service.core.partition import check_divisible, shard_config
+from gpu_service.core.partition import check_divisible, rank_layers
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.ops.rope import learned_query_scales
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.layer import cached
 from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.published_checkpoints import Published
 
@@ -121,7 +123,7 @@ def test_the_published_spelling_is_read_to_the_last_key(tmp_path: Path) -> None:
     assert config.unread_keys == ()
     mla, router = config.mla, config.moe.router
     assert mla is not None
-    assert (mla.q_lora_rank, mla.kv_lora_rank, mla.cached_dim, mla.v_head_dim) == (24, 20, 24, 10)
+    assert (mla.q_lora_rank, mla.kv_lora_rank, mla.v_head_dim) == (24, 20, 10)
     assert (config.head_dim, config.num_kv_heads, config.num_mtp_layers) == (16, 4, 1)
     assert (config.rope.rotary_dim, config.rope.interleaved) == (4, True)
     assert (router.score, router.correction_bias, router.group_score) == ("sigmoid", True, "top2_sum")
@@ -177,8 +179,8 @@ def test_longcat_has_two_attentions_a_layer_and_choices_without_weights(tmp_path
     """Experts that servers hold are those with weights; of an even choice, two of three are."""
     config = _read(tmp_path, LONGCAT)
     assert config.unread_keys == ()
-    assert (config.num_layers, config.attention_layers) == (3, (0, 0, 1, 1, 2, 2))
-    assert (config.moe_layer_ids, config.num_dense_layers, config.shortcut_experts) == ((0, 1, 2), 6, True)
+    assert [len(cached([layer])) for layer in config.layers] == [2, 2, 2]
+    assert [(type(ffn).__name__) for ffn in config.layers[0].ffns] == ["Dense", "Dense", "MoE"]
     router = config.moe.router
     assert (router.num_experts, router.num_zero_experts, router.num_choices) == (8, 4, 12)
     assert (router.score, router.correction_bias, router.post, router.scale) == ("softmax", True, "none", 6.0)
@@ -188,8 +190,8 @@ def test_longcat_has_two_attentions_a_layer_and_choices_without_weights(tmp_path
     assert (mla.softmax_scale, mla.latent_scale) == (pytest.approx(2 * 16**-0.5), 4.0)
     geometry = read_geometry(tmp_path)
     assert (geometry.num_experts, geometry.top_k, geometry.mean_top_k) == (8, 3, 2.0)
-    own = shard_config(config, ParallelContext(stage=1, num_stages=2))
-    assert own.attention_layers == (0, 0, 1, 1)
+    own = rank_layers(config, ParallelContext(stage=1, num_stages=2))
+    assert [len(cached([layer])) for layer in own] == [2, 2]
     plain = _read(tmp_path, LONGCAT, mla_scale_q_lora=False, mla_scale_kv_lora=False).mla
     assert plain is not None
     assert (plain.softmax_scale, plain.latent_scale) == (16**-0.5, 1.0)
@@ -248,10 +250,13 @@ def test_mistral_large4_shares_latents_of_layers_that_rotate_alike(tmp_path: Pat
     assert [rope is not None for rope in alone.layer_ropes] == [True, True, True, False] * 2
     assert (alone.rope.learned, alone.final_logit_softcap) == (True, 30.0)  # type: ignore[union-attr]
     shared = _read_large4(tmp_path, kv_source_layers=[0, 0, 0, 3, 0, 0, 6, 3])
-    assert shared.latent_layers == (0, 3, 6)
-    sizes = [page_bytes(config, 16, torch.bfloat16) for config in (alone, shared)]
+    assert [i for i, layer in enumerate(shared.layers) if cached([layer])] == [0, 3, 6]
+    sizes = [
+        page_bytes(config.layers, 16, torch.bfloat16, TORCH_DTYPES[config.dtype])
+        for config in (alone, shared)
+    ]
     assert sizes[0] - sizes[1] == 5 * 16 * 576 * 2
-    cache = make_cache(shared, 2, 16, torch.bfloat16)
+    cache = make_cache(shared.layers, 2, 16, torch.bfloat16)
     assert isinstance(cache, MlaCache)
     assert cache.num_layers == 3
     assert cache.index_keys is not None

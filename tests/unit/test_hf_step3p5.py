@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from gpu_service.attention.base import grouped_queries
 from gpu_service.core.parallel import ParallelContext
-from gpu_service.core.partition import check_divisible, shard_config
+from gpu_service.core.partition import check_divisible, rank_layers
 from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.layer import routed
 from moebius.models.read import read_geometry, read_model_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -85,10 +87,11 @@ def test_expert_servers_read_the_same(tmp_path: Path) -> None:
 
 def test_a_stage_and_a_rank_have_their_part(tmp_path: Path) -> None:
     config = _read(tmp_path)
-    rank = shard_config(config, ParallelContext(tp_rank=1, tp_size=2, stage=1, num_stages=2))
-    assert (rank.num_heads, rank.layer_num_heads, rank.num_kv_heads) == (6, (6, 4), 1)
-    assert rank.layer_ropes == config.layer_ropes[2:]
-    assert rank.mlp_limits == (math.inf, 16.0)
+    rank = rank_layers(config, ParallelContext(tp_rank=1, tp_size=2, stage=1, num_stages=2))
+    grouped = grouped_queries(rank)
+    assert [(mixer.num_heads, mixer.num_kv_heads) for mixer in grouped] == [(6, 1), (4, 1)]
+    assert tuple(mixer.rope for mixer in grouped) == config.layer_ropes[2:]
+    assert [ffn.shared.limit for ffn in routed(rank).values() if ffn.shared] == [math.inf, 16.0]
     # Eight ranks would divide the heads of some layers only.
     with pytest.raises(ConfigError, match="allowed for this model: 1, 2, 4"):
         check_divisible(config, ParallelContext(tp_rank=0, tp_size=8))

@@ -18,6 +18,7 @@ from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kv import pool_index_keys
 from gpu_service.ops.triton import hyper_connections as kernels
 from moebius.models.config import ModelConfigError
+from moebius.models.layers.layer import cached
 from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.published_checkpoints import Published
 from tests.tolerances import OP_FLOAT32
@@ -193,10 +194,13 @@ def _read(tmp_path: Path, **changes: Any) -> Any:
 
 def test_glm_5_3_flash_is_read(tmp_path: Path) -> None:
     config = _read(tmp_path)
-    assert (config.attention_layers, config.rope) == (tuple(range(3, 45, 4)), None)
-    assert (config.linear.decay_bound, config.linear.conv_size) == (-5.0, 3 * 8192)
+    assert ([i for i, layer in enumerate(config.layers) if cached([layer])], config.rope) == (
+        list(range(3, 45, 4)),
+        None,
+    )
+    assert config.linear.decay_bound == -5.0
     assert (config.hyper.num_streams, config.hyper.iterations, config.stream_size) == (4, 20, 4 * 4096)
-    assert (config.mla.indexer.pool, config.mla.indexer.row_dim, config.mla.cached_dim) == (4, 256, 512)
+    assert [part.row for part in config.layers[3].mixer.cache] == [(512,), (256,)]
     assert (config.moe_layer_ids, config.mlp_limits) == (tuple(range(3, 45)), (10.0,) * 45)
     geometry = read_geometry(tmp_path)
     assert (geometry.activation, geometry.limit_of(3)) == ("clamped_silu", 10.0)

@@ -38,7 +38,7 @@ def test_both_forms_of_a_step_are_measured(name: str, seen: list[tuple[bool, boo
     load_weights(model, tmp_path)
 
     def watched(cache: object) -> MlaAttentionBackend:
-        attention = make_attention(config, cache, "cpu")  # type: ignore[arg-type]
+        attention = make_attention(config.layers, cache, "cpu")  # type: ignore[arg-type]
         assert isinstance(attention, MlaAttentionBackend)
         plan = attention.plan
 
@@ -54,7 +54,7 @@ def test_both_forms_of_a_step_are_measured(name: str, seen: list[tuple[bool, boo
 
     peak = profile_activations(
         model,
-        lambda pages: make_cache(config, pages, 4, torch.float32),
+        lambda pages: make_cache(config.layers, pages, 4, torch.float32),
         watched,
         read_geometry(tmp_path),
         StepSize(6, 2),

@@ -126,11 +126,11 @@ def test_profile_runs_the_largest_step(tmp_path: Path) -> None:
         memory.free(nbytes)
         sampled.append(logits.shape)
 
-    make_cache = partial(KVCache, config, page_size=16, dtype=TORCH_DTYPES[config.dtype])
+    make_cache = partial(KVCache, config.layers, page_size=16, dtype=TORCH_DTYPES[config.dtype])
     found = profile_activations(
         model,
         lambda pages: make_cache(pages),
-        lambda cache: make_attention(config, cache, "cpu"),
+        lambda cache: make_attention(config.layers, cache, "cpu"),
         read_geometry(tmp_path / "model"),
         StepSize(100, 8),
         16,

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from gpu_service.assembly.rank_plan import RankPlan, Trial, has_room_to_stream, smallest_change
-from gpu_service.cache.kv_cache import bytes_per_page
+from gpu_service.cache.kv_cache import page_bytes
 from gpu_service.cache.request_states import num_state_slots
-from gpu_service.cache.state_cache import StateCache, state_bytes
+from gpu_service.cache.state_cache import StateSlots, state_bytes
 from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACKED_BYTES
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import (
@@ -72,7 +73,9 @@ def plan(
     parallel: ParallelContext = SOLO,
 ) -> MemoryPlan:
     use = (memory or FakeMemory(H200)).use()
-    page = bytes_per_page(model.config, config.gpu.page_size, torch.bfloat16)
+    page = page_bytes(
+        model.config.layers, config.gpu.page_size, torch.bfloat16, TORCH_DTYPES[model.config.dtype]
+    )
     return plan_memory(config, model.config, parameter_bytes(model), use, page, experts, parallel)
 
 
@@ -233,7 +236,7 @@ def test_other_processes_are_respected(model: CausalLM) -> None:
 
 def test_a_wanted_pool_is_given_or_refused(model: CausalLM) -> None:
     """kv_cache_gib and num_pages are promises, not limits."""
-    page = bytes_per_page(model.config, 16, torch.bfloat16)
+    page = page_bytes(model.config.layers, 16, torch.bfloat16, TORCH_DTYPES[model.config.dtype])
     assert plan(model, settings(kv_cache_gib=7.0)).kv_bytes == 7 * GIB
     assert plan(model, settings(num_pages=1000)).of(KV) == 1000 * page
     with pytest.raises(UserError, match=r"KV cache of 200\.00 GiB or more, do not fit"):
@@ -281,8 +284,9 @@ def test_states_of_linear_attention_are_counted(tmp_path: Path) -> None:
     hybrid = build_model(read_model_config(tmp_path))
     config = settings(max_num_seqs=8, state_snapshots=5)
     planned = plan(hybrid, config)
-    assert planned.of(STATES) == (2 + 3 * 8 + 5) * state_bytes(hybrid.config)
-    assert hybrid.config.linear is not None
-    states = StateCache(hybrid.config.linear, num_state_slots(config.gpu), torch.bfloat16, "meta")
+    assert planned.of(STATES) == (2 + 3 * 8 + 5) * state_bytes(
+        hybrid.config.layers, TORCH_DTYPES[hybrid.config.dtype]
+    )
+    states = StateSlots(hybrid.config.layers, num_state_slots(config.gpu), torch.bfloat16, "meta")
     assert planned.of(STATES) == states.nbytes
     assert planned.fixed + planned.kv_bytes == planned.budget

@@ -13,8 +13,9 @@ from gpu_service.attention.mla.torch_reference import TorchMlaAttention
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.attention.registry import MLA_BACKENDS, choose_backend
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.cache.kv_cache import MlaCache, mla_bytes_per_page
+from gpu_service.cache.kv_cache import MlaCache
 from tests.helpers.attention_cases import MIXTURES, as_capturable, refill
+from tests.helpers.layer_values import latent_layers
 from tests.helpers.mla_cases import (
     DEEPSEEK,
     LAYER,
@@ -100,14 +101,14 @@ def test_a_captured_step_follows_its_refilled_tensors() -> None:
 
 
 def test_cache_arithmetic_and_refusals() -> None:
-    cache = MlaCache(3, 24, 8, 5, 4, torch.bfloat16)
-    assert cache.nbytes == 5 * mla_bytes_per_page(3, 24, 8, 4, torch.bfloat16)
+    layers = latent_layers(3, 24, 8)
+    assert MlaCache(layers, 5, 4, torch.bfloat16).nbytes == 5 * 3 * 4 * (24 + 8) * 2
     with pytest.raises(ValueError, match="page 0 is the dummy"):
-        MlaCache(3, 24, 8, 1, 4, torch.bfloat16)
+        MlaCache(layers, 1, 4, torch.bfloat16)
     with pytest.raises(ValueError, match="float16 are not supported"):
-        MlaCache(3, 24, 8, 5, 4, torch.bfloat16, storage_dtype=torch.float16)
+        MlaCache(layers, 5, 4, torch.bfloat16, storage_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"24 \+ 8 elements got a cache of 24 \+ 16"):
-        TorchMlaAttention(TINY, MlaCache(3, 24, 16, 5, 4, torch.float32))
+        TorchMlaAttention(TINY, MlaCache(latent_layers(3, 24, 16), 5, 4, torch.float32))
 
 
 def test_cleared_pages_hold_nothing() -> None:

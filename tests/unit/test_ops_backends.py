@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.attention.flashinfer_plan import attention_modules
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.ops import backends, examples
+from gpu_service.ops import backends, example_sizes, examples
 from gpu_service.ops.activation import silu_and_mul
 from gpu_service.ops.backends import OPS, install, install_tables, load_tables, uninstall
 from gpu_service.ops.kv import append_kv
@@ -44,10 +44,10 @@ def _warnings(logs: list[Any]) -> list[Any]:
     return [log for log in logs if log["log_level"] == "warning"]
 
 
-def test_a_cpu_keeps_the_references_and_imports_no_gpu_library() -> None:
+def test_a_cpu_has_its_own_kernels_and_imports_no_gpu_library() -> None:
     program = (
         "import sys, torch, gpu_service.ops.backends as b\n"
-        "assert b.install(torch.device('cpu')) == {}\n"
+        "assert b.install(torch.device('cpu'))['rms_norm'] == 'cpu > torch'\n"
         "sys.exit(bool({'triton', 'flashinfer'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
@@ -117,12 +117,12 @@ def test_attention_is_compiled_with_the_ops(
     """What the model's attention calls is compiled from the start on, not at the first step."""
     install_fake_flashinfer(monkeypatch)
     config = Geometry(num_heads=heads, num_kv_heads=2, head_dim=64).config()
-    load_tables(["flashinfer"], lambda: attention_modules(config, torch.float16, storage))
+    load_tables(["flashinfer"], lambda: attention_modules(config.layers, torch.float16, storage))
     for thread in threading.enumerate():
         if thread.name == "flashinfer-attention":
             thread.join()
     assert sorted(BUILT) == sorted([*modules, "norm", "sampling", "silu"])
-    assert attention_modules(config, torch.float32, torch.float32) == []
+    assert attention_modules(config.layers, torch.float32, torch.float32) == []
 
 
 def test_ops_do_not_wait_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_an_op_is_tried_with_the_sizes_of_the_model() -> None:
     with capture_logs() as logs:
         assert install_tables(CPU, tables, torch.float32)["rms_norm"] == "triton"
         assert not _warnings(logs)
-        wide = [replace(examples.SMALL, hidden=2048), replace(examples.SMALL, hidden=7168)]
+        wide = [replace(example_sizes.SMALL, hidden=2048), replace(example_sizes.SMALL, hidden=7168)]
         chosen = install_tables(CPU, tables, torch.float32, wide)
     assert chosen["rms_norm"] == "torch"
     (warning,) = _warnings(logs)
@@ -254,7 +254,7 @@ def test_an_op_is_tried_with_the_sizes_of_the_model() -> None:
 def test_sizes_of_a_model_are_its_own(name: str) -> None:
     """The start-up try-out compiles what the service will: decode steps and chunks of every kind of layer."""
     config = published(name)
-    sizes = examples.sizes_of(config)
+    sizes = example_sizes.sizes_of(config, config.layers)
     assert {each.tokens > 16 for each in sizes} == {False, True}
     heads = set(config.layer_num_heads or (config.num_heads,))
     assert {each.queries for each in sizes} == heads

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from gpu_service.attention.registry import make_attention
-from gpu_service.cache.kv_cache import KVCache, bytes_per_page
+from gpu_service.cache.kv_cache import KVCache, page_bytes
 from gpu_service.core.step import ForwardInputs
+from gpu_service.device import TORCH_DTYPES
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
 from tests.tolerances import ATTENTION_BFLOAT16, LOGITS_FLOAT32_SELF
 
@@ -53,7 +54,7 @@ def make_case(shape: list[tuple[int, int]], dtype: torch.dtype = torch.float32) 
     """`shape`: (earlier tokens, new tokens) per request. Earlier ones are put into the cache here."""
     torch.manual_seed(len(shape))
     counts = [-(-(old + new) // PAGE) for old, new in shape]
-    cache = KVCache(CONFIG, sum(counts) + 1, PAGE, dtype)
+    cache = KVCache(CONFIG.layers, sum(counts) + 1, PAGE, dtype)
     order = (torch.randperm(sum(counts)) + 1).tolist()
     table = torch.zeros(len(shape), max(counts) + 1, dtype=torch.int32)
     keys, values, new_slots, starts = [], [], [], [0]
@@ -83,7 +84,7 @@ def make_case(shape: list[tuple[int, int]], dtype: torch.dtype = torch.float32) 
 
 
 def run(case: Case) -> torch.Tensor:
-    attention = make_attention(CONFIG, case.cache, "cpu")
+    attention = make_attention(CONFIG.layers, case.cache, "cpu")
     attention.plan(case.inputs)
     starts, lens = case.inputs.query_start_loc, case.inputs.seq_lens
     new = [end - begin for begin, end in pairwise(starts)]
@@ -145,7 +146,7 @@ def test_a_later_step_never_sees_an_earlier_ones_gather() -> None:
     """The gather's memory is kept between steps of different sizes."""
     case = make_case([(60, 1), (3, 1)])
     expected = naive(case).float()
-    attention = make_attention(CONFIG, case.cache, "cpu")
+    attention = make_attention(CONFIG.layers, case.cache, "cpu")
     for row in (1, 0, 1):
         inputs = replace(
             case.inputs,
@@ -170,7 +171,7 @@ def test_cleared_pages_do_not_pass_on_a_failed_requests_nan() -> None:
 
 def test_contradicting_inputs_are_refused() -> None:
     case = make_case([(5, 6)])
-    attention = make_attention(CONFIG, case.cache, "cpu")
+    attention = make_attention(CONFIG.layers, case.cache, "cpu")
     with pytest.raises(ValueError, match="query_start_loc"):
         attention.plan(replace(case.inputs, query_start_loc=[0, 5]))
     with pytest.raises(ValueError, match="99 tokens exceeds its block table of 16"):
@@ -178,7 +179,7 @@ def test_contradicting_inputs_are_refused() -> None:
 
 
 def test_cache_size_arithmetic() -> None:
-    cache = KVCache(CONFIG, 5, PAGE, torch.bfloat16)
-    assert cache.nbytes == 5 * bytes_per_page(CONFIG, PAGE, torch.bfloat16)
+    cache = KVCache(CONFIG.layers, 5, PAGE, torch.bfloat16)
+    assert cache.nbytes == 5 * page_bytes(CONFIG.layers, PAGE, torch.bfloat16, TORCH_DTYPES[CONFIG.dtype])
     with pytest.raises(ValueError, match="page 0 is the dummy"):
-        KVCache(CONFIG, 1, PAGE, torch.float32)
+        KVCache(CONFIG.layers, 1, PAGE, torch.float32)

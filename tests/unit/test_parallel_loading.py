@@ -10,14 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gpu_service.attention.base import grouped_queries
 from gpu_service.core.parallel import ParallelContext
-from gpu_service.core.partition import shard_config
+from gpu_service.core.partition import rank_layers
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
 from moebius.errors import ConfigError
+from moebius.models.layers.layer import routed
 from moebius.models.read import read_model_config
 from tests.unit import test_weight_loading as solo
 
@@ -172,10 +174,10 @@ def test_models_that_can_not_be_divided_are_refused(checkpoint: Path) -> None:
         load(checkpoint, tp=4)
 
 
-def test_a_ranks_config_counts_its_own(checkpoint: Path) -> None:
+def test_a_ranks_layers_are_its_own(checkpoint: Path) -> None:
     """Cache and attention see local heads and layers, numbered from the stage's first."""
     whole = read_model_config(checkpoint)
-    config = shard_config(whole, ParallelContext(1, 4, 1, 2))
-    assert (config.num_heads, config.num_kv_heads, config.num_layers) == (1, 1, 1)
-    assert (config.moe_layer_ids, config.vocab_size) == ((0,), 11)
-    assert shard_config(whole, ParallelContext()) is whole
+    layers = rank_layers(whole, ParallelContext(1, 4, 1, 2))
+    assert [(mixer.num_heads, mixer.num_kv_heads) for mixer in grouped_queries(layers)] == [(1, 1)]
+    assert list(routed(layers)) == [0]
+    assert rank_layers(whole, ParallelContext()) == whole.layers

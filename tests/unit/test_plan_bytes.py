@@ -159,11 +159,11 @@ def test_the_engine_takes_what_was_planned(
     taken = parameter_bytes(model) + sum(c.numel() * c.element_size() for c in copies)
     assert sum(planned.get(f"engine: {part}", 0) for part in parts) == taken
     assert ("engine: dense weights packed as float32" in planned) is not multiplies
-    shape = cache_shape(config.gpu, model.rank_config, torch.device("cpu"))
+    shape = cache_shape(config.gpu, model.config, model.rank_layers, torch.device("cpu"))
     pages = SharedKvMemory(config, shape).num_pages(model, None, None)
     assert plan.kv.pages == pages
     assert planned["engine: KV cache"] == shape.make(pages).nbytes
-    states = allocate_states(config.gpu, model.rank_config, torch.device("cpu"))
+    states = allocate_states(config.gpu, model.rank_layers, model.dtype, torch.device("cpu"))
     assert planned.get("engine: states of requests", 0) == (states.nbytes if states else 0)
     geometry = read_geometry(tmp_path)
     dtype = TORCH_DTYPES[model.config.dtype]
@@ -229,5 +229,5 @@ def test_layers_kept_in_fp8_are_planned_so(tmp_path: Path) -> None:
         for choice in ("keep", "dequantise")
     )
     loaded = build_model(read_model_config(directory))
-    load_weights(loaded, directory, keep_fp8=True)
+    load_weights(loaded, directory, "packed")
     assert kept == parameter_bytes(loaded) < whole

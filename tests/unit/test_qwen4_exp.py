@@ -18,7 +18,9 @@ from gpu_service.assembly.forecast import Forecast
 from gpu_service.cache.kv_cache import make_cache, page_bytes
 from gpu_service.cache.state_cache import make_states, state_bytes
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import ShardRange, shard_config
+from gpu_service.core.partition import rank_layers
+from gpu_service.device import TORCH_DTYPES
+from gpu_service.layers.composition import Composition
 from gpu_service.layers.gated_streams import NGramRows
 from gpu_service.loader.names import Target
 from gpu_service.loader.sources import target_rows
@@ -38,6 +40,9 @@ from moebius.app.planning.planner import plan_capacity
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.attention_config import BlockIndexerConfig, NGramConfig
 from moebius.models.config import ModelConfigError
+from moebius.models.layers.layer import Layer, cached
+from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.residual import GatedStreams
 from moebius.models.read import read_model_config
 from tests.equality.test_no_hidden_waits import NoQuestions
 from tests.helpers.gguf_files import write_gguf
@@ -211,29 +216,37 @@ def _read(tmp_path: Path, **changes: Any) -> Any:
 def test_qwen3_8_flash_next_is_read(tmp_path: Path) -> None:
     config = _read(tmp_path)
     blocks, ngram = config.block_indexer, config.ngram
-    assert config.attention_layers == tuple(range(3, 48, 4)) == tuple(sorted(blocks.layers))
-    assert (blocks.block_size, blocks.top_blocks, blocks.shared_heads, blocks.row_dim) == (4, 512, 4, 192)
+    assert [i for i, layer in enumerate(config.layers) if cached([layer])] == sorted(blocks.layers)
+    assert (blocks.block_size, blocks.top_blocks, blocks.shared_heads) == (4, 512, 4)
     assert (config.hyper.num_streams, config.hyper.rank, config.stream_size) == (4, 320, 4 * 2560)
     assert (ngram.layers, ngram.num_hashes, ngram.row_dim, ngram.conv_width) == ((1,), 16, 160, 10)
     assert (config.linear.sigmoid_gates, config.rope.mrope_sections) == (True, (11, 11, 10))
     assert config.vision is not None
     assert ngram_table(ngram, 0, config.vocab_size, "meta").num_rows == 128 * 2500012
     states = 36 * (48 * 128 * 128 * 4 + 3 * 10240 * 2) + 9 * 10240 * 2 + 2 * 8
-    assert state_bytes(config) == states
-    assert page_bytes(config, 16, torch.bfloat16) == 12 * 16 * 2 * (2 * 2 * 256 + 192)
+    assert state_bytes(config.layers, TORCH_DTYPES[config.dtype]) == states
+    assert page_bytes(config.layers, 16, torch.bfloat16, TORCH_DTYPES[config.dtype]) == 12 * 16 * 2 * (
+        2 * 2 * 256 + 192
+    )
+
+
+def _embeds(layer: Layer) -> bool:
+    return isinstance(layer.residual, GatedStreams) and layer.residual.ngrams is not None
 
 
 def test_caches_take_what_the_plan_says(tmp_path: Path) -> None:
     """Also of ranks and stages; a step's scores and masks are in the plan."""
     write_tiny_model(TINY_MODELS["qwen4_exp_text_three_streams_bias_tied"], tmp_path, seed=3)
     config = read_model_config(tmp_path)
-    stages = [shard_config(config, ParallelContext(stage=stage, num_stages=2)) for stage in range(2)]
-    assert [part.ngram and part.ngram.layers for part in stages] == [(1,), (2,)]
-    for part in (config, *stages):
-        assert make_cache(part, 6, 4, torch.float32).nbytes == 6 * page_bytes(part, 4, torch.float32)
+    stages = [rank_layers(config, ParallelContext(stage=stage, num_stages=2)) for stage in range(2)]
+    assert [[i for i, layer in enumerate(part) if _embeds(layer)] for part in stages] == [[1], [2]]
+    dtype = TORCH_DTYPES[config.dtype]
+    for part in (config.layers, *stages):
+        cache = make_cache(part, 6, 4, torch.float32)
+        assert cache.nbytes == 6 * page_bytes(part, 4, torch.float32, dtype)
         states = make_states(part, 4, torch.float32)
         assert states is not None
-        assert states.nbytes == 5 * state_bytes(part)
+        assert states.nbytes == 5 * state_bytes(part, dtype)
     more = activation_bytes(_read(tmp_path, indexer_n_heads=64), StepSize(300, 1), SOLO, False)
     less = activation_bytes(_read(tmp_path), StepSize(300, 1), SOLO, False)
     assert more > less
@@ -263,7 +276,7 @@ def test_what_qwen4_has_not_is_named(tmp_path: Path, changes: dict[str, Any], co
 
 def test_models_without_ngrams_compose(tmp_path: Path) -> None:
     config = _read(tmp_path, ple_layer_ids=[], eos_token_id="absent")
-    assert (config.ngram, make_states(config, 2, torch.float32, "meta") is None) == (None, False)
+    assert (config.ngram, make_states(config.layers, 2, torch.float32, "meta") is None) == (None, False)
     assert build_model(config).config is config
 
 
@@ -339,7 +352,7 @@ def test_ranks_have_parts_of_a_table(ranks: int) -> None:
     found = torch.zeros(7, SIZES.num_hashes, SIZES.row_dim)
     for rank in range(ranks):
         parallel = ParallelContext(rank, ranks)
-        table = NGramRows(SIZES, num_rows, dtype=torch.float32, device=torch.device("cpu"), parallel=parallel)
+        table = NGramRows(SIZES, num_rows, Composition(8, torch.float32, parallel))
         values = torch.full_like(table.weight, float("nan"), device="cpu")
         parts = list(table.checkpoint_parts())
         assert [part.sibling for part in parts] == [f"ngram_embedding.shard_{i}" for i in range(SIZES.parts)]
@@ -353,7 +366,7 @@ def test_ranks_have_parts_of_a_table(ranks: int) -> None:
 
 def test_next_to_a_gpu_tables_stay_in_the_hosts_memory(tmp_path: Path) -> None:
     """In pages of their own, which are locked; a plan counts them as RAM and leaves them out on the GPU."""
-    table = NGramRows(SIZES, 60, dtype=torch.float32, device=torch.device("cuda"), parallel=SOLO)
+    table = NGramRows(SIZES, 60, Composition(8, torch.float32, SOLO, torch.device("cuda")))
     whole, columns = ShardRange.whole(60), ShardRange.whole(SIZES.row_dim)
     target = Target(table, "weight", (60, SIZES.row_dim), whole, columns, 0)
     values = target_rows(target, "weight", torch.device("cuda"))

@@ -22,9 +22,10 @@ from gpu_service.attention.mla.triton_kernels import mla_tile
 from gpu_service.attention.triton_tiles import num_splits
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.cache.kv_cache import MlaCache, index_bytes_per_page, mla_bytes_per_page
+from gpu_service.cache.kv_cache import MlaCache, page_bytes
 from gpu_service.ops.rope import apply_rope, half_split, rope_table
 from tests.helpers.attention_cases import Shape, as_capturable, refill
+from tests.helpers.layer_values import latent_layers
 from tests.helpers.mla_cases import (
     LAYER,
     TINY,
@@ -211,10 +212,11 @@ def test_the_warm_up_chooses_on_the_dummy_page_only() -> None:
 
 def test_cache_arithmetic_and_cleared_pages() -> None:
     """A page's bytes include index keys, which keep their type; clearing a page clears them."""
-    cache = MlaCache(3, 24, 8, 5, 4, torch.bfloat16, storage_dtype=E4M3, index_layers=2, index_dim=10)
+    layers = latent_layers(3, 24, 8, (10, 10))
+    cache = MlaCache(layers, 5, 4, torch.bfloat16, storage_dtype=E4M3)
     assert cache.index_keys is not None
-    latents = mla_bytes_per_page(3, 24, 8, 4, E4M3)
-    assert cache.nbytes == 5 * (latents + index_bytes_per_page(2, 10, 4, torch.bfloat16))
+    assert cache.nbytes == 5 * page_bytes(layers, 4, E4M3, torch.bfloat16)
+    assert cache.nbytes == 5 * 4 * (3 * (24 + 8) + 2 * 10 * 2)
     for layer in range(2):
         cache.index_keys.pages(layer).fill_(float("nan"))
     cache.zero_pages([2])

@@ -37,3 +37,12 @@ def test_a_port_with_a_listener_is_not_given() -> None:
 def test_answers_over_http_are_waited_for() -> None:
     """httpx gives up after five seconds, which a gateway that waits for a processor may take."""
     assert httpx.Client().timeout == httpx.Timeout(60.0)
+
+
+def test_certificates_of_authorities_are_read_once() -> None:
+    """Clients without certificates of their own share a context; a client that names one has its own."""
+    contexts = [httpx.HTTPTransport()._pool._ssl_context for _ in range(2)]
+    assert contexts[0] is contexts[1]
+    own = httpx.create_ssl_context()
+    assert httpx.HTTPTransport(verify=own)._pool._ssl_context is own
+    assert httpx.HTTPTransport(verify=False)._pool._ssl_context.check_hostname is False

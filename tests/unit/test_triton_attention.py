@@ -45,7 +45,7 @@ SMALL = Tile(rows=16, keys=16, width=16, num_warps=4, precision="ieee")
 
 
 def triton_attention(case: Case, min_split: int = 64) -> TritonAttention:
-    return TritonAttention(case.geometry.config(), case.cache, min_split)
+    return TritonAttention(case.geometry.config().layers, case.cache, min_split)
 
 
 def check(case: Case, output: torch.Tensor) -> None:

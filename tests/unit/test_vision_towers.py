@@ -14,8 +14,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from gpu_service.assembly.vision import encoding_bytes, load_vision, vision_memory
-from gpu_service.cache.kv_cache import bytes_per_page
+from gpu_service.cache.kv_cache import page_bytes
 from gpu_service.core.images import ImageError, ImageLayout
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.loader.load import load_tower
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import IMAGES, VISION, parameter_bytes, plan_memory, size_kv_pool
@@ -113,7 +114,7 @@ def test_a_gpu_keeps_room_for_images(checkpoint: Path) -> None:
     assert vision.image_bytes == 64 * 2**20 + 256 * 8 * 24 * 4
     model, gib = build_model(model_config), 2**30
     use = MemoryUse(10 * gib, 9 * gib, 0, 0, 0, 0)
-    page = bytes_per_page(model_config, 16, torch.float32)
+    page = page_bytes(model_config.layers, 16, torch.float32, TORCH_DTYPES[model_config.dtype])
     seeing = plan_memory(config, model_config, parameter_bytes(model), use, page, vision=vision)
     blind = plan_memory(config, model_config, parameter_bytes(model), use, page)
     assert seeing.of(VISION) + seeing.of(IMAGES) == vision.total == blind.kv_bytes - seeing.kv_bytes

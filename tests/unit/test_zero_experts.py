@@ -19,7 +19,9 @@ from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
 from gpu_service.ops.router import zero_experts
 from gpu_service.ops.triton.router import zero_experts as triton_zero_experts
+from moebius.models.layers import ffn as specs
 from moebius.models.read import read_model_config
+from tests.helpers.layer_values import composition
 from tests.helpers.paged_runner import PagedRunner
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.torch_experts import TorchExperts
@@ -172,7 +174,9 @@ def test_ranks_count_them_once(tmp_path: Path) -> None:
     answers = []
     for rank in range(2):
         parallel = ParallelContext(tp_rank=rank, tp_size=2)
-        block = MoE(0, size, config.moe, "silu", dtype=torch.float32, parallel=parallel)
+        value = config.layers[0].ffn
+        assert isinstance(value, specs.MoE)
+        block = MoE(value, 0, composition(size, parallel=parallel))
         block.load_state_dict(whole.state_dict(), assign=True)
         answers.append(block(rows, _context(OwnRows(experts, slice(3 * rank, 3 * rank + 3)))))
     torch.testing.assert_close(answers[0] + answers[1], whole(rows, _context(experts)))

@@ -181,7 +181,7 @@ class TorchCompressedAttention(CompressedAttentionBackend):
         sizes, rate = self.dimensions, self.cache.rates[layer_id]
         selection = torch.empty(query.shape[0], sizes.top_k, dtype=torch.int32, device=query.device)
         for span in self._spans:
-            keys = self._gathered(span, self.cache.index_keys(layer_id), rate)
+            keys = self._gathered(span, self.cache.index_pages(layer_id), rate)
             scores = index_scores(query[span.rows], head_weights[span.rows], keys)
             lengths = torch.arange(span.first + 1, span.length + 1, device=query.device) // rate
             selection[span.rows] = select_tokens(scores, lengths, sizes.top_k)

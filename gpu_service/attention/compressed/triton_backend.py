@@ -94,7 +94,7 @@ class TritonCompressedAttention(CompressedAttentionBackend):
         return choose_pools(
             query,
             head_weights,
-            self.cache.index_keys(layer_id),
+            self.cache.index_pages(layer_id),
             inputs.block_table,
             inputs.seq_lens_tensor,
             inputs.query_start_loc_tensor,

@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpu_service.core.partition import even_shard
 from gpu_service.experts.resident.panels import LayerFormat
+from moebius.models.layers.ranks import even_shard
 
 # A split is chosen in steps of so many parts of a layer's experts, so that ranks can agree on a number.
 SHARES = 64

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from gpu_service.core.partition import even_shard
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels, Share
 from gpu_service.experts.streaming.plan import CopyRun, LayerStream, Piece, StreamPlan, cut
@@ -17,6 +16,7 @@ from gpu_service.experts.streaming.routing import Counts, count_chosen
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.step import ShareChooser, StreamedExperts
 from moebius.models.geometry import MoeGeometry
+from moebius.models.layers.ranks import even_shard
 
 WaitUntil = Callable[[Callable[[], bool]], None]
 """Returns when its argument says so, or soon after; meanwhile the host has something else to do."""

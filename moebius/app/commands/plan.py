@@ -95,6 +95,7 @@ def _run(
     json_file: Path | None,
     values: Path | None,
 ) -> None:
+    # Every other command would pay for its imports.
     from moebius.app.commands.plan_variants import variants
     from moebius.app.planning import comparison
     from moebius.app.planning.report import run

@@ -19,11 +19,11 @@ from moebius.kernel_times import PanelTimes, find_times, this_host
 from moebius.kernels import float32_isa, isa_level
 from moebius.mailbox_plan import request_rows
 from moebius.models.geometry import MoeGeometry
+from moebius.models.layers.layer import mixers
 from moebius.weight_formats import PANEL_COLUMNS
 
 if TYPE_CHECKING:
     from gpu_service.assembly.forecast import Forecast, RankForecast
-    from moebius.models.config import ModelConfig
 
 # Shares of the vendor's figures that dense products reach on a GPU: by "Qwen3-30B-A3B on one H200" and
 # "Prompts whose experts are streamed" of docs/benchmarks.md, see docs/plan.md.
@@ -88,7 +88,8 @@ class Work:
     dense_bytes: int
     dense_elements: int
     kv_token_bytes: float
-    attention_width: int  # Width of all query heads of a rank, for the operations of attention.
+    # Of a rank, over all layers: elements of a score, and of a weighted sum, of each token attended to.
+    attention_width: int
     # Of one expert: in the servers' RAM, on a rank's GPU, and its weights.
     expert_bytes: float
     resident_expert_bytes: float
@@ -224,7 +225,7 @@ def step_seconds(
 
 def _dense_seconds(work: Work, hardware: Hardware, rows: int, kv_tokens: int, attended: float) -> float:
     nbytes = work.dense_bytes + kv_tokens * work.kv_token_bytes
-    operations = rows * (2 * work.dense_elements + 4 * attended * work.attention_width * work.num_layers)
+    operations = rows * (2 * work.dense_elements + 4 * attended * work.attention_width)
     if hardware.gpu is None:
         share = CPU_DENSE_SHARE
         return max(nbytes / (hardware.bandwidth * share), operations / (hardware.cpu_flops * share))
@@ -305,7 +306,7 @@ def make_work(
     busiest = _busiest_of_stages(forecast)
     mailbox = config.experts.expert_transport == "mailbox"
     return Work(
-        num_layers=model.num_layers * (2 if model.shortcut_experts else 1),
+        num_layers=sum(max(1, len(layer.mixers)) for layer in model.layers),
         moe_layers=len(geometry.moe_layers),
         num_experts=geometry.num_experts,
         top_k=geometry.mean_top_k,
@@ -315,7 +316,7 @@ def make_work(
         ),
         dense_elements=sum(rank.read_elements for rank in busiest),
         kv_token_bytes=sum(rank.page_bytes for rank in busiest) / config.gpu.page_size,
-        attention_width=_attention_width(model) // ranks,
+        attention_width=sum(mixer.score_width for mixer in mixers(model.layers)) // ranks,
         expert_bytes=expert_bytes,
         resident_expert_bytes=expert_bytes / ranks,
         expert_weights=(2 + geometry.is_gated) * geometry.hidden_size * geometry.moe_intermediate_size,
@@ -371,10 +372,3 @@ def _busiest_of_stages(forecast: Forecast) -> list[RankForecast]:
         if rank.stage not in stages or rank.read_bytes > stages[rank.stage].read_bytes:
             stages[rank.stage] = rank
     return list(stages.values())
-
-
-def _attention_width(model: ModelConfig) -> int:
-    """Elements over all heads of a score, and of a weighted sum; of latents the mean of both."""
-    if model.mla is None:
-        return model.num_heads * model.head_dim
-    return model.num_heads * (model.mla.cached_dim + model.mla.kv_lora_rank) // 2

@@ -17,7 +17,7 @@ from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.layers.deferral import DeferralRule, deferral_rule
 from gpu_service.ops import backends
-from gpu_service.ops.examples import sizes_of
+from gpu_service.ops.example_sizes import sizes_of
 from gpu_service.verify.errors import (
     MEAN_KL,
     TokenScores,
@@ -305,7 +305,10 @@ def verify_model(
     ours = StagedModel.open(config, Path(config.model.model), device)
     reference = _reference(config, options.against, ours)
     backends.install(
-        device, config.gpu.attention_backend, TORCH_DTYPES[ours.config.dtype], sizes_of(ours.config)
+        device,
+        config.gpu.attention_backend,
+        TORCH_DTYPES[ours.config.dtype],
+        sizes_of(ours.config, ours.config.layers),
     )
     geometry = read_geometry(ours.directory, config.model.experts_per_token)
     if not geometry.moe_layers:

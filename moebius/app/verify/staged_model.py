@@ -106,13 +106,13 @@ class LoadedStage:
         `token_ids` int64 `[T]` are one request's. `deferral` is the same for all stages; None: no expert is
         late. After the last stage: after the final norm.
         """
-        shape = cache_shape(self.of.gpu, self.model.rank_config, self.of.device)
+        shape = cache_shape(self.of.gpu, self.model.config, self.model.rank_layers, self.of.device)
         tokens = token_ids.shape[0]
         cache = shape.make(1 + -(-tokens // shape.page_size))
-        attention = make_attention(shape.config, cache, self.of.device, self.of.gpu.attention_backend)
+        attention = make_attention(shape.layers, cache, self.of.device, self.of.gpu.attention_backend)
         step = profile_inputs(StepSize(tokens, tokens), cache, self.of.config.vocab_size)
         inputs = replace(step, input_ids=token_ids.to(self.of.device))
-        states = make_states(shape.config, 2, shape.dtype, self.of.device)
+        states = make_states(shape.layers, 2, shape.dtype, self.of.device)
         if states is not None:
             inputs = with_dummy_states(inputs, states)
         attention.plan(inputs)

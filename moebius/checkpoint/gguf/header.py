@@ -22,6 +22,7 @@ MAX_AXES = 4
 MAX_ARRAY_DEPTH = 4
 
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 # Value types of the format by number, as struct spells them.
 _SCALARS: Mapping[int, str] = {
     0: "<B",
@@ -90,6 +91,23 @@ class _Cursor:
         # Vocabularies may hold pieces that are no text; nothing is looked up by them.
         return self.take(self.number("<Q")).decode(errors="replace")
 
+    def texts(self, count: int) -> list[str]:
+        """As many strings one after the other: a vocabulary has hundreds of thousands."""
+        content, position = self._content, self.position
+        found: list[str] = []
+        for _ in range(count):
+            begin = position + _LENGTH.size
+            if begin > len(content):
+                break
+            (size,) = _LENGTH.unpack_from(content, position)
+            if begin + size > len(content):
+                break
+            position = begin + size
+            found.append(content[begin:position].decode(errors="replace"))
+        self.position = position
+        # The first one that the file does not hold whole is refused as any other.
+        return found if len(found) == count else [*found, self.text()]
+
     def value(self, kind: int) -> Any:
         """A metadata value of that type.
 
@@ -109,7 +127,7 @@ class _Cursor:
             )
         kind, count = self.number("<I"), self.number("<Q")
         if kind == _STRING:
-            return [self.text() for _ in range(count)]
+            return self.texts(count)
         if kind == _ARRAY:
             return [self._array(depth + 1) for _ in range(count)]
         letter = self._scalar(kind)[1]

@@ -95,7 +95,7 @@ def _tensors(
     if _is_packed(model, stored, name):
         factors = _factors(model, rules, stored)
         if factors is None or FACTORS in (role.role for role in KEPT_SCHEMES[stored.type.name].roles):
-            return _packed(stored, name, factors)
+            return packed_tensors(stored, name, factors)
     return {name: rearranged(model, _scaled(model, rules, stored, in_floats(stored, name)), change)}
 
 
@@ -205,7 +205,7 @@ def _is_packed(model: GgufModel, stored: StoredBlocks, name: str) -> bool:
     return all(other is None or other.type == stored.type for other in pair)
 
 
-def _packed(
+def packed_tensors(
     stored: StoredBlocks, name: str, factors: NDArray[np.float32] | None = None
 ) -> dict[str, TensorInfo]:
     """The tensors of its scheme; `factors`: one for each matrix, 1 without any."""

@@ -15,6 +15,7 @@ from moebius.app.bench.engine.drive import DecodeWindow, EngineUnderTest, TokenE
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
+from moebius.models.layers.layer import page_bytes
 from moebius.served_model import read_served_geometry
 
 _RECORDED_STEPS = 24
@@ -84,7 +85,7 @@ def make_setting(engine: EngineUnderTest, servers: ExpertServers, bandwidths: Ba
         bandwidths,
         servers,
         servers.info(),
-        2 * model.num_layers * model.kv_size * item,
+        page_bytes(model.layers, 1, item, model.dtype_bytes),
         model.vocab_size,
         weights.routed / max(1, len(geometry.moe_layers) * geometry.num_experts),
         make_placement(config.placement, geometry).count > 0,

@@ -1,0 +1,85 @@
+"""Dense layers that a CPU keeps in the format of their checkpoint: which ones, and what fills them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from gpu_service.layers.linear import StoredWeight
+from gpu_service.loader.names import Target
+from gpu_service.loader.sources import LoadContext, PlainSource, QuantisedSource, WeightSource
+from gpu_service.ops.packed_weight import PackedPart
+from moebius.checkpoint.kept_matrix import KeptMatrix, kept_matrix
+from moebius.models.layers.ranks import ShardRange
+from moebius.weight_formats import PANEL_COLUMNS
+
+_WEIGHT = "weight"
+# Elements that are read and packed at a time.
+_BLOCK_ELEMENTS = 1 << 24
+_making = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSource:
+    """A stored matrix that fills one part of a module's packed weight."""
+
+    kept: KeptMatrix
+    part: int
+
+    def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
+        """Packs the target's rows and columns. Raises CheckpointError as reading does."""
+        assert isinstance(target.module, StoredWeight)
+        assert context.dense_threads is not None, "the load has threads where weights are kept"
+        with _making:
+            packed = target.module.make_packed(context.dense_threads)
+        rows, cols = target.rows, target.cols or ShardRange.whole(self.kept.matrix.shape[1])
+        multiple = math.lcm(PANEL_COLUMNS, self.kept.matrix.row_multiple)
+        step = max(1, _BLOCK_ELEMENTS // cols.size // multiple) * multiple
+        for first in range(0, rows.size, step):
+            wanted = slice(rows.begin + first, rows.begin + min(first + step, rows.size))
+            packed.pack(self.part, first, self.kept.read(context.reader, wanted, cols.slice))
+
+
+def keep_packed(expected: Mapping[str, Target], sources: dict[str, WeightSource]) -> None:
+    """Replace the sources of weights all of whose parts a packed format holds as they are stored."""
+    names_of: dict[StoredWeight, list[str]] = {}
+    for name, target in expected.items():
+        if isinstance(target.module, StoredWeight) and target.parameter == _WEIGHT:
+            names_of.setdefault(target.module, []).append(name)
+    for module, names in names_of.items():
+        found = [_kept(sources[name], expected[name]) for name in names]
+        kept = [one for one in found if one is not None]
+        sizes = [expected[name].rows.size for name in names]
+        # Rows that no tensor fills (a vocabulary padded for several ranks) have no format.
+        if len(kept) < len(names) or sum(sizes) != module.weight_shape[0]:
+            continue
+        parts = (PackedPart(one.format, size) for one, size in zip(kept, sizes, strict=True))
+        module.keep_packed(tuple(parts))
+        for part, (name, one) in enumerate(zip(names, kept, strict=True)):
+            sources[name] = PackedSource(one, part)
+
+
+def _kept(source: WeightSource, target: Target) -> KeptMatrix | None:
+    """The matrix as it can be kept for a target; None: dequantise it."""
+    found: KeptMatrix | None = None
+    if isinstance(source, QuantisedSource):
+        found = kept_matrix(replace(source.matrix, bias=None))
+    elif isinstance(source, PlainSource) and source.info.derived is not None:
+        # Only files of GGUF have derived tensors; their package takes long to import.
+        from moebius.checkpoint.gguf.kept import kept_blocks
+
+        found = kept_blocks(source.info)
+    if found is None or found.matrix.shape != target.shape:
+        return None
+    cols = target.cols or ShardRange.whole(found.matrix.shape[1])
+    fits = _cuts(target.rows, found.matrix.row_multiple) and _cuts(cols, found.matrix.col_multiple)
+    return found if fits else None
+
+
+def _cuts(shard: ShardRange, multiple: int) -> bool:
+    """Whether a stored matrix can be cut where the shard begins and ends."""
+    return shard.begin % multiple == 0 and (shard.end % multiple == 0 or shard.end == shard.total)

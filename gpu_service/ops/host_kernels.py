@@ -1,0 +1,210 @@
+"""Ops of a layer on a CPU by the kernels of `kernels/dense`: one call where torch takes several dispatches.
+
+Each implementation takes what its `supports` says; anything else is left to the torch reference. All compute
+in float32 and round where the reference does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from gpu_service.ops.registry import Implementation
+from gpu_service.ops.rope import RopeTable
+from moebius import _kernels
+from moebius.models.config import RouterConfig
+
+_FLOATS = (torch.float32, torch.bfloat16)
+# The numbers of kernels/dense/row_ops.h.
+_SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2, "none": 3}
+_POSTS = {"none": 0, "renormalize": 1, "softmax": 2, "sigmoid": 3, "sigmoid_renormalize": 4}
+
+
+@functools.cache
+def dense_threads(num_threads: int) -> _kernels.DenseThreads:
+    """The threads of all dense layers of this process."""
+    return _kernels.DenseThreads(num_threads)
+
+
+def _is_bfloat16(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class HostKernels:
+    """The implementations on one set of threads."""
+
+    def __init__(self, threads: _kernels.DenseThreads) -> None:
+        self._threads = threads
+
+    def rms_norm(self, hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """As `ops.norm.rms_norm`."""
+        output = torch.empty_like(hidden_states)
+        self._add_norm(hidden_states, None, weight, eps, output)
+        return output
+
+    def fused_add_rms_norm(
+        self, update: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """As `ops.norm.fused_add_rms_norm`."""
+        output = update if update.dtype == residual.dtype else torch.empty_like(residual)
+        self._add_norm(residual, update, weight, eps, output)
+        return output
+
+    def _add_norm(
+        self,
+        residual: torch.Tensor,
+        update: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        output: torch.Tensor,
+    ) -> None:
+        size = weight.shape[0]
+        self._threads.add_norm(
+            residual.data_ptr(),
+            _is_bfloat16(residual),
+            _address(update),
+            update is not None and _is_bfloat16(update),
+            weight.data_ptr(),
+            _is_bfloat16(weight),
+            output.data_ptr(),
+            eps,
+            size,
+            residual.numel() // size,
+        )
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """As `ops.activation.silu_and_mul`."""
+        size = gate_up.shape[-1] // 2
+        output = gate_up.new_empty(*gate_up.shape[:-1], size)
+        rows = output.numel() // size
+        self._threads.gate(_is_bfloat16(gate_up), gate_up.data_ptr(), output.data_ptr(), size, rows)
+        return output
+
+    def rotate_and_append(
+        self,
+        heads: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+        num_heads: int,
+        table: RopeTable,
+        value: torch.Tensor,
+        kv_slots: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `ops.kv.rotate_and_append`; queries and keys are views of `heads`."""
+        rows, total, head_dim = heads.shape
+        self._threads.rotate_and_append(
+            _is_bfloat16(heads),
+            heads.data_ptr(),
+            heads.stride(0),
+            total,
+            num_heads,
+            head_dim,
+            _address(q_weight),
+            _address(k_weight),
+            eps,
+            table.cos.data_ptr(),
+            table.sin.data_ptr(),
+            table.cos.shape[-1],
+            table.interleaved,
+            value.data_ptr(),
+            value.stride(0),
+            kv_slots.data_ptr(),
+            slot_mapping.data_ptr(),
+            rows,
+        )
+        return heads[:, :num_heads], heads[:, num_heads:]
+
+    def route(
+        self,
+        router_logits: torch.Tensor,
+        correction_bias: torch.Tensor | None,
+        config: RouterConfig,
+        valid_rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `ops.router.route`."""
+        logits = router_logits.float().contiguous()
+        (rows, experts), top_k = logits.shape, config.top_k
+        weights = torch.empty(rows, top_k)
+        ids = torch.empty(rows, top_k, dtype=torch.int32)
+        self._threads.route(
+            logits.data_ptr(),
+            _address(correction_bias),
+            _address(valid_rows),
+            weights.data_ptr(),
+            ids.data_ptr(),
+            rows,
+            experts,
+            top_k,
+            config.num_groups,
+            config.top_groups,
+            config.group_score == "max",
+            _SCORES[config.score],
+            _POSTS[config.post],
+            config.logit_softcap,
+            config.renormalize_epsilon,
+            config.scale,
+        )
+        return weights, ids
+
+
+def _norms(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
+    own = weight.dtype in (hidden_states.dtype, torch.float32)
+    return hidden_states.dtype in _FLOATS and own and hidden_states.is_contiguous()
+
+
+def _adds_and_norms(update: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
+    fits = update.dtype in (residual.dtype, torch.float32) and update.is_contiguous()
+    return fits and _norms(residual, weight, eps)
+
+
+def _gates(gate_up: torch.Tensor) -> bool:
+    return gate_up.dtype in _FLOATS and gate_up.is_contiguous()
+
+
+def _rotates(
+    heads: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    num_heads: int,
+    table: RopeTable,
+    value: torch.Tensor,
+    kv_slots: torch.Tensor,
+    *_: object,
+) -> bool:
+    head_dim, dtype = heads.shape[2], heads.dtype
+    same = all(
+        tensor is None or tensor.dtype == dtype for tensor in (q_weight, k_weight, value, kv_slots, table.cos)
+    )
+    rows = (heads.stride(1), heads.stride(2), value.stride(1), value.stride(2))
+    whole = rows == (head_dim, 1, head_dim, 1) and table.cos.is_contiguous() and table.sin.is_contiguous()
+    return same and whole and dtype in _FLOATS and head_dim % 16 == 0
+
+
+def _routes(
+    router_logits: torch.Tensor, correction_bias: torch.Tensor | None, config: RouterConfig, *_: object
+) -> bool:
+    bias = correction_bias is None or correction_bias.dtype == torch.float32
+    return bias and config.score in _SCORES and config.post in _POSTS
+
+
+def implementations(threads: _kernels.DenseThreads) -> Mapping[str, Implementation]:
+    """By the names of the ops."""
+    kernels = HostKernels(threads)
+    return {
+        "rms_norm": Implementation(kernels.rms_norm, _norms),
+        "fused_add_rms_norm": Implementation(kernels.fused_add_rms_norm, _adds_and_norms),
+        "silu_and_mul": Implementation(kernels.silu_and_mul, _gates),
+        "rotate_and_append": Implementation(kernels.rotate_and_append, _rotates),
+        "route": Implementation(kernels.route, _routes),
+    }

@@ -1,0 +1,147 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/bindings/bindings.h"
+#include "kernels/bindings/released_gil.h"
+#include "kernels/bindings/source_arrays.h"
+#include "kernels/dense/dense_matrix.h"
+#include "kernels/dense/row_ops.h"
+
+namespace py = pybind11;
+
+namespace moebius {
+namespace {
+
+using dense::DenseMatrix;
+using dense::DenseThreads;
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+DType float_type(bool is_bfloat16) { return is_bfloat16 ? DType::kBFloat16 : DType::kFloat32; }
+
+std::shared_ptr<DenseMatrix> make_matrix(const std::shared_ptr<DenseThreads>& threads, uint32_t in_features,
+                                         const std::vector<std::pair<std::string, uint32_t>>& parts,
+                                         uintptr_t memory, size_t memory_bytes) {
+  std::vector<dense::PartShape> shapes;
+  for (const auto& [format, rows] : parts) shapes.push_back({parse_weight_format(format), rows});
+  return std::make_shared<DenseMatrix>(threads, in_features, shapes, pointer<std::byte>(memory), memory_bytes);
+}
+
+void pack(DenseMatrix& matrix, uint32_t part, uint32_t first_row, const py::object& source) {
+  const SourceArrays arrays = read_source(source, "source");
+  const ReleasedGil release;
+  matrix.pack(part, first_row, arrays.matrix);
+}
+
+void multiply(DenseMatrix& matrix, uintptr_t rows, size_t row_stride, uint32_t num_rows, bool rows_are_bfloat16,
+              uintptr_t output, size_t output_stride, bool output_is_bfloat16, uintptr_t bias) {
+  const ReleasedGil release;
+  matrix.multiply({pointer<void>(rows), row_stride, num_rows, float_type(rows_are_bfloat16), pointer<void>(output),
+                   output_stride, float_type(output_is_bfloat16), pointer<float>(bias)});
+}
+
+void take_rows(DenseMatrix& matrix, uintptr_t ids, uint32_t count, uintptr_t target, bool target_is_bfloat16) {
+  const ReleasedGil release;
+  matrix.take_rows(pointer<int64_t>(ids), count, pointer<void>(target), float_type(target_is_bfloat16));
+}
+
+void add_norm(DenseThreads& threads, uintptr_t residual, bool is_bfloat16, uintptr_t update, bool update_is_bfloat16,
+              uintptr_t weight, bool weight_is_bfloat16, uintptr_t output, float eps, uint32_t size,
+              uint32_t num_rows) {
+  const ReleasedGil release;
+  dense::add_norm(threads, {is_bfloat16, update_is_bfloat16, weight_is_bfloat16, pointer<void>(residual),
+                            pointer<void>(update), pointer<void>(weight), pointer<void>(output), eps, size}, num_rows);
+}
+
+void gate(DenseThreads& threads, bool is_bfloat16, uintptr_t gate_up, uintptr_t output, uint32_t size,
+          uint32_t num_rows) {
+  const ReleasedGil release;
+  dense::gate(threads, {is_bfloat16, pointer<void>(gate_up), pointer<void>(output), size}, num_rows);
+}
+
+void rotate_and_append(DenseThreads& threads, bool is_bfloat16, uintptr_t heads, size_t heads_stride,
+                       uint32_t num_heads, uint32_t num_query_heads, uint32_t head_dim, uintptr_t query_weight,
+                       uintptr_t key_weight, float eps, uintptr_t cosine, uintptr_t sine, uint32_t rotary_dim,
+                       bool interleaved, uintptr_t values, size_t values_stride, uintptr_t slots,
+                       uintptr_t slot_mapping, uint32_t num_rows) {
+  const ReleasedGil release;
+  const dense::RotateWork first{is_bfloat16, pointer<void>(heads), pointer<void>(query_weight),
+                                pointer<void>(key_weight), pointer<void>(cosine), pointer<void>(sine), nullptr, eps,
+                                num_heads, num_query_heads, head_dim, rotary_dim, interleaved};
+  dense::rotate_and_append(threads, {first, heads_stride, num_rows, pointer<void>(values), values_stride,
+                                     pointer<void>(slots), pointer<int64_t>(slot_mapping)});
+}
+
+void attend(DenseThreads& threads, bool is_bfloat16, uintptr_t query, size_t query_stride, uintptr_t pages,
+            uint32_t page_size, uintptr_t block_table, size_t table_stride, uintptr_t requests, uintptr_t begins,
+            uintptr_t ends, uintptr_t sinks, uintptr_t output, float scale, uint32_t num_rows, uint32_t num_heads,
+            uint32_t num_kv_heads, uint32_t head_dim) {
+  const ReleasedGil release;
+  dense::attend(threads, {is_bfloat16, pointer<void>(query), query_stride, pointer<void>(pages),
+                          pointer<int32_t>(block_table), table_stride, pointer<int32_t>(requests),
+                          pointer<int32_t>(begins), pointer<int32_t>(ends), pointer<float>(sinks),
+                          pointer<void>(output), scale, num_rows, num_heads, num_kv_heads, head_dim, page_size});
+}
+
+void route(DenseThreads& threads, uintptr_t logits, uintptr_t correction, uintptr_t valid, uintptr_t weights,
+           uintptr_t ids, uint32_t num_rows, uint32_t num_experts, uint32_t top_k, uint32_t num_groups,
+           uint32_t top_groups, bool group_by_maximum, uint32_t score, uint32_t post, float softcap, float epsilon,
+           float scale) {
+  const ReleasedGil release;
+  dense::route(threads, {pointer<float>(logits), pointer<float>(correction), pointer<bool>(valid),
+                         pointer<float>(weights), pointer<int32_t>(ids), num_rows, num_experts, top_k, num_groups,
+                         top_groups, group_by_maximum, static_cast<dense::Score>(score),
+                         static_cast<dense::Post>(post), softcap, epsilon, scale});
+}
+
+}  // namespace
+
+void bind_dense(py::module_& m) {
+  py::class_<DenseThreads, std::shared_ptr<DenseThreads>>(m, "DenseThreads")
+      .def(py::init([](uint32_t num_threads, const std::string& isa) {
+             return std::make_shared<DenseThreads>(num_threads, isa);
+           }),
+           py::arg("num_threads"), py::arg("isa") = "auto")
+      .def("add_norm", &add_norm, py::arg("residual"), py::arg("is_bfloat16"), py::arg("update"),
+           py::arg("update_is_bfloat16"), py::arg("weight"), py::arg("weight_is_bfloat16"), py::arg("output"),
+           py::arg("eps"), py::arg("size"), py::arg("num_rows"))
+      .def("gate", &gate, py::arg("is_bfloat16"), py::arg("gate_up"), py::arg("output"), py::arg("size"),
+           py::arg("num_rows"))
+      .def("rotate_and_append", &rotate_and_append, py::arg("is_bfloat16"), py::arg("heads"), py::arg("heads_stride"),
+           py::arg("num_heads"), py::arg("num_query_heads"), py::arg("head_dim"), py::arg("query_weight"),
+           py::arg("key_weight"), py::arg("eps"), py::arg("cosine"), py::arg("sine"), py::arg("rotary_dim"),
+           py::arg("interleaved"), py::arg("values"), py::arg("values_stride"), py::arg("slots"),
+           py::arg("slot_mapping"), py::arg("num_rows"))
+      .def("attend", &attend, py::arg("is_bfloat16"), py::arg("query"), py::arg("query_stride"), py::arg("pages"),
+           py::arg("page_size"), py::arg("block_table"), py::arg("table_stride"), py::arg("requests"),
+           py::arg("begins"), py::arg("ends"), py::arg("sinks"), py::arg("output"), py::arg("scale"),
+           py::arg("num_rows"), py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"))
+      .def("route", &route, py::arg("logits"), py::arg("correction"), py::arg("valid"), py::arg("weights"),
+           py::arg("ids"), py::arg("num_rows"), py::arg("num_experts"), py::arg("top_k"), py::arg("num_groups"),
+           py::arg("top_groups"), py::arg("group_by_maximum"), py::arg("score"), py::arg("post"), py::arg("softcap"),
+           py::arg("epsilon"), py::arg("scale"))
+      .def_property_readonly("num_threads", [](DenseThreads& threads) { return threads.pool().size(); })
+      .def_property_readonly("isa", [](const DenseThreads& threads) { return std::string(isa_name(threads.isa())); });
+  py::class_<DenseMatrix, std::shared_ptr<DenseMatrix>>(m, "DenseMatrix")
+      .def(py::init(&make_matrix), py::arg("threads"), py::arg("in_features"), py::arg("parts"), py::arg("memory"),
+           py::arg("memory_bytes"))
+      .def("pack", &pack, py::arg("part"), py::arg("first_row"), py::arg("source"))
+      .def("calibrate", &DenseMatrix::calibrate, py::call_guard<ReleasedGil>())
+      .def("multiply", &multiply, py::arg("rows"), py::arg("row_stride"), py::arg("num_rows"),
+           py::arg("rows_are_bfloat16"), py::arg("output"), py::arg("output_stride"), py::arg("output_is_bfloat16"),
+           py::arg("bias") = 0)
+      .def("take_rows", &take_rows, py::arg("ids"), py::arg("count"), py::arg("target"),
+           py::arg("target_is_bfloat16"))
+      .def_property_readonly("in_features", &DenseMatrix::in_features)
+      .def_property_readonly("out_features", &DenseMatrix::out_features);
+}
+
+}  // namespace moebius

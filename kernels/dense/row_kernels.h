@@ -1,0 +1,94 @@
+// Steps of a layer around its products, row by row, for one instruction set each: norms, rotation, gating, attention.
+//
+// This header is read by files built for one instruction set: declarations only, no inline functions (gemm.h).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moebius {
+
+enum class Isa : int;  // kernels/isa/isa.h
+
+namespace dense {
+
+// Elements are float32, or bfloat16 where a flag says so; all are computed in float32 and rounded to nearest even.
+
+// residual += update, rounded; output = residual / sqrt(mean(residual^2) + eps) * weight, rounded to the weight's type
+// before the weight is applied (Zhang & Sennrich 2019). One row.
+struct NormWork {
+  bool is_bfloat16;           // residual and output
+  bool update_is_bfloat16;
+  bool weight_is_bfloat16;
+  void* residual;             // [size]
+  const void* update;         // [size]; null: nothing is added
+  const void* weight;         // [size]
+  void* output;               // [size]; may be the update's memory where both have one type
+  float eps;
+  uint32_t size;
+};
+
+// Norm and rotation of the heads of one row, in place. Element j of a head pairs with j + rotary_dim / 2, or with its
+// neighbour where they are interleaved; the signs of `sine` are those of gpu_service/ops/rope.py.
+struct RotateWork {
+  bool is_bfloat16;           // heads, cosine and sine, and weights
+  void* heads;                // [num_heads][head_dim]
+  const void* query_weight;   // [head_dim], of the first num_query_heads; null: no norm
+  const void* key_weight;     // [head_dim], of the others
+  const void* cosine;         // [rotary_dim]
+  const void* sine;           // [rotary_dim]
+  float* scratch;             // [2 * head_dim]
+  float eps;
+  uint32_t num_heads;
+  uint32_t num_query_heads;
+  uint32_t head_dim;          // a multiple of 16
+  uint32_t rotary_dim;
+  bool interleaved;
+};
+
+// output = silu(gate_up[0 ... size]) * gate_up[size ... 2 size], one row.
+struct GateWork {
+  bool is_bfloat16;
+  const void* gate_up;        // [2 * size]
+  void* output;               // [size]
+  uint32_t size;
+};
+
+// The query heads of one key head, of one row, over positions [begin, end): softmax without its division, so that
+// parts of a sequence can be joined.
+struct AttendWork {
+  bool is_bfloat16;           // pages
+  const float* query;         // [group][head_dim], multiplied by the softmax's scale
+  const std::byte* keys;      // of the key head in slot 0: slot s lies slot_bytes * s further
+  const std::byte* values;
+  size_t slot_bytes;
+  const int32_t* pages;       // of the row's request
+  uint32_t page_size;
+  uint32_t begin;
+  uint32_t end;
+  uint32_t group;
+  uint32_t head_dim;          // a multiple of 16
+  float* scores;              // [group][kAttendBlock]
+  float* output;              // [group][head_dim], sum of exp(score - maximum) * value
+  float* maxima;              // [group]
+  float* sums;                // [group], of exp(score - maximum)
+};
+
+// Positions whose scores are computed together: their keys and values stay in the first-level cache.
+constexpr uint32_t kAttendBlock = 64;
+
+struct RowKernels {
+  void (*add_norm)(const NormWork& work);
+  void (*rotate)(const RotateWork& work);
+  void (*gate)(const GateWork& work);
+  void (*attend)(const AttendWork& work);
+  // sum of a[i] * b[i], b float32.
+  float (*dot)(const void* a, bool is_bfloat16, const float* b, uint32_t size);
+};
+
+const RowKernels& row_kernels_scalar();
+const RowKernels& row_kernels_avx2();
+const RowKernels& row_kernels_avx512();
+
+}  // namespace dense
+}  // namespace moebius

@@ -1,0 +1,340 @@
+// The kernels of row_kernels.h, once for all widths. Included INSIDE an anonymous namespace of a *_<isa>.cc file, after
+// Vec and sum_of(), the sum of its lanes: nothing here may get external linkage.
+
+struct Float32 {
+  using Element = float;
+  static Vec load(const float* at) { return Vec::load(at); }
+  static void store(Vec value, float* at) { value.store(at); }
+};
+
+struct BFloat16 {
+  using Element = uint16_t;
+  static Vec load(const uint16_t* at) { return Vec::from_bfloat16(at); }
+  static void store(Vec value, uint16_t* at) { value.store_bfloat16(at); }
+};
+
+// The value as `Type` holds it.
+template <class Type>
+[[gnu::always_inline]] inline Vec rounded(Vec value) {
+  if constexpr (std::is_same_v<Type, Float32>) {
+    return value;
+  } else {
+    typename Type::Element held[Vec::kLanes];
+    Type::store(value, held);
+    return Type::load(held);
+  }
+}
+
+// Calls `work` with positions of whole vectors, then what is left one by one with `single`.
+template <class Whole, class Single>
+[[gnu::always_inline]] inline void for_each(uint32_t size, Whole whole, Single single) {
+  const uint32_t end = size / Vec::kLanes * Vec::kLanes;
+  for (uint32_t i = 0; i < end; i += Vec::kLanes) whole(i);
+  for (uint32_t i = end; i < size; ++i) single(i);
+}
+
+template <class Type>
+[[gnu::always_inline]] inline float load_one(const typename Type::Element* at) {
+  typename Type::Element padded[Vec::kLanes] = {};
+  padded[0] = *at;
+  float values[Vec::kLanes];
+  Type::load(padded).store(values);
+  return values[0];
+}
+
+template <class Type>
+[[gnu::always_inline]] inline void store_one(float value, typename Type::Element* at) {
+  typename Type::Element held[Vec::kLanes];
+  Type::store(Vec::broadcast(value), held);
+  *at = held[0];
+}
+
+template <class Type, class Weight>
+void norm_row(const NormWork& work, float factor) {
+  const auto* const residual = static_cast<const typename Type::Element*>(work.residual);
+  const auto* const weight = static_cast<const typename Weight::Element*>(work.weight);
+  auto* const output = static_cast<typename Type::Element*>(work.output);
+  const Vec factors = Vec::broadcast(factor);
+  const auto normed = [&](Vec value, Vec scale) {
+    return Vec::mul(rounded<Weight>(Vec::mul(value, factors)), scale);
+  };
+  for_each(
+      work.size,
+      [&](uint32_t i) { Type::store(normed(Type::load(residual + i), Weight::load(weight + i)), output + i); },
+      [&](uint32_t i) {
+        float one[Vec::kLanes];
+        const Vec scale = Vec::broadcast(load_one<Weight>(weight + i));
+        normed(Vec::broadcast(load_one<Type>(residual + i)), scale).store(one);
+        store_one<Type>(one[0], output + i);
+      });
+}
+
+template <class Type, class Update>
+float add_row(const NormWork& work) {
+  auto* const residual = static_cast<typename Type::Element*>(work.residual);
+  const auto* const update = static_cast<const typename Update::Element*>(work.update);
+  Vec squares = Vec::zero();
+  float rest = 0.0f;
+  for_each(
+      work.size,
+      [&](uint32_t i) {
+        Vec value = Type::load(residual + i);
+        if (update != nullptr) {
+          value = rounded<Type>(Vec::add(value, Update::load(update + i)));
+          Type::store(value, residual + i);
+        }
+        squares = Vec::fma(value, value, squares);
+      },
+      [&](uint32_t i) {
+        if (update != nullptr) store_one<Type>(load_one<Type>(residual + i) + load_one<Update>(update + i), residual + i);
+        const float value = load_one<Type>(residual + i);
+        rest += value * value;
+      });
+  return sum_of(squares) + rest;
+}
+
+template <class Type>
+void add_norm_typed(const NormWork& work) {
+  const float squares = work.update_is_bfloat16 ? add_row<Type, BFloat16>(work) : add_row<Type, Float32>(work);
+  const float factor = 1.0f / __builtin_sqrtf(squares / static_cast<float>(work.size) + work.eps);
+  if (work.weight_is_bfloat16) return norm_row<Type, BFloat16>(work, factor);
+  norm_row<Type, Float32>(work, factor);
+}
+
+void add_norm(const NormWork& work) {
+  if (work.is_bfloat16) return add_norm_typed<BFloat16>(work);
+  add_norm_typed<Float32>(work);
+}
+
+// --- rotation
+
+// values[head_dim] in float32; what they are rotated to goes to `head`.
+template <class Type>
+void rotate_head(const RotateWork& work, const float* values, typename Type::Element* head) {
+  const auto* const cosine = static_cast<const typename Type::Element*>(work.cosine);
+  const auto* const sine = static_cast<const typename Type::Element*>(work.sine);
+  const uint32_t half = work.rotary_dim / 2;
+  const auto single = [&](uint32_t i, uint32_t partner) {
+    const float product = values[partner] * load_one<Type>(sine + i);
+    store_one<Type>(values[i] * load_one<Type>(cosine + i) + product, head + i);
+  };
+  if (work.interleaved) {
+    for (uint32_t i = 0; i < work.rotary_dim; ++i) single(i, i ^ 1);
+  } else {
+    for (uint32_t part = 0; part < 2; ++part) {
+      const uint32_t first = part * half;
+      const uint32_t other = half - first;
+      for_each(
+          half,
+          [&](uint32_t i) {
+            const Vec product = Vec::mul(Vec::load(values + other + i), Type::load(sine + first + i));
+            Type::store(Vec::fma(Vec::load(values + first + i), Type::load(cosine + first + i), product),
+                        head + first + i);
+          },
+          [&](uint32_t i) { single(first + i, other + i); });
+    }
+  }
+  for (uint32_t i = work.rotary_dim; i < work.head_dim; i += Vec::kLanes) {
+    if (i + Vec::kLanes <= work.head_dim) {
+      Type::store(Vec::load(values + i), head + i);
+    } else {
+      for (uint32_t j = i; j < work.head_dim; ++j) store_one<Type>(values[j], head + j);
+    }
+  }
+}
+
+template <class Type>
+void rotate_typed(const RotateWork& work) {
+  float* const values = work.scratch;
+  for (uint32_t index = 0; index < work.num_heads; ++index) {
+    auto* const head = static_cast<typename Type::Element*>(work.heads) + size_t{index} * work.head_dim;
+    const void* const given = index < work.num_query_heads ? work.query_weight : work.key_weight;
+    const auto* const weight = static_cast<const typename Type::Element*>(given);
+    Vec squares = Vec::zero();
+    for (uint32_t i = 0; i < work.head_dim; i += Vec::kLanes) {
+      const Vec value = Type::load(head + i);
+      squares = Vec::fma(value, value, squares);
+      value.store(values + i);
+    }
+    if (weight != nullptr) {
+      const float mean = sum_of(squares) / static_cast<float>(work.head_dim);
+      const Vec factor = Vec::broadcast(1.0f / __builtin_sqrtf(mean + work.eps));
+      for (uint32_t i = 0; i < work.head_dim; i += Vec::kLanes) {
+        const Vec normed = rounded<Type>(Vec::mul(Vec::load(values + i), factor));
+        rounded<Type>(Vec::mul(normed, Type::load(weight + i))).store(values + i);
+      }
+    }
+    rotate_head<Type>(work, values, head);
+  }
+}
+
+void rotate(const RotateWork& work) {
+  if (work.is_bfloat16) return rotate_typed<BFloat16>(work);
+  rotate_typed<Float32>(work);
+}
+
+// --- gating
+
+template <class Type>
+void gate_typed(const GateWork& work) {
+  const auto* const gate = static_cast<const typename Type::Element*>(work.gate_up);
+  const auto* const up = gate + work.size;
+  auto* const output = static_cast<typename Type::Element*>(work.output);
+  const auto gated = [](Vec x, Vec y) {
+    const Vec e = exponential(Vec::sub(Vec::zero(), x));
+    return Vec::mul(Vec::div(x, Vec::add(Vec::broadcast(1.0f), e)), y);
+  };
+  for_each(
+      work.size, [&](uint32_t i) { Type::store(gated(Type::load(gate + i), Type::load(up + i)), output + i); },
+      [&](uint32_t i) {
+        float one[Vec::kLanes];
+        gated(Vec::broadcast(load_one<Type>(gate + i)), Vec::broadcast(load_one<Type>(up + i))).store(one);
+        store_one<Type>(one[0], output + i);
+      });
+}
+
+void gate(const GateWork& work) {
+  if (work.is_bfloat16) return gate_typed<BFloat16>(work);
+  gate_typed<Float32>(work);
+}
+
+template <class Type>
+float dot_typed(const typename Type::Element* a, const float* b, uint32_t size) {
+  Vec sums[2] = {Vec::zero(), Vec::zero()};
+  uint32_t i = 0;
+  for (; i + 2 * Vec::kLanes <= size; i += 2 * Vec::kLanes) {
+    sums[0] = Vec::fma(Type::load(a + i), Vec::load(b + i), sums[0]);
+    sums[1] = Vec::fma(Type::load(a + i + Vec::kLanes), Vec::load(b + i + Vec::kLanes), sums[1]);
+  }
+  float rest = 0.0f;
+  for (; i < size; ++i) rest += load_one<Type>(a + i) * b[i];
+  return sum_of(Vec::add(sums[0], sums[1])) + rest;
+}
+
+float dot(const void* a, bool is_bfloat16, const float* b, uint32_t size) {
+  if (is_bfloat16) return dot_typed<BFloat16>(static_cast<const uint16_t*>(a), b, size);
+  return dot_typed<Float32>(static_cast<const float*>(a), b, size);
+}
+
+// --- attention
+
+// Heads that share a loaded key or value, and vectors of a head's output in registers.
+constexpr uint32_t kHeadsTogether = 4;
+constexpr uint32_t kVectorsTogether = Vec::kLanes == 8 ? 2 : 4;
+
+struct Slots {
+  explicit Slots(const AttendWork& attend) : work(attend) {}
+
+  // Bytes from slot 0 to that of a position.
+  size_t operator()(uint32_t position) const {
+    const auto page = static_cast<size_t>(work.pages[position / work.page_size]);
+    return (page * work.page_size + position % work.page_size) * work.slot_bytes;
+  }
+
+  const AttendWork& work;
+};
+
+template <class Type, uint32_t kHeads>
+void score_heads(const AttendWork& work, uint32_t first_head, uint32_t count, const size_t* slots) {
+  const float* const query = work.query + size_t{first_head} * work.head_dim;
+  for (uint32_t i = 0; i < count; ++i) {
+    const auto* const key = reinterpret_cast<const typename Type::Element*>(work.keys + slots[i]);
+    Vec sums[kHeads];
+    for (uint32_t h = 0; h < kHeads; ++h) sums[h] = Vec::zero();
+    for (uint32_t d = 0; d < work.head_dim; d += Vec::kLanes) {
+      const Vec value = Type::load(key + d);
+      for (uint32_t h = 0; h < kHeads; ++h) {
+        sums[h] = Vec::fma(value, Vec::load(query + size_t{h} * work.head_dim + d), sums[h]);
+      }
+    }
+    for (uint32_t h = 0; h < kHeads; ++h) work.scores[(first_head + h) * kAttendBlock + i] = sum_of(sums[h]);
+  }
+}
+
+// Scores become exp(score - maximum); returns what sums so far are to be multiplied by.
+inline float soften(const AttendWork& work, uint32_t head, uint32_t count) {
+  float* const scores = work.scores + size_t{head} * kAttendBlock;
+  for (uint32_t i = count; i % Vec::kLanes != 0; ++i) scores[i] = -__builtin_inff();
+  Vec largest = Vec::broadcast(work.maxima[head]);
+  for (uint32_t i = 0; i < count; i += Vec::kLanes) largest = Vec::max(Vec::load(scores + i), largest);
+  const float maximum = largest.largest();
+  float kept[Vec::kLanes];
+  exponential(Vec::broadcast(work.maxima[head] - maximum)).store(kept);
+  Vec sum = Vec::zero();
+  for (uint32_t i = 0; i < count; i += Vec::kLanes) {
+    const Vec weight = exponential(Vec::sub(Vec::load(scores + i), Vec::broadcast(maximum)));
+    weight.store(scores + i);
+    sum = Vec::add(sum, weight);
+  }
+  for (uint32_t i = count; i % Vec::kLanes != 0; ++i) scores[i] = 0.0f;
+  work.sums[head] = work.sums[head] * kept[0] + sum_of(sum);
+  work.maxima[head] = maximum;
+  return kept[0];
+}
+
+template <class Type, uint32_t kHeads, uint32_t kVectors>
+void add_values(const AttendWork& work, uint32_t first_head, uint32_t first_column, uint32_t count,
+                const size_t* slots, const float* kept) {
+  Vec sums[kHeads][kVectors];
+  float* const output = work.output + size_t{first_head} * work.head_dim + first_column;
+  const float* const weights = work.scores + size_t{first_head} * kAttendBlock;
+  for (uint32_t h = 0; h < kHeads; ++h) {
+    for (uint32_t v = 0; v < kVectors; ++v) {
+      sums[h][v] = Vec::mul(Vec::load(output + size_t{h} * work.head_dim + v * Vec::kLanes), Vec::broadcast(kept[h]));
+    }
+  }
+  for (uint32_t i = 0; i < count; ++i) {
+    const auto* const value = reinterpret_cast<const typename Type::Element*>(work.values + slots[i]) + first_column;
+    Vec parts[kVectors];
+    for (uint32_t v = 0; v < kVectors; ++v) parts[v] = Type::load(value + v * Vec::kLanes);
+    for (uint32_t h = 0; h < kHeads; ++h) {
+      const Vec weight = Vec::broadcast(weights[h * kAttendBlock + i]);
+      for (uint32_t v = 0; v < kVectors; ++v) sums[h][v] = Vec::fma(weight, parts[v], sums[h][v]);
+    }
+  }
+  for (uint32_t h = 0; h < kHeads; ++h) {
+    for (uint32_t v = 0; v < kVectors; ++v) sums[h][v].store(output + size_t{h} * work.head_dim + v * Vec::kLanes);
+  }
+}
+
+template <class Type, uint32_t kHeads>
+void attend_heads(const AttendWork& work, uint32_t head, uint32_t count, const size_t* slots) {
+  score_heads<Type, kHeads>(work, head, count, slots);
+  float kept[kHeads];
+  for (uint32_t h = 0; h < kHeads; ++h) kept[h] = soften(work, head + h, count);
+  constexpr uint32_t kColumns = kVectorsTogether * Vec::kLanes;
+  uint32_t column = 0;
+  for (; column + kColumns <= work.head_dim; column += kColumns) {
+    add_values<Type, kHeads, kVectorsTogether>(work, head, column, count, slots, kept);
+  }
+  for (; column < work.head_dim; column += Vec::kLanes) {
+    add_values<Type, kHeads, 1>(work, head, column, count, slots, kept);
+  }
+}
+
+template <class Type>
+void attend_typed(const AttendWork& work) {
+  const Slots slot_of(work);
+  size_t slots[kAttendBlock];
+  for (uint32_t h = 0; h < work.group; ++h) {
+    work.maxima[h] = -__builtin_inff();
+    work.sums[h] = 0.0f;
+  }
+  __builtin_memset(work.output, 0, size_t{work.group} * work.head_dim * sizeof(float));
+  for (uint32_t begin = work.begin; begin < work.end; begin += kAttendBlock) {
+    const uint32_t count = work.end - begin < kAttendBlock ? work.end - begin : kAttendBlock;
+    for (uint32_t i = 0; i < count; ++i) slots[i] = slot_of(begin + i);
+    uint32_t head = 0;
+    for (; head + kHeadsTogether <= work.group; head += kHeadsTogether) {
+      attend_heads<Type, kHeadsTogether>(work, head, count, slots);
+    }
+    for (; head < work.group; ++head) attend_heads<Type, 1>(work, head, count, slots);
+  }
+}
+
+void attend(const AttendWork& work) {
+  if (work.is_bfloat16) return attend_typed<BFloat16>(work);
+  attend_typed<Float32>(work);
+}
+
+constexpr RowKernels kKernels{add_norm, rotate, gate, attend, dot};

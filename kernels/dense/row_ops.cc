@@ -1,0 +1,213 @@
+#include "kernels/dense/row_ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <mutex>
+
+namespace moebius::dense {
+namespace {
+
+// Elements of a thread's smallest piece of work: a barrier costs as much as some thousand.
+constexpr size_t kLeastElements = size_t{1} << 14;
+
+size_t element_bytes(bool is_bfloat16) { return is_bfloat16 ? sizeof(uint16_t) : sizeof(float); }
+
+const std::byte* at(const void* memory, size_t elements, bool is_bfloat16) {
+  return static_cast<const std::byte*>(memory) + elements * element_bytes(is_bfloat16);
+}
+
+std::byte* at(void* memory, size_t elements, bool is_bfloat16) {
+  return static_cast<std::byte*>(memory) + elements * element_bytes(is_bfloat16);
+}
+
+// run(row, worker) for every row, in pieces of at least kLeastElements where rows have `row_elements`.
+template <class Run>
+void for_rows(DenseThreads& threads, uint32_t num_rows, size_t row_elements, Run run) {
+  const std::lock_guard<std::mutex> lock(threads.call_mutex());
+  const auto together = static_cast<uint32_t>(std::max<size_t>(1, kLeastElements / std::max<size_t>(row_elements, 1)));
+  threads.pool().parallel_for((num_rows + together - 1) / together, [&](uint32_t task, uint32_t worker) {
+    const uint32_t end = std::min((task + 1) * together, num_rows);
+    for (uint32_t row = task * together; row < end; ++row) run(row, worker);
+  });
+}
+
+}  // namespace
+
+void add_norm(DenseThreads& threads, const NormWork& first, uint32_t num_rows) {
+  const RowKernels& kernels = threads.row_kernels();
+  for_rows(threads, num_rows, first.size, [&](uint32_t row, uint32_t) {
+    NormWork work = first;
+    const size_t begin = size_t{row} * first.size;
+    work.residual = at(first.residual, begin, first.is_bfloat16);
+    work.update = first.update == nullptr ? nullptr : at(first.update, begin, first.update_is_bfloat16);
+    work.output = at(first.output, begin, first.is_bfloat16);
+    kernels.add_norm(work);
+  });
+}
+
+void gate(DenseThreads& threads, const GateWork& first, uint32_t num_rows) {
+  const RowKernels& kernels = threads.row_kernels();
+  for_rows(threads, num_rows, 4 * size_t{first.size}, [&](uint32_t row, uint32_t) {
+    GateWork work = first;
+    work.gate_up = at(first.gate_up, 2 * size_t{row} * first.size, first.is_bfloat16);
+    work.output = at(first.output, size_t{row} * first.size, first.is_bfloat16);
+    kernels.gate(work);
+  });
+}
+
+void rotate_and_append(DenseThreads& threads, const RotateAppend& call) {
+  const RotateWork& first = call.first;
+  const RowKernels& kernels = threads.row_kernels();
+  const bool is_bfloat16 = first.is_bfloat16;
+  const size_t key_size = size_t{first.num_heads - first.num_query_heads} * first.head_dim;
+  const size_t bytes = key_size * element_bytes(is_bfloat16);
+  for_rows(threads, call.num_rows, 2 * size_t{first.num_heads} * first.head_dim, [&](uint32_t row, uint32_t worker) {
+    AlignedBuffer& scratch = threads.scratch(worker).result;
+    scratch.grow(first.head_dim * sizeof(float));
+    RotateWork work = first;
+    work.heads = at(first.heads, row * call.heads_stride, is_bfloat16);
+    work.cosine = at(first.cosine, size_t{row} * first.rotary_dim, is_bfloat16);
+    work.sine = at(first.sine, size_t{row} * first.rotary_dim, is_bfloat16);
+    work.scratch = scratch.as<float>();
+    kernels.rotate(work);
+    std::byte* const slot = at(call.slots, static_cast<size_t>(call.slot_mapping[row]) * 2 * key_size, is_bfloat16);
+    std::memcpy(slot, at(work.heads, size_t{first.num_query_heads} * first.head_dim, is_bfloat16), bytes);
+    std::memcpy(slot + bytes, at(call.values, row * call.values_stride, is_bfloat16), bytes);
+  });
+}
+
+// --- attention
+
+namespace {
+
+// Positions of a part of a sequence. Always the same, so that a row's bits depend on no other row or thread.
+constexpr uint32_t kPartPositions = 512;
+
+// Results of one part of a sequence, for the query heads of one key head: [group] maxima, [group] sums,
+// [group][head_dim] outputs.
+class Partial {
+ public:
+  Partial(float* memory, uint32_t group) : memory_(memory), group_(group) {}
+  static size_t floats(uint32_t group, uint32_t head_dim) { return size_t{group} * (head_dim + 2); }
+
+  float* maxima() const { return memory_; }
+  float* sums() const { return memory_ + group_; }
+  float* output() const { return memory_ + size_t{2} * group_; }
+
+ private:
+  float* memory_;
+  uint32_t group_;
+};
+
+class AttentionRun {
+ public:
+  AttentionRun(DenseThreads& threads, const Attention& call)
+      : threads_(threads),
+        call_(call),
+        group_(call.num_heads / call.num_kv_heads),
+        partial_floats_(Partial::floats(group_, call.head_dim)) {
+    for (uint32_t row = 0; row < call.num_rows; ++row) splits_ = std::max(splits_, splits_of(row));
+  }
+
+  void run() {
+    const std::lock_guard<std::mutex> lock(threads_.call_mutex());
+    const uint32_t pairs = call_.num_rows * call_.num_kv_heads;
+    threads_.shared().grow(size_t{pairs} * splits_ * partial_floats_ * sizeof(float));
+    threads_.pool().run_phases(
+        pool_phase(pairs * splits_, [&](uint32_t task, uint32_t worker) { attend_part(task, worker); }),
+        pool_phase(pairs, [&](uint32_t pair, uint32_t worker) { join(pair, worker); }));
+  }
+
+ private:
+  Partial partial(uint32_t pair, uint32_t split) const {
+    const size_t index = size_t{pair} * splits_ + split;
+    return {threads_.shared().as<float>() + index * partial_floats_, group_};
+  }
+
+  void attend_part(uint32_t task, uint32_t worker) {
+    const uint32_t pair = task / splits_;
+    const uint32_t split = task % splits_;
+    const uint32_t row = pair / call_.num_kv_heads;
+    const uint32_t head = pair % call_.num_kv_heads;
+    const auto begin = static_cast<uint32_t>(call_.begins[row]);
+    const auto end = static_cast<uint32_t>(call_.ends[row]);
+    if (split >= splits_of(row)) return;
+    AlignedBuffer& scratch = threads_.scratch(worker).result;
+    const size_t query_floats = size_t{group_} * call_.head_dim;
+    scratch.grow((query_floats + size_t{group_} * kAttendBlock) * sizeof(float));
+    const Partial result = partial(pair, split);
+    const size_t head_bytes = call_.head_dim * element_bytes(call_.is_bfloat16);
+    const auto* const keys = static_cast<const std::byte*>(call_.pages) + head * head_bytes;
+    read_query(row, head, scratch.as<float>());
+    threads_.row_kernels().attend({call_.is_bfloat16, scratch.as<float>(), keys, keys + call_.num_kv_heads * head_bytes,
+                                   2 * call_.num_kv_heads * head_bytes,
+                                   call_.block_table + call_.requests[row] * call_.table_stride, call_.page_size,
+                                   begin + split * kPartPositions, std::min(begin + (split + 1) * kPartPositions, end),
+                                   group_, call_.head_dim, scratch.as<float>() + query_floats, result.output(),
+                                   result.maxima(), result.sums()});
+  }
+
+  uint32_t splits_of(uint32_t row) const {
+    return static_cast<uint32_t>(call_.ends[row] - call_.begins[row] + kPartPositions - 1) / kPartPositions;
+  }
+
+  void read_query(uint32_t row, uint32_t head, float* target) const {
+    const size_t count = size_t{group_} * call_.head_dim;
+    const std::byte* const source = at(call_.query, row * call_.query_stride + head * count, call_.is_bfloat16);
+    if (call_.is_bfloat16) {
+      threads_.vectors().bfloat16_to_float32(reinterpret_cast<const uint16_t*>(source), target, count);
+    } else {
+      std::memcpy(target, source, count * sizeof(float));
+    }
+    for (size_t i = 0; i < count; ++i) target[i] *= call_.scale;
+  }
+
+  // The softmax over all parts of a sequence and the sink, whose exponential has no value.
+  void join(uint32_t pair, uint32_t worker) {
+    const uint32_t row = pair / call_.num_kv_heads;
+    const uint32_t first = pair % call_.num_kv_heads * group_;
+    AlignedBuffer& scratch = threads_.scratch(worker).result;
+    scratch.grow(call_.head_dim * sizeof(float));
+    for (uint32_t h = 0; h < group_; ++h) join_head(pair, row, first + h, h, scratch.as<float>());
+  }
+
+  void join_head(uint32_t pair, uint32_t row, uint32_t head, uint32_t h, float* sum) {
+    float maximum = call_.sinks == nullptr ? -std::numeric_limits<float>::infinity() : call_.sinks[head];
+    for (uint32_t split = 0; split < splits_of(row); ++split) {
+      const float own = partial(pair, split).maxima()[h];
+      maximum = own > maximum || std::isnan(own) ? own : maximum;
+    }
+    float total = call_.sinks == nullptr ? 0.0f : std::exp(call_.sinks[head] - maximum);
+    std::fill_n(sum, call_.head_dim, 0.0f);
+    for (uint32_t split = 0; split < splits_of(row); ++split) {
+      const Partial part = partial(pair, split);
+      const float share = std::exp(part.maxima()[h] - maximum);
+      const float* const output = part.output() + size_t{h} * call_.head_dim;
+      total += part.sums()[h] * share;
+      for (uint32_t d = 0; d < call_.head_dim; ++d) sum[d] += output[d] * share;
+    }
+    for (uint32_t d = 0; d < call_.head_dim; ++d) sum[d] /= total;
+    const size_t place = (size_t{row} * call_.num_heads + head) * call_.head_dim;
+    if (call_.is_bfloat16) {
+      threads_.vectors().float32_to_bfloat16(sum, static_cast<uint16_t*>(call_.output) + place, call_.head_dim);
+    } else {
+      std::memcpy(static_cast<float*>(call_.output) + place, sum, call_.head_dim * sizeof(float));
+    }
+  }
+
+  DenseThreads& threads_;
+  const Attention& call_;
+  uint32_t group_;
+  size_t partial_floats_;
+  uint32_t splits_ = 1;
+};
+
+}  // namespace
+
+void attend(DenseThreads& threads, const Attention& call) {
+  if (call.num_rows > 0) AttentionRun(threads, call).run();
+}
+
+}  // namespace moebius::dense

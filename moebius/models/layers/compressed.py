@@ -1,0 +1,115 @@
+"""Attention to the latest tokens, and to earlier ones compressed. Source: DeepSeek-V4, section 2.3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.ranks import even_shard
+from moebius.models.layers.tensors import CacheTensor, StateTensor
+
+if TYPE_CHECKING:
+    from moebius.models.config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EntryIndexer:
+    """Small queries and small entries that choose among entries; every rank has all of it."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int  # Entries that a query attends to at most.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedAttention(Mixer):
+    """One head of keys that are values: of the latest tokens, and of entries that stand for several each.
+
+    With an indexer, entries overlap (each is also of the tokens of the one before) and are chosen; without
+    one a query sees all of them.
+    """
+
+    unrewindable: ClassVar[str] = "attention over entries that stand for several tokens each"
+    stores_8_bits: ClassVar[bool] = False
+
+    num_heads: int
+    head_dim: int
+    q_lora_rank: int  # Rank of the queries' projection.
+    rope_dim: int  # Last elements of a head, which are rotated.
+    rope: RopeConfig
+    window: int  # Latest tokens that a query sees as they are, its own included.
+    rate: int  # Consecutive tokens that one entry stands for; 0: there are no entries.
+    # Groups of heads in the output projection: each to `output_rank` elements by itself, then all together.
+    output_groups: int
+    output_rank: int
+    scale: float  # Factor of the scores.
+    eps: float
+    indexer: EntryIndexer | None = None
+
+    @property
+    def cache(self) -> tuple[CacheTensor, ...]:
+        """Entries, and those that they are chosen by."""
+        entries = CacheTensor((self.head_dim,), self.rate)
+        if self.indexer is None:
+            return (entries,)
+        return entries, CacheTensor((self.indexer.head_dim,), self.rate, is_index=True)
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        """Keys of the latest tokens but one; of each kind of entries, the tokens before a new one that its
+        entry may need: values, then logits of their weights. Of overlapping entries both are there twice.
+        """
+        window = StateTensor((self.window - 1, self.head_dim))
+        if not self.rate:
+            return (window,)
+        if self.indexer is None:
+            return window, StateTensor((self.rate - 1, 2 * self.head_dim))
+        kept = 2 * self.rate - 1
+        return window, *(StateTensor((kept, 4 * size)) for size in (self.head_dim, self.indexer.head_dim))
+
+    def on_rank(self, rank: int, num_ranks: int) -> Self:
+        """Keys and entries, which all heads share, are every rank's."""
+        return replace(
+            self,
+            num_heads=even_shard(self.num_heads, rank, num_ranks).size,
+            output_groups=even_shard(self.output_groups, rank, num_ranks).size,
+        )
+
+    def indivisible(self, num_ranks: int) -> str:
+        heads, groups = self.num_heads, self.output_groups
+        if heads % num_ranks:
+            return f"{heads} attention heads and 1 KV heads"
+        return f"the {groups} groups of heads that are projected together" if groups % num_ranks else ""
+
+    @property
+    def row_elements(self) -> int:
+        # Queries, normed, rotated and attended to; the groups' outputs; both kinds of rows to compress.
+        heads = 4 * self.num_heads * self.head_dim + 2 * self.output_groups * self.output_rank
+        index = 0 if self.indexer is None else self.indexer.head_dim
+        return heads + 8 * (self.head_dim + index) + 2 * self.q_lora_rank
+
+    @property
+    def widest_row(self) -> int:
+        return 2 * (self.num_heads + 1) * self.head_dim
+
+    def weight_elements(self, hidden_size: int) -> int:
+        queries, outputs = self.num_heads * self.head_dim, self.output_groups * self.output_rank
+        narrow = self.q_lora_rank + self.head_dim
+        total = hidden_size * (narrow + outputs) + queries * (self.q_lora_rank + self.output_rank)
+        index = self.indexer
+        if index is None:
+            return total + 2 * hidden_size * (self.head_dim if self.rate else 0)
+        small = self.q_lora_rank * index.num_heads * index.head_dim + hidden_size * index.num_heads
+        return total + small + 4 * hidden_size * (self.head_dim + index.head_dim)
+
+    @property
+    def score_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def choice_bytes(self, hidden_size: int, max_model_len: int, activation_bytes: int) -> int:
+        index = self.indexer
+        if index is None:
+            return 0
+        query = 2 * index.num_heads * index.head_dim * activation_bytes
+        return query + 4 * (hidden_size + 2 * index.num_heads + index.top_k)

@@ -1,0 +1,158 @@
+"""What follows the mixer in a layer: an MLP, or routed experts beside ones that are always active."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+from moebius.models.layers.norms import Norm
+from moebius.models.layers.ranks import even_shard
+
+if TYPE_CHECKING:
+    from moebius.models.attention_config import ExpertKindsConfig
+    from moebius.models.config import RouterConfig
+
+
+_MIXED_CHOICES = "whose router does not choose among experts with weights alone"
+
+
+class FeedForward(ABC):
+    """Base of frozen values; sizes are of the whole model, or of a rank after `on_rank`."""
+
+    __slots__ = ()
+
+    @property
+    def late_refusal(self) -> str:
+        """Why what experts answer can not be added a layer late; empty: it can."""
+        return ""
+
+    @abstractmethod
+    def on_rank(self, rank: int, num_ranks: int) -> Self:
+        """The part of one of `num_ranks` tensor-parallel ranks."""
+
+    @property
+    @abstractmethod
+    def intermediate_sizes(self) -> tuple[int, ...]:
+        """Widths that ranks share."""
+
+    @abstractmethod
+    def row_bytes(self, activation_bytes: int) -> int:
+        """Bytes of one token that live at once, without products of experts."""
+
+    @abstractmethod
+    def weight_elements(self, hidden_size: int) -> int:
+        """Elements of the weights that a token meets, chosen experts' included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense(FeedForward):
+    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` where the activation has no gate."""
+
+    intermediate_size: int
+    activation: str
+    limit: float = math.inf  # Where gate and up are clamped; infinite: nowhere.
+    alpha: float = 1.702  # The sigmoid's slope, where the activation has one.
+
+    def on_rank(self, rank: int, num_ranks: int) -> Self:
+        return replace(self, intermediate_size=even_shard(self.intermediate_size, rank, num_ranks).size)
+
+    @property
+    def intermediate_sizes(self) -> tuple[int, ...]:
+        return (self.intermediate_size,)
+
+    def row_bytes(self, activation_bytes: int) -> int:
+        return 3 * self.intermediate_size * activation_bytes
+
+    def weight_elements(self, hidden_size: int) -> int:
+        return 3 * hidden_size * self.intermediate_size
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """What routed experts compute; an activation of kernels/gemm/gemm.h."""
+
+    intermediate_size: int
+    activation: str = "silu"
+    alpha: float = 1.702  # The sigmoid's slope, and where gate and up are clamped, of those that have it.
+    limit: float = 7.0
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed(FeedForward):
+    """Base: a router, experts of which it chooses some, and the experts that are always active."""
+
+    router: RouterConfig
+    experts: Experts
+    shared: Dense | None = None
+
+    def on_rank(self, rank: int, num_ranks: int) -> Self:
+        """Routed experts are divided by who holds them."""
+        return replace(self, shared=None if self.shared is None else self.shared.on_rank(rank, num_ranks))
+
+    @property
+    def intermediate_sizes(self) -> tuple[int, ...]:
+        return () if self.shared is None else (self.shared.intermediate_size,)
+
+    def row_bytes(self, activation_bytes: int) -> int:
+        shared = 0 if self.shared is None else self.shared.row_bytes(activation_bytes)
+        return shared + 3 * 4 * self.router.num_choices
+
+    def weight_elements(self, hidden_size: int) -> int:
+        shared = 0 if self.shared is None else self.shared.weight_elements(hidden_size)
+        chosen = self.router.top_k * self.experts.intermediate_size
+        return shared + 3 * self.expert_input_size(hidden_size) * chosen
+
+    @property
+    def late_refusal(self) -> str:
+        return _MIXED_CHOICES if self.router.num_zero_experts else ""
+
+    def expert_input_size(self, hidden_size: int) -> int:
+        """Elements that an expert is given of a token."""
+        return hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoE(Routed):
+    """Chosen and always active experts read the same and are added."""
+
+    shared_gate: bool = False  # Whether the always active ones' sum is weighed by a sigmoid of its own.
+    shared_fused: bool = False  # Whether the checkpoint stores their gate and up as one matrix.
+    output_scale: float = 1.0  # What the sum of all is multiplied by.
+    hashed_tokens: int = 0  # Token ids that choose their experts by a table; 0: the router chooses.
+    # None: one kind of experts. Else the router counts parts of them.
+    kinds: ExpertKindsConfig | None = None
+
+    @property
+    def late_refusal(self) -> str:
+        has_kinds = self.kinds is not None or self.router.num_zero_experts
+        return _MIXED_CHOICES if has_kinds else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentMoE(MoE):
+    """Routed experts work in a space between two projections that all of them share."""
+
+    latent_size: int
+
+    def expert_input_size(self, hidden_size: int) -> int:
+        return self.latent_size
+
+    def weight_elements(self, hidden_size: int) -> int:
+        return MoE.weight_elements(self, hidden_size) + 2 * hidden_size * self.latent_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormedMoE(Routed):
+    """Router and routed experts read the residual stream under norms of their own, and both their sum and
+    the always active ones' are normed before they are added.
+    """
+
+    norm: Norm
+    router_eps: float
+
+    @property
+    def late_refusal(self) -> str:
+        return "which norms what experts add: sums of two layers would be normed together"

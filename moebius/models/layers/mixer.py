@@ -1,0 +1,83 @@
+"""What every mixer of tokens says of itself: its cache, its state, its part on a rank, its cost."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from moebius.models.layers.tensors import CacheTensor, StateTensor
+
+if TYPE_CHECKING:
+    from moebius.models.config import RopeConfig
+
+
+class Mixer(ABC):
+    """Base of frozen values; sizes are of the whole model, or of a rank after `on_rank`."""
+
+    __slots__ = ()
+
+    # Why a draft token that was rejected can not be taken back; empty: what it left is overwritten.
+    unrewindable: ClassVar[str] = ""
+    # Whether its pages may hold 8 bits an element.
+    stores_8_bits: ClassVar[bool] = True
+    rope: RopeConfig | None  # None: nothing is rotated.
+
+    @property
+    def cache(self) -> tuple[CacheTensor, ...]:
+        """What it keeps in pages: rows that are attended to, then keys that these are chosen by."""
+        return ()
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        """What it keeps in a slot of each request."""
+        return ()
+
+    @abstractmethod
+    def on_rank(self, rank: int, num_ranks: int) -> Self:
+        """The part of one of `num_ranks` tensor-parallel ranks."""
+
+    @abstractmethod
+    def indivisible(self, num_ranks: int) -> str:
+        """What `num_ranks` do not divide, for messages; empty: they divide all."""
+
+    @property
+    def attends_back(self) -> int:
+        """How many layers before this one the cache is that it attends to; 0: its own."""
+        return 0
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it chooses what it, and maybe later layers, attend to."""
+        return any(part.is_index for part in self.cache)
+
+    @property
+    def awaits_choice(self) -> bool:
+        """Whether it attends to what the nearest earlier layer chose."""
+        return False
+
+    @property
+    @abstractmethod
+    def row_elements(self) -> int:
+        """Elements of one token that live at once while it is mixed, over all heads."""
+
+    @property
+    @abstractmethod
+    def widest_row(self) -> int:
+        """Elements of one token in the widest tensor."""
+
+    @abstractmethod
+    def weight_elements(self, hidden_size: int) -> int:
+        """Elements of its projections: a token costs two operations for each."""
+
+    @property
+    def score_width(self) -> int:
+        """Elements over all heads of a score, and of a weighted sum, of each token attended to."""
+        return 0
+
+    def choice_bytes(self, hidden_size: int, max_model_len: int, activation_bytes: int) -> int:
+        """Bytes of one token while it is chosen what it attends to."""
+        return 0
+
+    def num_block_scores(self, max_model_len: int) -> int:
+        """Scores of one token's blocks before the choice, float32; 0: none are chosen."""
+        return 0
