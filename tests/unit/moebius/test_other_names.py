@@ -206,7 +206,7 @@ def test_the_command_line_understands_them() -> None:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         return ended.returncode, ended.stdout, ended.stderr
 
-    status, out, _ = moebius("serve", "-h")
+    status, out, _ = moebius("serve", "--help-all")
     assert status == 0
     assert out.index("Model:") < out.index("--dtype") < out.index("Telemetry") < out.index("--log-level")
     assert moebius("--version")[1].startswith("moebius ")
