@@ -193,7 +193,7 @@ def running_engine(
     runner = ModelRunner(
         model,
         cache,
-        NullAttention(fake_config(), cache),
+        NullAttention(fake_config().layers, cache),
         experts,  # type: ignore[arg-type]
         TokenPool(knobs.max_num_seqs, knobs.context_limit + 1, device),
         Sampler(VOCAB, device),

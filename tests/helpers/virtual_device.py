@@ -352,7 +352,7 @@ class VirtualEngine:
         model = FakeModel()
 
         def runner(experts: object) -> ModelRunner:
-            attention = NullAttention(fake_config(), cache)
+            attention = NullAttention(fake_config().layers, cache)
             return ModelRunner(model, cache, attention, experts, pool, sampler)  # type: ignore[arg-type]
 
         self.lane = VirtualLane(self.device, runner(None), times)

@@ -66,7 +66,7 @@ def made(
     runner = LaneModelRunner(
         model,
         cache,
-        NullAttention(fake_config(), cache),
+        NullAttention(fake_config().layers, cache),
         None,
         TokenPool(2, 32, torch.device("cpu")),
         Sampler(VOCAB, torch.device("cpu"), 2),
