@@ -26,8 +26,8 @@ MAX_SPLITS = 32
 # Fewer keys than this are not worth a program of their own.
 MIN_SPLIT = 128
 _BLOCK_KEYS = 64
-# Splits that are merged at a time: what a program's registers hold.
-_BLOCK_SPLITS = 8
+# Elements of splits' results that are merged at a time: what a program's registers hold.
+_MERGED_AT_ONCE = 8192
 
 
 @jit
@@ -213,7 +213,8 @@ def decode_attention(
     group, longest = num_heads // num_kv_heads, block_table.shape[1] * page_size
     programs = 2 * streaming_multiprocessors(heads.device) // (num_requests * num_kv_heads)
     splits = max(1, min(MAX_SPLITS, programs, -(-longest // MIN_SPLIT)))
-    width = next_power_of_2(splits)
+    width, heads_at_once = next_power_of_2(splits), next_power_of_2(group)
+    at_once = max(1, _MERGED_AT_ONCE // (heads_at_once * head_dim))
     output = heads.new_empty((num_requests, num_heads, head_dim))
     results = heads.new_empty((num_requests, num_heads, width, head_dim), dtype=torch.float32)
     lse = results.new_empty(results.shape[:3])
@@ -224,7 +225,7 @@ def decode_attention(
         block_table.stride(0), splits, eps, softmax_scale * LOG2_E, GROUP=group, NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim, ROTARY_DIM=table.cos.shape[-1], INTERLEAVED=table.interleaved,
         NORMS=q_weight is not None, PAGE_SIZE=page_size, BLOCK_G=max(MIN_ROWS, next_power_of_2(group)),
-        BLOCK_N=_BLOCK_KEYS, BLOCK_M=next_power_of_2(group), BLOCK_S=min(_BLOCK_SPLITS, width),
+        BLOCK_N=_BLOCK_KEYS, BLOCK_M=heads_at_once, BLOCK_S=min(at_once, width),
         MAX_SPLITS=width, MINIMUM=MIN_SPLIT, PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
         num_warps=4, num_stages=3, **overlap(heads.device),
     )  # fmt: skip
