@@ -17,6 +17,7 @@ from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.fused_decode import can_decode
 from gpu_service.attention.registry import ATTENTION_BACKENDS, make_attention
 from gpu_service.attention.torch_reference import TorchReferenceAttention
+from gpu_service.attention.triton_backend import TritonAttention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.fp8 import E4M3, E4M3_MAX, quantise_e4m3
 from gpu_service.ops.backends import install, uninstall
@@ -269,7 +270,7 @@ def test_decode_in_one_launch(shape: Shape) -> None:
     layers, cache = case.geometry.config().layers, case.fresh_cache()
     expected = attend(TorchReferenceAttention(layers, cache), case, Options())
     found = case.fresh_cache()
-    attention = make_attention(layers, found, "cuda", "triton")
+    attention = TritonAttention(layers, found)
     given = unrotated(case, Options())
     attention.plan_capture(case.inputs)
     assert can_decode(given, case.value, found.slots(LAYER))
