@@ -375,7 +375,7 @@ def test_where_a_trace_goes_is_checked_first(tmp_path: Path) -> None:
 
 PROFILED = """
 import threading
-from gpu_service.profiler import _exported, _start_torch
+from gpu_service.server.profiler import _exported, _start_torch
 def profiled():
     profiler = _start_torch()
     profiler.stop()
