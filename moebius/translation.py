@@ -100,7 +100,7 @@ class Translator:
         return self
 
     def key(self, name: str, value: Any) -> Translator:
-        """Adds a key of a configuration file. Raises KeyError when nobody has such a name."""
+        """Adds a key of a configuration file. Raises KeyError when no server has such a name."""
         is_off = value is False
         other = (other_name(f"no-{name}") if is_off else None) or other_name(name)
         if other is None:
@@ -112,7 +112,7 @@ class Translator:
         return self
 
     def variable(self, name: str, value: str) -> Translator:
-        """Adds an environment variable of another server. Raises KeyError when nobody has such a one."""
+        """Adds an environment variable of another server. Raises KeyError when no server has such a one."""
         if name.lower().replace("_", "-").removeprefix("llama-arg-") in MODEL_OPTIONS:
             self._add_word(value)
             return self

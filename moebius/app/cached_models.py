@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,9 @@ def remove_model(model: CachedModel) -> None:
     scanned = _scanned()
     try:
         if scanned is not None:
-            scanned.delete_revisions(*model.commits).execute()
+            # Copies of a repository have its commits: no other model's are looked at.
+            own = frozenset(repo for repo in scanned.repos if repo.repo_id == model.name)
+            dataclasses.replace(scanned, repos=own).delete_revisions(*model.commits).execute()
     except OSError as error:
         raise UserError(f"{model.name}: {error.strerror}: {error.filename}") from None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moebius.app.demo_model.build import default_directory
 
-# Tokens of the text; an expert that one of so many tokens before chose is taken to be in a fetch slot.
+# Tokens of the text; an expert that one of this many earlier tokens chose is taken to be in a fetch slot.
 TOKENS, KEPT = 768, 4
 
 

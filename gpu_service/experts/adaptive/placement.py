@@ -228,6 +228,8 @@ class AdaptivePlacement:
             return []
         refills = self._wanted[0].leaver < 0
         count = self.budget.allowed(self._step_s, self._costs.link, self._bytes_each, refills)
+        if not count and self._costs.link_is_unseen:
+            count = 1  # A link that seems too slow for any copy would never be measured again.
         taken, self._wanted = self._wanted[:count], self._wanted[count:]
         return taken
 
