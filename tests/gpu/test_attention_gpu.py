@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_service.attention import fused_decode
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.fused_decode import can_decode
 from gpu_service.attention.registry import ATTENTION_BACKENDS, make_attention
@@ -264,8 +265,9 @@ def test_auto_takes_the_first_that_can() -> None:
 
 
 @pytest.mark.parametrize("shape", [[(0, 1)], [(63, 1)], [(5000, 1), (1, 1), (129, 1)], [(700, 1)] * 32])
-def test_decode_in_one_launch(shape: Shape) -> None:
+def test_decode_in_one_launch(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, rotation, storing and attention by one kernel, replayed, against the same apart in float32."""
+    monkeypatch.setattr(fused_decode, "IS_ON", True)
     case = make_case(Geometry(32, 4, 128, 16, torch.bfloat16, device="cuda"), shape)
     layers, cache = case.geometry.config().layers, case.fresh_cache()
     expected = attend(TorchReferenceAttention(layers, cache), case, Options())
