@@ -58,7 +58,7 @@ class Served:
         # A step may be in flight that was launched before the end was known: the first of these calls is run
         # before its commit, the second after it.
         for _ in range(2):
-            await asyncio.wrap_future(service.engine.call("sit out", "[]"))
+            await asyncio.wrap_future(service.engine.call("paused requests", "[]"))
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.demo
 MOST_FILES, MOST_OF_A_STEP = 97, 63
 
 
-def test_the_table_has_what_a_streamed_chat_runs(tmp_path: Path) -> None:
+def test_the_walk_is_true(tmp_path: Path) -> None:
     """The files of the table are those that a trace finds, in every process, and are not more than allowed.
 
     Where they differ: `python -m tests.helpers.traced_walk` writes the table.

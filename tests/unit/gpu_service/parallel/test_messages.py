@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_service.core.images import ImageLayout, PreparedImage, place_images
-from gpu_service.core.interface import Abort, Add, Call, Flush, Message, Stop
+from gpu_service.core.interface import Abort, Add, Flush, Message, RunOperation, Stop
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.parallel.inbox import decode_messages, encode_messages
 from protos import ranks_pb2
@@ -48,7 +48,7 @@ MESSAGES = (
     st.builds(Add, st.lists(REQUESTS, min_size=1, max_size=3).map(tuple))
     | st.builds(Abort, st.text(max_size=20))
     | st.builds(Flush, st.builds(Future))
-    | st.builds(Call, st.text(max_size=20), st.text(max_size=20), st.builds(Future))
+    | st.builds(RunOperation, st.text(max_size=20), st.text(max_size=20), st.builds(Future))
     | st.builds(Stop)
 )
 FIELDS = ("request_id", "prompt_token_ids", "params", "index", "priority", "cache_namespace")
@@ -61,7 +61,7 @@ def facts(message: Message) -> object:
             return [[getattr(request, field) for field in FIELDS] for request in requests]
         case Abort(request_id):
             return request_id
-        case Call(operation, argument):
+        case RunOperation(operation, argument):
             return operation, argument
     return type(message)
 
