@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moebius.errors import UserError
@@ -48,7 +47,7 @@ def remove_model(model: CachedModel) -> None:
         if scanned is not None:
             # Copies of a repository have its commits: no other model's are looked at.
             own = frozenset(repo for repo in scanned.repos if repo.repo_id == model.name)
-            dataclasses.replace(scanned, repos=own).delete_revisions(*model.commits).execute()
+            replace(scanned, repos=own).delete_revisions(*model.commits).execute()
     except OSError as error:
         raise UserError(f"{model.name}: {error.strerror}: {error.filename}") from None
 

@@ -126,11 +126,9 @@ def chosen_files(model: HubModel, names: Sequence[str], needs_weights: bool = Tr
     Raises:
         UserError: there are no weights that can be read, or several quantisations and none was chosen.
     """
-    # Directories hold other formats of the same weights (original/, onnx/), or one quantisation each.
-    top = [name for name in names if "/" not in name]
-    described = [name for name in top if name.endswith(_NEEDED)]
-    safetensors = [n for n in top if n.endswith(".safetensors") and not n.startswith("consolidated")]
+    safetensors = _safetensors(names)
     if safetensors and not model.quantisation:
+        described = [name for name in names if "/" not in name and name.endswith(_NEEDED)]
         return sorted(described + (safetensors if needs_weights else []))
     kinds = quantisations(names)
     if not kinds:
@@ -144,6 +142,17 @@ def chosen_files(model: HubModel, names: Sequence[str], needs_weights: bool = Tr
     return kinds[wanted]
 
 
+def has_gguf_alone(model: HubModel, names: Sequence[str]) -> bool:
+    """Whether `chosen_files` of these names are GGUF files."""
+    return bool(quantisations(names)) and (bool(model.quantisation) or not _safetensors(names))
+
+
+def _safetensors(names: Sequence[str]) -> list[str]:
+    """Weights of the model itself: directories hold other formats of them (original/, onnx/)."""
+    top = [name for name in names if "/" not in name]
+    return [n for n in top if n.endswith(".safetensors") and not n.startswith("consolidated")]
+
+
 def quantisations(names: Sequence[str]) -> dict[str, list[str]]:
     """The GGUF files among `names` by quantisation (empty where a name has none), without vision towers."""
     kinds: dict[str, list[str]] = {}
@@ -154,8 +163,16 @@ def quantisations(names: Sequence[str]) -> dict[str, list[str]]:
     return {kind: sorted(files) for kind, files in kinds.items()}
 
 
-def listed_files(model: HubModel, revision: str) -> tuple[str, dict[str, int]]:
-    """The commit, and each file's bytes, of a repository.
+@dataclass(frozen=True)
+class Listing:
+    """What a repository has; filled by `list_files`."""
+
+    commit: str
+    sizes: dict[str, int]  # Bytes of each file, by its name.
+
+
+def list_files(model: HubModel, revision: str) -> Listing:
+    """The files of a repository.
 
     Raises UserError where there is none, or it must not be read; HubUnreachable without a network.
     """
@@ -163,7 +180,7 @@ def listed_files(model: HubModel, revision: str) -> tuple[str, dict[str, int]]:
         listed = _listed(model, revision)
     except _unreachable() as error:
         raise HubUnreachable(f"the hub cannot be reached ({type(error).__name__})") from None
-    return listed.sha, {file.rfilename: file.size or 0 for file in listed.siblings}
+    return Listing(listed.sha, {file.rfilename: file.size or 0 for file in listed.siblings})
 
 
 def _listed(model: HubModel, revision: str) -> Any:

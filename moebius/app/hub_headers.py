@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
-from moebius.app.hub import HubModel, Progress, listed_files, quantisations
+from moebius.app.hub import HubModel, Listing, chosen_files, quantisations
 from moebius.checkpoint.gguf.header import CutHeaderError, read_header
 from moebius.errors import UserError
 
@@ -13,35 +14,26 @@ from moebius.errors import UserError
 _FIRST_BYTES, _TIMEOUT_S = 1 << 20, 30.0
 
 
-def fetch_headers(
-    model: HubModel, revision: str, directory: Path, progress: Progress
-) -> dict[str, tuple[Path, ...]]:
+def fetch_headers(model: HubModel, listing: Listing, directory: Path) -> dict[str, tuple[Path, ...]]:
     """Every quantisation of a repository as files of their full size that hold a header and else nothing.
 
     The files take in `directory` what their headers take; the bytes after them read as zero. Returns their
     paths by quantisation, ascending: of all that are there, or of the one that `model` names.
 
     Raises:
-        UserError: there are no GGUF files, or they cannot be had.
+        UserError: there is no such quantisation, or its files cannot be had.
         CheckpointError: one of them has no header.
     """
-    commit, sizes = listed_files(model, revision)
-    kinds = quantisations(list(sizes))
-    if model.quantisation:
-        kinds = {kind: names for kind, names in kinds.items() if kind == model.quantisation.upper()}
-    if not kinds:
-        wanted = f"no GGUF files of {model.quantisation}" if model.quantisation else "no GGUF files"
-        raise UserError(f"{model.repository} has {wanted}")
-    found: dict[str, tuple[Path, ...]] = {}
-    total = sum(map(len, kinds.values()))
-    for kind, names in sorted(kinds.items()):
-        for name in names:
-            path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _fetch_header(model.repository, commit, name, sizes[name], path)
-            progress(f"reading headers of {model.repository}", sum(map(len, found.values())), total)
-        found[kind] = tuple(directory / name for name in names)
-    return found
+    names = list(listing.sizes)
+    wanted = model.quantisation.upper()
+    kinds = {wanted: chosen_files(model, names)} if wanted else quantisations(names)
+    files = [name for _, names in sorted(kinds.items()) for name in names]
+    print(f"reading {len(files)} headers of {model.repository}", file=sys.stderr, flush=True)
+    for name in files:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _fetch_header(model.repository, listing.commit, name, listing.sizes[name], path)
+    return {kind: tuple(directory / name for name in names) for kind, names in sorted(kinds.items())}
 
 
 def _fetch_header(repository: str, commit: str, name: str, size: int, path: Path) -> None:

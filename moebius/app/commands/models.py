@@ -78,12 +78,12 @@ def _downloaded(named: HubModel, config: MoebiusConfig, needs_weights: bool) -> 
     from moebius.models.read import check_described
 
     chosen = config.model
-    with download_progress() as progress:
+    with _download_progress() as progress:
         return fetch_model(named, chosen.revision, chosen.offline, progress, needs_weights, check_described)
 
 
 @contextlib.contextmanager
-def download_progress() -> Iterator[Callable[[str, int, int], None]]:
+def _download_progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on a terminal, else a line now and then; nothing when nothing is downloaded."""
     from moebius.app.demo_model import rich_progress
 
@@ -318,6 +318,6 @@ def fetch(
     named = hub_model(model)
     if named is None:
         raise UserError(f"{model!r} is not a model name of the Hugging Face hub; allowed: owner/name")
-    with download_progress() as progress:
+    with _download_progress() as progress:
         place = fetch_model(named, revision, offline, progress, check=check_described)
     print(place)

@@ -7,8 +7,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moebius.app.commands.models import DEMO, download_progress, with_checkpoint
-from moebius.app.hub import HubModel, HubUnreachable, hub_model, is_offline, listed_files, quantisations
+from moebius.app.commands.models import DEMO, with_checkpoint
+from moebius.app.hub import (
+    HubModel,
+    HubUnreachable,
+    Listing,
+    has_gguf_alone,
+    hub_model,
+    is_offline,
+    list_files,
+)
 from moebius.app.hub_headers import fetch_headers
 from moebius.app.planning.comparison import Variant
 from moebius.checkpoint.gguf.files import gguf_models, is_gguf
@@ -23,10 +31,10 @@ def variants(config: MoebiusConfig) -> Iterator[list[Variant]]:
     """
     given = config.model.model
     named = hub_model(given) if given != DEMO else None
-    if named is not None and _is_of_gguf(named, config):
+    listing = None if named is None else _listing(named, config)
+    if named is not None and listing is not None and has_gguf_alone(named, list(listing.sizes)):
         with tempfile.TemporaryDirectory(prefix="moebius-plan-") as directory:
-            with download_progress() as progress:
-                kinds = fetch_headers(named, config.model.revision, Path(directory), progress)
+            kinds = fetch_headers(named, listing, Path(directory))
             yield [
                 _variant(config, f"{named.repository}:{kind}" if kind else given, kind, files)
                 for kind, files in kinds.items()
@@ -40,17 +48,14 @@ def variants(config: MoebiusConfig) -> Iterator[list[Variant]]:
     yield [Variant("", config, with_checkpoint(config, needs_weights=False), 0)]
 
 
-def _is_of_gguf(named: HubModel, config: MoebiusConfig) -> bool:
-    """Whether the hub is asked, and what it has under that name is GGUF files. Raises UserError."""
+def _listing(named: HubModel, config: MoebiusConfig) -> Listing | None:
+    """What the hub has under that name; None where it is not asked or does not answer. Raises UserError."""
     if config.model.offline or is_offline():
-        return False
+        return None
     try:
-        _, sizes = listed_files(named, config.model.revision)
+        return list_files(named, config.model.revision)
     except HubUnreachable:
-        return False
-    return bool(quantisations(list(sizes))) and (
-        bool(named.quantisation) or not any(name.endswith(".safetensors") for name in sizes)
-    )
+        return None
 
 
 def _variant(config: MoebiusConfig, asked: str, name: str, files: Sequence[Path]) -> Variant:

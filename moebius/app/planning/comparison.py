@@ -71,11 +71,12 @@ def compare(
 ) -> list[Compared]:
     """Every model on every machine. Raises UserError for what no hardware changes."""
     found = []
+    hosts = {machine: hardware(options) for machine, options in chosen.items()}
     for variant in variants:
-        for machine, options in chosen.items():
+        for machine, host in hosts.items():
             try:
                 with quiet():
-                    plan = plan_capacity(variant.config, hardware(options), wish, fill)
+                    plan = plan_capacity(variant.config, host, wish, fill)
                 found.append(Compared(variant, machine, plan, ""))
             except DoesNotFit as error:
                 found.append(Compared(variant, machine, None, " ".join(str(error).split())))

@@ -101,8 +101,6 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
         refuse_shortages(given, config, model)
         claims = division.hold(f"port {config.gateway.port} (pid {os.getpid()})", placements)
     members = _members(config, placements, place_ranks(config, find_gpus(), cores.nodes))
-    host = _reachable(config.gateway.host)
-    scheme = "http" if http_files(config.security) is None else "https"
     return ServePlan(
         plan=Plan(
             directory=directory,
@@ -115,7 +113,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
             json_logs=config.telemetry.log_format == "json",
         ),
         timing=_timing(config),
-        base_url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.gateway.port}",
+        base_url=base_url(config),
         config=config,
         servers=placements,
         claims=claims,
@@ -262,7 +260,7 @@ def _with_port(config: MoebiusConfig) -> MoebiusConfig:
         where = config.telemetry.metrics_host
         own_port = _free_port(where)
         config = _replace(config, "gateway", gateway_metrics_port=own_port)
-        url = f"http://{f'[{where}]' if ':' in where else where}:{own_port}/metrics"
+        url = f"http://{_bracketed(where)}:{own_port}/metrics"
         _log.info("with HTTPS metrics and probes have a port of their own (gateway_metrics_port)", url=url)
     return config
 
@@ -271,6 +269,17 @@ def _free_port(host: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def base_url(config: MoebiusConfig) -> str:
+    """Where clients on this host reach the gateway."""
+    scheme = "http" if http_files(config.security) is None else "https"
+    return f"{scheme}://{_bracketed(_reachable(config.gateway.host))}:{config.gateway.port}"
+
+
+def _bracketed(host: str) -> str:
+    """As URLs have an address."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _reachable(host: str) -> str:

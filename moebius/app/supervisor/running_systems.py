@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from moebius.app.supervisor.plan import base_url
 from moebius.app.supervisor.runfile import check_private, start_ticks
 from moebius.config_loader import load_config
 from moebius.errors import StartupError, UserError
@@ -59,15 +60,13 @@ def _described(directory: Path, pid: int, ticks: int, names: tuple[str, ...]) ->
     if not settings.is_file():
         return RunningSystem(directory, pid, ticks, names, "", "", load_config().supervisor.stop_timeout_s)
     config = load_config(settings)
-    scheme = "https" if config.security.http_cert_file else "http"
-    host = config.gateway.host if config.gateway.host not in ("0.0.0.0", "::") else "127.0.0.1"
     return RunningSystem(
         directory,
         pid,
         ticks,
         names,
         config.model.served_model_name or Path(config.model.model).name,
-        f"{scheme}://{host}:{config.gateway.port}",
+        base_url(config),
         config.supervisor.stop_timeout_s,
     )
 

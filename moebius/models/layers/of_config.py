@@ -1,7 +1,7 @@
 """From what a family's reader says of a model to its layers: the one place that asks a `ModelConfig` which
 kind a layer is.
 
-What a layer's value has no room for is not read, so that `check_read` can refuse it by name: no switch is
+What a layer's value has no room for is not read, so that `check_switches` can refuse it by name: no switch is
 without effect in silence.
 """
 
