@@ -34,7 +34,6 @@ settings.load_profile("repeatable")
 for waits_for in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, waits_for, 60.0)
 authorities.share_contexts()
-authorities.share_contexts()
 
 if "--tls" in sys.argv or tls_everywhere.is_on():
     # Not when pytest has read its options: other conftest.py files, which import our settings, come before.
@@ -73,6 +72,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(selection.Selection(config), "selection")
     config.pluginmanager.register(spreading, "spreading")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _reference_ops() -> Iterator[None]:
+    """A file's tests begin with torch's ops: engines of an earlier file, in this process, chose others."""
+    yield
+    if backends := sys.modules.get("gpu_service.ops.backends"):
+        for device_type in ("cpu", "cuda"):
+            backends.uninstall(device_type)
 
 
 @pytest.fixture(scope="module", autouse=True)
