@@ -8,7 +8,7 @@ from gpu_service.ops.linear import linear
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.registry import Op
 from gpu_service.ops.router import route
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 
 
 @Op
