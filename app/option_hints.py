@@ -49,7 +49,7 @@ _OTHER_COMMANDS = {
     "--help": "help",
 }
 # Of the package `lab`, by the group that has them.
-_LAB_COMMANDS = {
+LAB_COMMANDS = {
     "moebius": {"verify"},
     "moebius models": {"random"},
     "moebius bench": {
@@ -97,7 +97,7 @@ def unknown_command(message: str, path: str = "moebius") -> str | None:
     if found is None:
         return None
     name, near = found[1], found[2] or ""
-    if name in _LAB_COMMANDS.get(path, ()):
+    if name in LAB_COMMANDS.get(path, ()):
         return f"{path} {name} is in a package of its own: pip install moebius-lab, or lab/ of the repository"
     if path == "moebius" and name in _DOES:
         return f"{name} is no command; moebius {_DOES[name]} does that"

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import tomllib
+from pathlib import Path
 
+import pytest
+import typer
+
+import lab.commands
 from app import cli
-from app.option_hints import suggestions
+from app.option_hints import LAB_COMMANDS, suggestions, unknown_command
+from moebius import __version__
 from moebius.config_loader import leaves
+
+ROOT = Path(__file__).resolve().parents[3]
+PROJECTS = ("pyproject.toml", "lab/pyproject.toml")
 
 KNOWN = {leaf.flag: leaf.description for leaf in leaves()}
 
@@ -51,3 +60,23 @@ def test_the_command_line_says_so_in_one_line(
     error = capsys.readouterr().err
     assert wanted in error
     assert error.count("\n") == 1
+
+
+def test_commands_of_measuring_are_named_where_it_is_not_installed() -> None:
+    """The table of commands that `lab` adds is the one that it really adds, and the hint says where they are."""
+    root, benchmarks, models = typer.Typer(), typer.Typer(), typer.Typer()
+    lab.commands.register(root, benchmarks, models)
+    groups = {"moebius": root, "moebius bench": benchmarks, "moebius models": models}
+    added = {
+        path: {cli.name_of(command) for command in group.registered_commands}
+        for path, group in groups.items()
+    }
+    assert added == LAB_COMMANDS
+    assert "moebius-lab" in str(unknown_command("No such command 'kernels'.", "moebius bench"))
+
+
+def test_both_distributions_have_one_version() -> None:
+    """`moebius-lab` asks for the version of `moebius` that it was written with."""
+    own, measuring = (tomllib.loads((ROOT / name).read_text())["project"] for name in PROJECTS)
+    assert measuring["version"] == own["version"] == __version__
+    assert measuring["dependencies"] == [f"moebius=={__version__}"]

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from app.bench import limits
 from app.bench.limits import BandwidthLimit, PeakLimit, ReadPattern
+from app.cli import app
 from app.cli_options import parse_counts
-from app.commands.bench import app
 from lab.bench import kernels, kernels_inputs
 from lab.bench.kernels import TABLE, KernelsOptions, Measured, compare
 from lab.bench.kernels_inputs import (
@@ -367,7 +367,7 @@ def test_pairs_do_the_same_calls_in_turn(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_bad_options_are_named(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["kernels", *arguments])
+    result = CliRunner().invoke(app, ["bench", "kernels", *arguments])
     assert isinstance(result.exception, UserError)
     assert str(result.exception).startswith(message)
 

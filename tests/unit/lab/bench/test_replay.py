@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from app.commands.bench import app
+from app.cli import app
 from lab.bench.replay.routing import Counts, RandomRouting, Routing, recorded_routing, rows_that_chose
 from lab.bench.replay.run import STATIC, STRATEGIES, Point, ReplayOptions, make_strategy, run
 from lab.bench.replay.simulate import recovery, replay
@@ -188,7 +188,7 @@ def test_the_command_line_draws_and_refuses(tmp_path: Path) -> None:
         "--copy-reads",
         "2",
     ]
-    result = CliRunner().invoke(app, [*arguments, "--json", str(path)])
+    result = CliRunner().invoke(app, ["bench", *arguments, "--json", str(path)])
     assert result.exit_code == 0, result.output
     document = json.loads(path.read_text())
     assert len(document["points"]) == 2 * len(STRATEGIES)
@@ -201,6 +201,6 @@ def test_the_command_line_draws_and_refuses(tmp_path: Path) -> None:
         (["--strategies", "best"], "--strategies: best is not allowed"),
         (["--trace", str(tmp_path / "none")], "none cannot be read"),
     ):
-        refused = CliRunner().invoke(app, [*small, *changed])
+        refused = CliRunner().invoke(app, ["bench", *small, *changed])
         assert isinstance(refused.exception, UserError)
         assert message in str(refused.exception)
