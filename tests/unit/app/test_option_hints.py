@@ -63,7 +63,7 @@ def test_the_command_line_says_so_in_one_line(
 
 
 def test_commands_of_measuring_are_named_where_it_is_not_installed() -> None:
-    """The table of commands that `lab` adds is the one that it really adds, and the hint says where they are."""
+    """The table of commands that `lab` adds is the one that it adds, and the hint says where they are."""
     root, benchmarks, models = typer.Typer(), typer.Typer(), typer.Typer()
     lab.commands.register(root, benchmarks, models)
     groups = {"moebius": root, "moebius bench": benchmarks, "moebius models": models}
