@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gpu_service.core.interface import Abort, Add, Message, NullObserver, Stop
 from gpu_service.core.request import FinishReason, Request
 from gpu_service.core.step import Batch
-from gpu_service.engine.prefill_lane import LanePace
+from gpu_service.engine.pacing import LanePace
 from gpu_service.experts.client import ExpertUnavailable
 from tests.helpers.engine_harness import Knobs, make_request, prompt_of, running_engine
 from tests.helpers.virtual_device import (
@@ -328,7 +328,7 @@ def test_without_a_lane_a_step_of_prompts_grows_while_they_are_streamed(overlap:
     assert max(sizes.seen) == 100
     assert virtual.tokens(first) == truth(2, 150, 4, 0)
     virtual.steps.streams = False
-    virtual.engine._turns._look_again = 0.0
+    virtual.engine._pacing._turns._look_again = 0.0
     again = make_request("again", prompt_of(3, 150), max_tokens=4)
     sizes.seen.clear()
     virtual.run([(virtual.device.now, add(warm_again())), (virtual.device.now + 0.3, add(again))])

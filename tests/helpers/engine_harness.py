@@ -13,9 +13,8 @@ import torch
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.core.interface import EngineObserver, OutputDelta
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
+from gpu_service.core.step import TokenPool
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.engine import Engine

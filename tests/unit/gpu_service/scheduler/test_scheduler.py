@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.cache.request_states import SLOTS_PER_REQUEST, RequestStates, StatePool
-from gpu_service.core.limits import RequestRefused
-from gpu_service.core.request import FinishReason, Request
+from gpu_service.core.request import FinishReason, Request, RequestRefused
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.scheduler.admission import chunk_size
@@ -84,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             held = RequestStates(StatePool(1 + SLOTS_PER_REQUEST * 4 + 3), 3)
             tree = RadixCache(4, held.forget)
             self.scheduler.cache = RequestCache(PagePool(pages), tree, caching, held)
-        self.scheduler.lane.min_tokens, self.scheduler.lane.idle_min_tokens = lane_from
+        self.scheduler.pacing.min_tokens, self.scheduler.pacing.idle_min_tokens = lane_from
         self.in_flight: list[Batch] = []
         self.requests: list[Request] = []
 
@@ -112,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.commit(5)
         batch = self.scheduler.schedule()
         if batch is not None:
-            limits, turns = self.scheduler.limits, self.scheduler.turns
+            limits, turns = self.scheduler.limits, self.scheduler.pacing
             most = max(20, limits.max_num_batched_tokens) if turns.streams else limits.max_num_batched_tokens
             assert 0 < batch.num_tokens <= most
             assert len(batch.requests) == len({id(r) for r in batch.requests}) <= limits.max_num_seqs
@@ -122,12 +121,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(is_ready=st.booleans())
     def lane_is_ready(self, is_ready: bool) -> None:
-        self.scheduler.lane.is_ready = is_ready
+        self.scheduler.pacing.is_ready = is_ready
 
     @rule(message=st.sampled_from(["", "1 20", "3 12"]))
     def stream_without_a_lane(self, message: str) -> None:
-        if not self.scheduler.lane.is_ready and self.scheduler.lane.batch is None:
-            self.scheduler.turns.read(message)
+        if not self.scheduler.pacing.is_ready and self.scheduler.pacing.batch is None:
+            self.scheduler.pacing.read(message)
 
     @rule()
     def open_lane(self) -> None:
@@ -142,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(token=st.sampled_from([5, 6]), outcome=st.sampled_from(["well", "row", "lost"]))
     def close_lane(self, token: int, outcome: str) -> None:
-        batch = self.scheduler.lane.batch
+        batch = self.scheduler.pacing.batch
         if batch is None:
             return
         if outcome == "lost":
@@ -176,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
-            lane = self.scheduler.lane.batch
+            lane = self.scheduler.pacing.batch
             for request in () if lane is None else lane.requests:
                 assert request.slot >= 0, "who is in the lane's step keeps what the step writes to"
                 assert len(request.pages) * 4 >= request.scheduled_len > 0
@@ -188,7 +187,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.close_lane(5, "well")
         while self.in_flight:
             self.commit(5)
-        self.scheduler.lane.is_ready = False
+        self.scheduler.pacing.is_ready = False
         finish_all(self.scheduler)
         assert all(r.finished for r in self.requests)
         for request in self.requests:
@@ -318,7 +317,7 @@ def test_a_token_is_the_main_lanes_even_where_streaming_pays_from_one_on() -> No
     scheduler = build_scheduler(
         Knobs(num_pages=30, page_size=4, max_num_seqs=4, budget=8), prefill_chunk_max=20
     )
-    scheduler.lane.is_ready, scheduler.lane.min_tokens, scheduler.lane.idle_min_tokens = True, 1, 1
+    scheduler.pacing.is_ready, scheduler.pacing.min_tokens, scheduler.pacing.idle_min_tokens = True, 1, 1
     scheduler.add(make_request("short", prompt_of(0, 1), max_tokens=4))
     scheduler.add(make_request("long", prompt_of(1, 12), max_tokens=4))
     for _ in range(20):
