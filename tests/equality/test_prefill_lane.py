@@ -19,7 +19,7 @@ from gpu_service.core.request import FinishReason, Request
 from gpu_service.core.step import Batch
 from gpu_service.engine.pacing import LanePace
 from gpu_service.experts.client import ExpertUnavailable
-from tests.helpers.engine_harness import Knobs, make_request, prompt_of, running_engine
+from tests.helpers.engine_harness import Knobs, LateSupply, make_request, prompt_of, running_engine
 from tests.helpers.virtual_device import (
     Frames,
     Times,
@@ -313,6 +313,19 @@ def test_a_lane_that_can_not_stream_leaves_prompts_to_the_main_lane() -> None:
     virtual.run([(0.0, add(prompt))])
     assert virtual.lane.launched == 0
     assert len(virtual.tokens(prompt)) == 4
+
+
+def test_a_prompt_of_the_lanes_waits_for_pages_that_come_when_a_step_is_planned() -> None:
+    """When the lane is asked about, its pages are still with experts: planning the main lane's step brings
+    them, and that this step has nothing to compute ends no request.
+    """
+    virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512)
+    pages = virtual.scheduler.cache.pool.free_pages()
+    virtual.scheduler.supply = LateSupply(virtual.scheduler, [page for page in pages if page > 5])
+    prompt = make_request("prompt", prompt_of(3, 200), max_tokens=4)
+    virtual.run([(0.0, add(prompt))])
+    assert virtual.lane.launched == 1
+    assert virtual.tokens(prompt) == truth(3, 200, 4, 0)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])

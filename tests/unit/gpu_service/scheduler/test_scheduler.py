@@ -18,7 +18,7 @@ from gpu_service.core.step import Batch
 from gpu_service.scheduler.admission import chunk_size
 from gpu_service.scheduler.scheduler import Scheduler
 from tests.helpers.drafters import FixedDrafter
-from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
+from tests.helpers.engine_harness import Knobs, LateSupply, build_scheduler, make_request, prompt_of
 
 
 def results(batch: Batch, token: int = 5) -> list[RowResult]:
@@ -328,3 +328,25 @@ def test_a_token_is_the_main_lanes_even_where_streaming_pays_from_one_on() -> No
         if scheduler.has_work:
             step(scheduler)
     assert not scheduler.has_work
+
+
+def test_pages_are_asked_for_once_before_each_step_that_is_planned() -> None:
+    """What changes the number of pages is called where a step is planned, and not where the lane is only
+    asked about: with every call memory may move.
+    """
+    scheduler = build_scheduler(Knobs(num_pages=30, page_size=4), prefill_chunk_max=20)
+    scheduler.supply = supply = LateSupply(scheduler)
+    pacing = scheduler.pacing
+    pacing.is_ready, pacing.min_tokens, pacing.idle_min_tokens = True, 8, 8
+    scheduler.add(make_request("short", prompt_of(0, 3), max_tokens=4))
+    scheduler.add(make_request("long", prompt_of(1, 12), max_tokens=4))
+    assert scheduler.wants_lane()
+    assert supply.asked == 0
+    lane = scheduler.schedule_lane()
+    assert supply.asked == 1
+    main = scheduler.schedule()
+    assert supply.asked == 2
+    assert lane is not None
+    assert main is not None
+    for batch in (main, lane):
+        scheduler.commit(batch, results(batch))
