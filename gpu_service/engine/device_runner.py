@@ -9,7 +9,7 @@ device  |------ step N ------|------ step N+1 ------|
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from gpu_service.core.results import StepResult
 from gpu_service.core.step import StepPlan, tensors_of, with_tensors
 from gpu_service.device.stream import DeviceEvent, DeviceStream, Download, HostBuffers, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
-from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner, launching
+from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner, ModelStepRunner, launching
 from gpu_service.engine.prefill_lane import LaneRunner
 from gpu_service.engine.sampler import StepOutputs, to_result
 from gpu_service.engine.step_runner import DeviceLost, LaunchedStep, StepRunner, StepsInFlight
@@ -85,7 +85,7 @@ class DeviceRun:
         self._runner.retract(self._staged, self._outputs)
 
 
-class DeviceRunner(StepRunner):
+class DeviceRunner(ModelStepRunner):
     """Runs steps on a GPU; decode steps are replayed graphs where `graphs` has one for them."""
 
     def __init__(
@@ -97,9 +97,9 @@ class DeviceRunner(StepRunner):
         graphs: DecodeGraphs | None = None,
         recovery_timeout_s: float = 300.0,
     ) -> None:
+        super().__init__(runner)
         self.stream = stream
         self.results = HostBuffers(stream)
-        self._runner = runner
         self._graphs = graphs
         self._uploader = uploader or Uploader(stream)
         self._steps = StepsInFlight(self._start, runner.experts, recovery_timeout_s, stream.active)
@@ -113,16 +113,6 @@ class DeviceRunner(StepRunner):
     def streamed_tokens(self) -> int:
         streamer = self._runner.streamer
         return 0 if streamer is None or not streamer.can_stream else streamer.useful_tokens
-
-    def interrupt(self) -> None:
-        self._runner.interrupt()
-
-    @property
-    def damages(self) -> int:
-        return self._runner.damages
-
-    def suspect(self, layers: Collection[int]) -> None:
-        self._runner.suspect(layers)
 
     def prepare(self) -> None:
         """Captures all graphs; expert servers must be ready. Before the first step. Raises their failure."""

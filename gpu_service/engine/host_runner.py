@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import structlog
@@ -19,10 +19,10 @@ import torch
 
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import StepPlan, TokenMasks
-from gpu_service.engine.model_runner import ModelRunner, launching
+from gpu_service.engine.model_runner import ModelRunner, ModelStepRunner, launching
 from gpu_service.engine.recovery import Recovery
 from gpu_service.engine.sampler import to_result
-from gpu_service.engine.step_runner import LaunchedStep, StepRunner
+from gpu_service.engine.step_runner import LaunchedStep
 from gpu_service.experts.client import ExpertUnavailable
 
 _log = structlog.get_logger(__name__)
@@ -140,11 +140,11 @@ class HostStep(LaunchedStep):
         return self._event.wait()
 
 
-class HostRunner(StepRunner):
+class HostRunner(ModelStepRunner):
     """Runs steps on a CPU: expert clients block and raise inside the step."""
 
     def __init__(self, runner: ModelRunner, stream: Stream, recovery_timeout_s: float = 300.0) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._stream = stream
         self._recovery = Recovery(runner.experts, recovery_timeout_s)
         # Of the latest step that awaited masks.
@@ -159,16 +159,6 @@ class HostRunner(StepRunner):
     def streamed_tokens(self) -> int:
         streamer = self._runner.streamer
         return 0 if streamer is None or not streamer.is_open else streamer.useful_tokens
-
-    def interrupt(self) -> None:
-        self._runner.interrupt()
-
-    @property
-    def damages(self) -> int:
-        return self._runner.damages
-
-    def suspect(self, layers: Collection[int]) -> None:
-        self._runner.suspect(layers)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         if not plan.awaits_masks:

@@ -20,6 +20,7 @@ from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.core.step import Feature, ForwardInputs, PooledRows, PromptLogprobRows, StepPlan, TokenPool
 from gpu_service.engine.sampler import Logprobs, Sampler, StepOutputs, token_logprobs
+from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 from gpu_service.experts.fetching.fetcher import MOST_ROWS, ExpertFetcher
@@ -306,6 +307,23 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden_states[rows])
             scored.append(token_logprobs(logits, targets, wanted.num_top))
         return scored
+
+
+class ModelStepRunner(StepRunner):
+    """Runs the steps of a `ModelRunner` of this process, of whose experts it knows the same."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def interrupt(self) -> None:
+        self._runner.interrupt()
+
+    @property
+    def damages(self) -> int:
+        return self._runner.damages
+
+    def suspect(self, layers: Collection[int]) -> None:
+        self._runner.suspect(layers)
 
 
 class LaneModelRunner(ModelRunner):
