@@ -11,8 +11,7 @@ import torch
 
 from gpu_service.attention.registry import make_attention
 from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.step import StepPlan
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.step import StepPlan, TokenPool
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.context import ForwardContext
