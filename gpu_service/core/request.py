@@ -167,6 +167,9 @@ class Request:
     speculates: bool | None = None
     drafts_accepted: float = 0.0
     drafts_verified: float = 0.0
+    # Of all its steps, how many draft tokens became output tokens, and how many did not.
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
 
     reported_len: int = 0  # Filled by the engine: output tokens handed to the caller.
 

@@ -163,6 +163,8 @@ class Speculation:
         request.drafts_accepted = kept * request.drafts_accepted + right
         self._verified = kept_of_all * self._verified + tried
         self._accepted = kept_of_all * self._accepted + right
+        request.accepted_draft_tokens += accepted
+        request.rejected_draft_tokens += verified - accepted
         self.num_drafts += verified > 0
         self.num_verified += verified
         self.num_accepted += accepted
