@@ -59,6 +59,8 @@ class Batch:
     is_prompt_turn: bool = False
     # Of a step that verifies drafts: each request's, for the positions after its own token.
     drafts: list[list[int]] = field(default_factory=list)
+    # Of such a step with an entry for each row (`speculation/rows.py`): the request's drafts up to the row.
+    preceding_drafts: list[list[int]] = field(default_factory=list)
     # How many drafts of each request its next step would verify; asked of a device drafter.
     num_drafts: int = 0
 
@@ -217,6 +219,8 @@ class PenaltyRows:
     repetition: Annotated[Tensor, TensorField("N 1", float32)]
     presence: Annotated[Tensor, TensorField("N 1", float32)]
     frequency: Annotated[Tensor, TensorField("N 1", float32)]
+    # Of rows of drafts, the request's drafts up to the row, padded with -1; its rows are consecutive.
+    preceding_drafts: Annotated[Tensor, TensorField("N K", int64)]
 
 
 @dataclass(frozen=True, slots=True)

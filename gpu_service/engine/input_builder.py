@@ -131,7 +131,7 @@ class InputBuilder:
     ) -> SamplingPlan | None:
         if not requests:
             return None
-        plan = build_sampling_plan(requests, output_positions, self._limits)
+        plan = build_sampling_plan(requests, output_positions, self._limits, batch.preceding_drafts)
         if any(request.constraint is not None for request in requests):
             return self.token_masks.plan(batch, plan)
         return plan

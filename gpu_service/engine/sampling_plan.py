@@ -45,9 +45,15 @@ def derive_seed(seed: int, *parts: int | str) -> int:
 
 
 def build_sampling_plan(
-    requests: Sequence[Request], positions: Sequence[int], limits: SchedulerLimits
+    requests: Sequence[Request],
+    positions: Sequence[int],
+    limits: SchedulerLimits,
+    preceding_drafts: Sequence[list[int]] = (),
 ) -> SamplingPlan:
-    """`positions[r]` is the output position that row r samples, counted from 0."""
+    """`positions[r]` is the output position that row r samples, counted from 0.
+
+    `preceding_drafts`: of each row, as in `Batch`; empty: no row follows a draft.
+    """
     params = [request.params for request in requests]
     random_rows = [row for row, p in enumerate(params) if not p.is_greedy]
     chosen = [params[row] for row in random_rows]
@@ -64,7 +70,7 @@ def build_sampling_plan(
         truncated=_index([row for row, p in enumerate(chosen) if p.top_k > 0 or p.top_p < 1.0]),
         bias=_bias(requests),
         banned=_banned(requests, positions, limits),
-        penalties=_penalties(requests),
+        penalties=_penalties(requests, preceding_drafts),
         logprob_rows=logprob_rows,
         logprob_index=_index(logprob_rows),
         num_top_logprobs=max((params[row].logprobs or 0 for row in logprob_rows), default=0),
@@ -175,18 +181,26 @@ def _bad_word_entries(request: Request) -> BadWordEntries:
 
 def _scored_ids(lists: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
     width = max(map(len, lists), default=0)
-    return torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in lists]) if width else None
+    return _padded(lists, width, 0) if width else None
 
 
-def _penalties(requests: Sequence[Request]) -> PenaltyRows | None:
+def _padded(lists: Sequence[Sequence[int]], width: int, padding: int) -> torch.Tensor:
+    """int64 `[len(lists), width]`."""
+    padded = [[*ids, *[padding] * (width - len(ids))] for ids in lists]
+    return torch.tensor(padded, dtype=torch.int64).view(len(lists), width)
+
+
+def _penalties(requests: Sequence[Request], preceding_drafts: Sequence[list[int]]) -> PenaltyRows | None:
     rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
     if not rows:
         return None
     params = [requests[row].params for row in rows]
+    preceding = [preceding_drafts[row] if preceding_drafts else [] for row in rows]
     return PenaltyRows(
         rows=torch.tensor(rows),
         slots=torch.tensor([requests[row].slot for row in rows]),
         repetition=torch.tensor([[p.repetition_penalty] for p in params]),
         presence=torch.tensor([[p.presence_penalty] for p in params]),
         frequency=torch.tensor([[p.frequency_penalty] for p in params]),
+        preceding_drafts=_padded(preceding, max(map(len, preceding)), -1),
     )

@@ -30,7 +30,8 @@ ExpertUnavailable: then there are none.
 steps of as many rows took; the latter is measured by the first rank (`pace.py`), which tells all ranks at
 one place. All else is decided from tokens alone, so that ranks decide alike.
 
-Requests with penalties or a constraint do not speculate: what their rows may sample depends on the tokens
-before in ways that a row does not know. Models that keep a state for each request can not go back to an
+What a row samples may depend on the drafts before it other than through the model: penalties count them
+(`PenaltyRows.preceding_drafts`), and a constraint's mask is that of a copy which has accepted them
+(`engine/token_masks.py`). A row after a draft that turns out wrong counts for nothing, there as well. Models that keep a state for each request can not go back to an
 earlier one, and are refused.
 """

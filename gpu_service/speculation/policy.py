@@ -182,9 +182,6 @@ class Speculation:
 
     def _room(self, request: Request, inflight: int) -> int:
         """Drafts that a step may have, once `inflight` more tokens are known: its own token is not one."""
-        if request.speculates is None:
-            # What rows of these may sample depends on tokens before that a row does not know.
-            request.speculates = request.constraint is None and not request.params.has_penalties
         if not request.speculates:
             return 0
         in_output = request.params.max_tokens - len(request.output_token_ids)
@@ -195,9 +192,14 @@ class Speculation:
         room = self._room(request, inflight)
         if room == 0:
             return []
-        if self._drafter is None:
-            return list(request.drafts[:room])
-        return self._drafter.propose(request, room + inflight)
+        if self._drafter is not None:
+            drafts = self._drafter.propose(request, room + inflight)
+        else:
+            drafts = list(request.drafts[:room])
+        if request.constraint is not None and not inflight:
+            # A row whose draft can not be accepted would be computed in vain.
+            drafts = drafts[: request.constraint.num_allowed(drafts)]
+        return drafts
 
     def _choose(self, offers: Sequence[tuple[Request, int]], rows: int, first: int = 1) -> list[int]:
         """How many of its drafts each request gets in a step of `rows` rows without them.

@@ -26,6 +26,7 @@ def as_rows(batch: Batch) -> Batch:
         num_new_tokens=[batch.num_new_tokens[index] for index, _ in places],
         samples=[batch.samples[index] for index, _ in places],
         output_positions=[batch.output_positions[index] + place for index, place in places],
+        preceding_drafts=[batch.drafts[index][:place] for index, place in places],
         drafts=[],
     )
 

@@ -86,10 +86,8 @@ class FakeModel:
             pages = inputs.block_table[index, : -(-seq_len // cache.page_size)].long()
             history = cache.pages(0)[pages].reshape(-1, 2, 2)[:seq_len]
             ids, positions = history[:, 0, 0], history[:, 1, 0]
-            mixed = _mix(ids.nan_to_num().long() * 1_000_003 + positions.nan_to_num().long())
             count = inputs.query_start_loc[index + 1] - inputs.query_start_loc[index]
-            state = mixed.cumsum(0)[seq_len - count :]
-            halves = torch.stack([state & 0xFFFFFFFF, (state >> 32) & 0x7FFFFFFF], dim=1).double()
+            halves = _hashes(ids.nan_to_num().long(), positions.nan_to_num().long())[seq_len - count :]
             # NaN anywhere in what a request reads spreads to it, as it would through attention.
             rows.append(halves if bool(torch.isfinite(ids + positions).all()) else halves * float("nan"))
         hidden = torch.cat(rows)
@@ -108,6 +106,17 @@ class FakeModel:
         logits = ((values >> 20) & 0xFFFF).float() / 8192 - 4
         logits[bad] = float("nan")
         return logits
+
+
+def fake_hidden_states(token_ids: list[int]) -> torch.Tensor:
+    """What the model makes of a text, float64 `[T, 2]`."""
+    return _hashes(torch.tensor(token_ids) + 1, torch.arange(len(token_ids)))
+
+
+def _hashes(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Of each token and all before it, float64 `[T, 2]`; `ids` are one more than the tokens'."""
+    state = _mix(ids * 1_000_003 + positions).cumsum(0)
+    return torch.stack([state & 0xFFFFFFFF, (state >> 32) & 0x7FFFFFFF], dim=1).double()
 
 
 def _mix(values: torch.Tensor) -> torch.Tensor:
