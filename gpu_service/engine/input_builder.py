@@ -10,12 +10,14 @@ import numpy.typing as npt
 import torch
 from opentelemetry.context import Context
 
+from gpu_service.core.depths import make_depths
 from gpu_service.core.images import NUM_AXES, ImagePlan, ImageSlice, Positions
 from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.request import Pooling, Request
 from gpu_service.core.step import (
     NO_INPUT_IDS,
     Batch,
+    DepthRows,
     PooledRows,
     PromptLogprobRows,
     SamplingPlan,
@@ -108,6 +110,7 @@ class InputBuilder:
             sampling=self._sampling(batch, requests, output_positions),
             state_reads=_state_slots(batch.state_reads),
             state_writes=_state_slots(batch.state_writes),
+            depths=_depths(batch),
             prompt_logprobs=_prompt_logprob_rows(batch),
             pooled=_pooled_rows(batch),
             num_top_logprobs=[r.params.logprobs for r in requests if r.params.logprobs is not None],
@@ -144,6 +147,13 @@ def _upload(request: Request) -> SlotUpload:
 
 def _state_slots(slots: list[int]) -> torch.Tensor | None:
     return torch.tensor(slots) if slots else None
+
+
+def _depths(batch: Batch) -> list[DepthRows]:
+    """Of a model with states, where the batch is one of rows of drafts."""
+    if not batch.state_writes or not batch.preceding_drafts:
+        return []
+    return make_depths([len(drafts) for drafts in batch.preceding_drafts])
 
 
 def _prompt_logprob_rows(batch: Batch) -> list[PromptLogprobRows]:

@@ -32,6 +32,7 @@ one place. All else is decided from tokens alone, so that ranks decide alike.
 
 What a row samples may depend on the drafts before it other than through the model: penalties count them
 (`PenaltyRows.preceding_drafts`), and a constraint's mask is that of a copy which has accepted them
-(`engine/token_masks.py`). A row after a draft that turns out wrong counts for nothing, there as well. Models that keep a state for each request can not go back to an
-earlier one, and are refused.
+(`engine/token_masks.py`). A row after a draft that turns out wrong counts for nothing, there as well. Models
+that keep a state for each request keep one for each row of a step with drafts (`core/depths.py`), and go on
+with that after the last draft that was right.
 """

@@ -126,9 +126,12 @@ class Speculation:
         return any(self._choose(offers, len(running), first=2))  # right only if that token is, too
 
     def add_drafts(
-        self, batch: Batch, running: Sequence[Request], grow: Callable[[Request, int], bool]
+        self, batch: Batch, running: Sequence[Request], grow: Callable[[Batch, int, int], bool]
     ) -> None:
-        """Gives a planned step what drafts are worth verifying. `grow`: room in a request's pages, if any."""
+        """Gives a planned step what drafts are worth verifying.
+
+        `grow` makes room for a number of drafts of a request of the batch, where there is any.
+        """
         if not batch.is_uniform_decode or not all(map(_decodes, running)):
             return
         if not all(batch.samples):  # one that was preempted starts again while its latest token is in flight
@@ -140,8 +143,8 @@ class Speculation:
         offers = [(request, len(own)) for request, own in zip(batch.requests, draft_tokens, strict=True)]
         counts = self._choose(offers, len(offers))
         drafts = [own[:count] for own, count in zip(draft_tokens, counts, strict=True)]
-        for index, (request, own) in enumerate(zip(batch.requests, drafts, strict=True)):
-            if own and not grow(request, request.scheduled_len + len(own)):
+        for index, own in enumerate(drafts):
+            if own and not grow(batch, index, len(own)):
                 drafts[index] = []
         if any(drafts):
             batch.drafts = drafts
