@@ -65,6 +65,8 @@ class Batch:
     preceding_drafts: list[list[int]] = field(default_factory=list)
     # How many drafts of each request its next step would verify; asked of a device drafter.
     num_drafts: int = 0
+    # Whether a device drafter runs in it, if only to keep up with its tokens.
+    runs_drafter: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -345,6 +347,7 @@ class StepPlan(ForwardInputs):
     drafts: Drafts | None = None
     # As in `Batch`.
     num_drafts: int = 0
+    runs_drafter: bool = False
 
     @property
     def num_requests(self) -> int:

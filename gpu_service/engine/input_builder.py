@@ -123,6 +123,7 @@ class InputBuilder:
             images=_plan_images(batch),
             drafts=drafts,
             num_drafts=batch.num_drafts,
+            runs_drafter=batch.runs_drafter,
         )
 
     def masks(self, batch: Batch) -> TokenMasks | None:

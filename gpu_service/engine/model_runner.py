@@ -189,7 +189,9 @@ class ModelRunner:
             first_overflow=computed.first_overflow,
             is_float16=self.is_float16,
             has_copies=False if self.placement is None else self.placement.has_copies,
-            drafts=None if self.drafter is None else self._draft(self.drafter, plan, computed, sampled),
+            drafts=self._draft(self.drafter, plan, computed, sampled)
+            if self.drafter is not None and plan.runs_drafter
+            else None,
         )
 
     def begin_step(self) -> None:

@@ -193,6 +193,8 @@ class Scheduler:
         if not batch.requests:
             return None
         self.next_step += 1
+        if self.speculation is not None:
+            batch.runs_drafter = self.speculation.runs_drafter
         if self.supply is not None:
             self.supply.planned(batch)
         return batch

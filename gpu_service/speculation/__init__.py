@@ -28,7 +28,8 @@ ExpertUnavailable: then there are none.
 
 **How many are worth it** (`policy.py`) follows from how often a request's drafts were right, and from what
 steps of as many rows took; the latter is measured by the first rank (`pace.py`), which tells all ranks at
-one place. All else is decided from tokens alone, so that ranks decide alike.
+one place. A device drafter itself is left out of steps where its drafts do not pay (`rest.py`). All else is
+decided from tokens alone, so that ranks decide alike.
 
 What a row samples may depend on the drafts before it other than through the model: penalties count them
 (`PenaltyRows.preceding_drafts`), and a constraint's mask is that of a copy which has accepted them

@@ -24,6 +24,7 @@ from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.request import Request
 from gpu_service.core.step import Batch
 from gpu_service.speculation.drafter import HostDrafter
+from gpu_service.speculation.rest import DrafterRest
 
 # What remains after a token of what is known of a request's drafts, and of all requests'.
 _KEPT, _KEPT_OF_ALL = 0.98, 0.998
@@ -100,6 +101,8 @@ class Speculation:
         self._limits = limits
         self._most_drafts = num_drafts
         self._drafter = drafter
+        # Of a device drafter.
+        self._rest = DrafterRest()
         # The step in flight that others of its lane wait for: it has drafts, or brings some.
         self._awaited: Batch | None = None
         # Like a request's own fields, of all.
@@ -134,6 +137,8 @@ class Speculation:
         """
         if not batch.is_uniform_decode or not all(map(_decodes, running)):
             return
+        if self._rest.counts_down():
+            return
         if not all(batch.samples):  # one that was preempted starts again while its latest token is in flight
             return
         draft_tokens = [
@@ -151,6 +156,10 @@ class Speculation:
         if self._drafter is None:
             expected = [(request, self._room(request, 1)) for request in batch.requests]
             batch.num_drafts = max(self._choose(expected, len(expected)))
+            if self.costs.is_measured:
+                self._rest.planned(bool(batch.drafts or batch.num_drafts))
+                # What a step takes without drafts is measured without the drafter.
+                batch.runs_drafter = self.costs.plain(len(expected)) is not None
         if batch.drafts or batch.num_drafts:
             self._awaited = batch
 
@@ -176,6 +185,11 @@ class Speculation:
         """The step is in flight no more."""
         if batch is self._awaited:
             self._awaited = None
+
+    @property
+    def runs_drafter(self) -> bool:
+        """Whether steps run a device drafter, for now."""
+        return self._drafter is None and not self._rest.is_on
 
     @property
     def counts(self) -> dict[str, int]:
