@@ -109,7 +109,7 @@ def build_engine(
             "requests in which that happens end with an error, and bfloat16 has no such limit",
             model_type=model_config.model_type,
         )
-    check_speculation(config.gpu, config.parallel, model_config)
+    check_speculation(config.gpu, config.parallel)
     has_lane = may_have_lane(config, model_config, device)
     group = join_group(config, device, identity=identity.text, has_lane=has_lane)
     layers = rank_layers(model_config, group.parallel)
