@@ -182,6 +182,7 @@ class Scheduler:
         batch = self._plan(division)
         if batch is not None:
             self.lane.open(batch)
+            self.cache.opened_lane(batch)
         return batch
 
     def _plan(self, division: Division) -> Batch | None:
@@ -252,8 +253,7 @@ class Scheduler:
             self.supply.ended(batch)
         if self.speculation is not None:
             self.speculation.ended(batch)
-        if self.cache.states is not None:
-            self.cache.states.committed(batch)
+        self.cache.ended(batch)
         if batch is self.lane.batch:
             for request, keep in self.lane.close():
                 self._leave(request, keep)
@@ -345,6 +345,7 @@ class Scheduler:
 
     def _prepare(self) -> None:
         """What may change before a step is planned: the pages there are, and what the lane takes."""
+        self.cache.poll_tiers()
         if self.supply is not None:
             self.supply.before_step(self)
         self.lane.weigh(self._decodes(), self.limits.prefill_chunk_max)
@@ -367,7 +368,7 @@ class Scheduler:
         """
         if not (self._free_slots and self.waiting and self.cache.has_free_state):
             return []
-        candidates = list(admissible(self.waiting, self.running, self.cache))
+        candidates = list(admissible(self.waiting, self.running, self.cache, self.limits))
         if not candidates:
             return []
         oldest = self.shares.oldest(candidates)
@@ -426,8 +427,7 @@ class Scheduler:
         batch.num_new_tokens.append(count)
         batch.samples.append(samples)
         batch.output_positions.append(request.planned_len - request.prompt_len)
-        if self.cache.states is not None:
-            self.cache.states.advance(request, batch)
+        self.cache.scheduled(request, batch)
         request.scheduled_len += count
         self.shares.computes(request, request.scheduled_len)
         request.inflight_tokens += samples
