@@ -112,7 +112,14 @@ def _ram_tier(
     path = ram_tier_path(directory) if directory else None
     segment = RamSegment(identity, size, slots_within(nbytes, size), path)
     if stream.device.type == "cuda":
-        page_lock(segment.tensor, stream.device, "the RAM tier of the prefix cache")
+        try:
+            page_lock(segment.tensor, stream.device, "the RAM tier of the prefix cache")
+        except UserError as error:
+            if config.gpu.kv_offload_gib is not None:
+                raise
+            _log.warning("evicted prefixes are not kept in RAM", because=str(error))
+            segment.close()
+            return None
     return RamTier(segment, page_bytes, state_bytes)
 
 

@@ -6,6 +6,9 @@ pages and states are given up before its next turn.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from moebius.errors import UserError
 from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.tiny_models import make_tiny_model
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, LENGTH, PAGE_SIZE = 6, 40, 4
 # All whole pages of a prompt that leave a token to compute.
 CACHED = (LENGTH - 1) // PAGE_SIZE * PAGE_SIZE
@@ -187,6 +191,34 @@ def test_a_damaged_file_is_computed_again(heads: Path, tmp_path: Path) -> None:
         assert answers(engine, again) == expected
         assert any(request.cached_len < CACHED for request in again)
         assert tiers_of(engine).num_failed > 0
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.equality.test_lower_tiers import answers, config_for, requests, running_engine, wait_until_copied
+with running_engine(config_for(Path(sys.argv[1]), kv_offload_gib=0.05, kv_offload_dir=sys.argv[2])) as engine:
+    expected = answers(engine, requests("computed"))
+    wait_until_copied(engine)
+    print("ANSWERS", expected, flush=True)
+    while True:
+        answers(engine, requests("again", "a salt"))
+"""
+
+
+def test_what_a_killed_engine_had_in_ram_is_found(heads: Path, tmp_path: Path) -> None:
+    """The next engine has the segment's whole blocks, and answers from them as the killed one did."""
+    command = [sys.executable, "-c", KILLED, str(heads), str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("ANSWERS"))
+        process.kill()
+    expected = json.loads(line.removeprefix("ANSWERS"))
+    with running_engine(config_for(heads, kv_offload_gib=0.05, kv_offload_dir=str(tmp_path))) as engine:
+        again = requests("ram")
+        assert answers(engine, again) == expected
+        assert [request.cached_len for request in again] == [CACHED] * PROMPTS
+        assert tiers_of(engine).hit_tokens == {"ram": PROMPTS * CACHED, "disk": 0}
 
 
 @pytest.mark.parametrize(
