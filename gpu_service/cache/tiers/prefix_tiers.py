@@ -91,7 +91,7 @@ class PrefixTiers:
         """`wake`: called by other threads when `poll` has something to do. `token_seconds`: what computing a
         token of a prompt takes; None while that is not known.
         """
-        self._cache, self._identity, self._payloads = cache, identity, payloads
+        self._cache, self._identity, self.payloads = cache, identity, payloads
         self.ram, self.disk = ram, disk
         self._token_seconds, self._clock = token_seconds, clock
         self._wake = wake
@@ -315,7 +315,7 @@ class PrefixTiers:
             speed = (
                 self.mover.ram_speed if self.ram is not None and key in self.ram else self.mover.disk_speed
             )
-            nbytes = self._payloads.page_bytes if key == key[:32] else self._payloads.state_bytes
+            nbytes = self.payloads.page_bytes if key == key[:32] else self.payloads.state_bytes
             seconds += nbytes / speed if speed else 0.0
         usable = len(prefix.tokens) - prefix.handle.num_tokens
         return seconds <= a_token * max(usable, self._cache.page_size)

@@ -168,7 +168,9 @@ def test_prefixes_in_ram_are_the_supervisors_unless_a_directory_is_given(model: 
     shutil.rmtree(directory)
     for given in ({"kv_offload_dir": str(tmp_path / "kv")}, {"kv_offload_gib": "0"}):
         serve_plan, configs = planned(model, expert_transport="local", **given)
-        assert configs["gpu"].gpu.kv_offload_dir == given.get("kv_offload_dir", str(directory))
+        assert configs["gpu"].gpu.kv_offload_dir == given.get(
+            "kv_offload_dir", str(serve_plan.plan.directory)
+        )
         assert serve_plan.plan.prefixes == ()
         shutil.rmtree(serve_plan.plan.directory)
 
