@@ -28,7 +28,7 @@ from gpu_service.assembly.experts import (
 )
 from gpu_service.assembly.identity import EngineIdentity, read_identity
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
-from gpu_service.assembly.kv_tiers import make_tiers
+from gpu_service.assembly.kv_tiers import check_tiers, make_tiers
 from gpu_service.assembly.placement import known_routing, make_adaptive, routing_record
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
@@ -112,6 +112,7 @@ def build_engine(
             model_type=model_config.model_type,
         )
     check_speculation(config.gpu, config.parallel, model_config)
+    check_tiers(config)
     has_lane = may_have_lane(config, model_config, device)
     group = join_group(config, device, identity=identity.text, has_lane=has_lane)
     layers = rank_layers(model_config, group.parallel)

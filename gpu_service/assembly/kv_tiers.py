@@ -20,7 +20,7 @@ from gpu_service.cache.tiers.ram_segment import RamSegment, slots_within
 from gpu_service.cache.tiers.ram_tier import RamTier, slot_size
 from gpu_service.core.interface import Inbox, RunOperation
 from gpu_service.core.parallel import ParallelContext
-from gpu_service.device.stream import DeviceStream, HostDeviceStream, device_stream, page_lock
+from gpu_service.device.stream import CudaDeviceStream, DeviceStream, HostDeviceStream, page_lock
 from gpu_service.engine.step_check import StepCheck
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -33,6 +33,18 @@ TIERS_MOVED = "tiers moved"
 # Of free RAM, what prefixes get where nothing is set: experts are loaded by then.
 _RAM_PART = 5
 _GIB = 2**30
+
+
+def check_tiers(config: MoebiusConfig) -> None:
+    """Raises UserError for settings that cannot be met, before anything is loaded."""
+    gpu, num_ranks = config.gpu, config.parallel.num_ranks
+    if gpu.kv_disk_gib and not gpu.kv_disk_dir:
+        raise UserError(f"kv_disk_gib: {gpu.kv_disk_gib:g} needs kv_disk_dir, the directory of its files")
+    if (gpu.kv_offload_gib or gpu.kv_disk_gib) and num_ranks > 1:
+        raise UserError(
+            f"kv_offload_gib and kv_disk_gib are for engines of one rank, not of {num_ranks}, which would "
+            "have to see a block arrive at the same step; allowed: 0"
+        )
 
 
 def make_tiers(
@@ -48,21 +60,14 @@ def make_tiers(
     """Puts tiers below a cache, and returns the engine's operations that they need; none: what the KV cache
     evicts is computed again. `identity`: of the model's files.
 
-    Raises UserError for settings that cannot be met.
+    Raises UserError for more RAM than is free, and for places that cannot be used.
     """
-    gpu, num_ranks = config.gpu, parallel.size
-    if gpu.kv_disk_gib and not gpu.kv_disk_dir:
-        raise UserError(f"kv_disk_gib: {gpu.kv_disk_gib:g} needs kv_disk_dir, the directory of its files")
-    is_asked = bool(gpu.kv_offload_gib or gpu.kv_disk_gib)
-    if is_asked and num_ranks > 1:
-        raise UserError(
-            f"kv_offload_gib and kv_disk_gib are for engines of one rank, not of {num_ranks}, which would "
-            "have to see a block arrive at the same step; allowed: 0"
-        )
+    gpu = config.gpu
     ram_bytes = _ram_bytes(config, kv_cache)
-    if not cache.prefix_caching or num_ranks > 1 or not (ram_bytes or gpu.kv_disk_gib):
+    if not cache.prefix_caching or parallel.size > 1 or not (ram_bytes or gpu.kv_disk_gib):
         return {}
-    stream = device_stream(kv_cache.device) if kv_cache.device.type == "cuda" else HostDeviceStream()
+    device = kv_cache.device
+    stream = CudaDeviceStream(device) if device.type == "cuda" else HostDeviceStream()
     payloads = make_payloads(kv_cache, states, stream)
     named = identity_digest(_identity_text(config, identity, kv_cache, states))
     ram = _ram_tier(config, ram_bytes, named, payloads.page_bytes, payloads.state_bytes, stream)

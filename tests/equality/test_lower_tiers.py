@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from gpu_service.assembly.kv_tiers import check_tiers
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.request import Request, SamplingParams
-from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
+from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig, ParallelConfig
 from moebius.errors import UserError
 from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.tiny_models import make_tiny_model
@@ -219,6 +220,16 @@ def test_what_a_killed_engine_had_in_ram_is_found(heads: Path, tmp_path: Path) -
         assert answers(engine, again) == expected
         assert [request.cached_len for request in again] == [CACHED] * PROMPTS
         assert tiers_of(engine).hit_tokens == {"ram": PROMPTS * CACHED, "disk": 0}
+
+
+@pytest.mark.parametrize("setting", ["kv_offload_gib", "kv_disk_gib"])
+def test_several_ranks_are_refused_before_anything_is_loaded(setting: str) -> None:
+    """They would have to see a block arrive at the same step; without the settings they are served."""
+    parallel = ParallelConfig(tensor_parallel_size=2)
+    given = {setting: 1.0, "kv_disk_dir": "/kv"}
+    with pytest.raises(UserError, match="of one rank, not of 2"):
+        check_tiers(MoebiusConfig(gpu=GpuConfig(**given), parallel=parallel))  # type: ignore[arg-type]
+    check_tiers(MoebiusConfig(parallel=parallel))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import structlog
 
 from gpu_service.cache.radix_cache import Node, PrefixHandle, TokenArray
 from gpu_service.cache.request_cache import RequestCache
-from gpu_service.cache.tiers.digests import page_digests, root_digest, state_key
+from gpu_service.cache.tiers.digests import is_state, page_digests, root_digest, state_key
 from gpu_service.cache.tiers.disk_tier import DiskTier
 from gpu_service.cache.tiers.mover import LoadItem, Mover
 from gpu_service.cache.tiers.payloads import Payloads
@@ -54,6 +54,7 @@ class _Fetch:
     pages: list[int]
     state_slot: int  # 0: the model has no states
     items: list[LoadItem]
+    begun: float
     deadline: float
     generation: int
     # Steps that were open when the pages were taken.
@@ -72,6 +73,7 @@ class _Prefix:
     # Of the pages that the tree lacks, and of the state after them.
     keys: list[bytes]
     parents: list[bytes]
+    saved_tokens: int  # That the request need not compute.
 
 
 class PrefixTiers:
@@ -108,6 +110,7 @@ class PrefixTiers:
         self._is_open = False
         self.hit_tokens = {"ram": 0, "disk": 0}
         self.num_late = self.num_failed = 0
+        self.fetch_seconds = 0.0
         cache.tiers = self
         cache.tree.tiers = self
 
@@ -253,6 +256,7 @@ class PrefixTiers:
             Figure("kv_tier_bytes", text + "bytes that are held", held, False, "tier"),
             Figure("kv_tier_written_bytes", text + "bytes that were copied down", written, by="tier"),
             Figure("kv_tier_hit_tokens", text + "tokens that came back", dict(self.hit_tokens), by="tier"),
+            Figure("kv_tier_fetch_seconds", text + "time in which prefixes came back", self.fetch_seconds),
             Figure("kv_tier_late", text + "prefixes computed since they did not arrive", self.num_late),
             Figure("kv_tier_failed", text + "prefixes of which a block could not be read", self.num_failed),
             Figure("kv_tier_errors", text + "errors of the disk", disk.num_errors if disk else 0),
@@ -290,7 +294,8 @@ class PrefixTiers:
         keys, parents = names[have:end], [root, *names][have:end]
         if cache.states is not None:
             keys, parents = [*keys, state_key(names[end - 1])], [*parents, names[end - 1]]
-        return _Prefix(tokens[: end * cache.page_size], handle, keys, parents)
+        tokens = tokens[: end * cache.page_size]
+        return _Prefix(tokens, handle, keys, parents, len(tokens) - usable.num_tokens)
 
     def _names_of(self, request: Request, tokens: Sequence[int]) -> list[bytes]:
         """Of all whole pages of a request; kept while it waits."""
@@ -315,10 +320,9 @@ class PrefixTiers:
             speed = (
                 self.mover.ram_speed if self.ram is not None and key in self.ram else self.mover.disk_speed
             )
-            nbytes = self.payloads.page_bytes if key == key[:32] else self.payloads.state_bytes
+            nbytes = self.payloads.state_bytes if is_state(key) else self.payloads.page_bytes
             seconds += nbytes / speed if speed else 0.0
-        usable = len(prefix.tokens) - prefix.handle.num_tokens
-        return seconds <= a_token * max(usable, self._cache.page_size)
+        return seconds <= a_token * prefix.saved_tokens
 
     def _begin(self, request: Request, prefix: _Prefix) -> bool:
         """Takes what the blocks need on the device; False: there is no state to put one in."""
@@ -343,9 +347,10 @@ class PrefixTiers:
         a_token = self._token_seconds()
         patience = _PATIENCE_S
         if a_token is not None:
-            patience = max(_LEAST_PATIENCE_S, a_token * count * cache.page_size)
+            patience = max(_LEAST_PATIENCE_S, a_token * prefix.saved_tokens)
         fetch = _Fetch(
             *(request, prefix.tokens, prefix.handle, pages, slot, []),
+            begun=self._clock(),
             deadline=self._clock() + patience,
             generation=self._generation,
             waits_for=set(self._open_steps),
@@ -383,6 +388,7 @@ class PrefixTiers:
         came = self._result(fetch)
         is_whole, is_current = came == len(fetch.items), fetch.generation == self._generation
         self.num_failed += not is_whole
+        self.fetch_seconds += self._clock() - fetch.begun
         self._settle_ram(fetch, came, is_current)
         had = min(len(fetch.handle.pages), len(fetch.tokens) // cache.page_size)
         end = had + min(came, len(fetch.pages))

@@ -478,6 +478,40 @@ class TierMachine:
         assert not self.tiers.copied_states
 
 
+def test_a_prefix_that_does_not_come_in_time_is_computed(tmp_path: Path) -> None:
+    """A fetch that stands behind an open step too long lets its request go, and serves the next one."""
+    machine, clock = TierMachine(1, tmp_path, False), [0.0]
+    machine.tiers._clock = lambda: clock[0]
+    machine.tiers._refreshed_at = 1e9  # this directory has one engine
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    machine.waiting.append(Request("first", tokens, SamplingParams()))
+    machine.admit()
+    for _ in range(8):
+        machine.compute()
+        machine.end_step()
+    machine.end()
+    machine.cache.pool.free(machine.cache.tree.evict(PAGES))
+    assert machine.tiers.ram is not None
+    assert len(machine.tiers.ram) == 3
+    batch = Batch([], [], [], [], step=100)
+    machine.tiers.planned(batch)
+    late, next_one = (Request(name, tokens, SamplingParams()) for name in ("late", "next"))
+    assert machine.tiers.awaits(late, lambda _: True)
+    assert machine.tiers.is_busy
+    clock[0] += 1000.0
+    assert not machine.tiers.awaits(late, lambda _: True)
+    assert machine.tiers.num_late == 1
+    machine.tiers.ended(batch)
+    while machine.tiers.arriving_pages:
+        machine.tiers.poll()
+        time.sleep(0.001)
+    assert not machine.tiers.awaits(next_one, lambda _: True)
+    handle = machine.cache.probe(next_one)
+    assert handle is not None
+    assert handle.num_tokens == 6
+    machine.close()
+
+
 @pytest.mark.parametrize("has_states", [False, True], ids=["pages", "pages and states"])
 @pytest.mark.parametrize(
     "steps", [4000, pytest.param(50_000, marks=pytest.mark.full)], ids=["thousands", "a hundred thousand"]
