@@ -144,9 +144,14 @@ def _measure(engine: EngineUnderTest, tier: str, length: int, files: Path, optio
         seconds["tier"].append(_first_token(engine, first, namespace))
         hits = tiers.hit_tokens[tier] - before
         fetches.append(tiers.fetch_seconds - fetched)
+    computed, on_device, from_tier = (float(np.median(values)) for values in seconds.values())
     return TiersRow(
-        *(tier, length, nbytes),
-        *(float(np.median(values)) for values in seconds.values()),
+        tier=tier,
+        prompt_len=length,
+        nbytes=nbytes,
+        computed_seconds=computed,
+        device_seconds=on_device,
+        tier_seconds=from_tier,
         tier_bytes_per_second=float(np.median(rates)),
         fetch_seconds=float(np.median(fetches)),
         cached_tokens=hits,
