@@ -19,14 +19,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.apis.registry import POOLED, TRANSLATIONS
+from gateway.app.batch_routes import router as batch_router
 from gateway.app.embedding_routes import router as embedding_router
+from gateway.app.file_routes import router as file_router
 from gateway.app.heads import HeadMiddleware
+from gateway.app.message_batch_routes import router as message_batch_router
 from gateway.app.native_routes import router as native_router
 from gateway.app.openapi import install_openapi
 from gateway.app.routes import create_chat_completion, create_completion, live_router, router
 from gateway.app.state import Gateway
 from gateway.app.translated_routes import router as api_router
 from gateway.processes.shared import Shared
+from gateway.schemas.batches import MessageBatchRequest
 from gateway.schemas.errors import MESSAGES_PATH, install_error_handlers
 from gateway.schemas.requests import (
     ChatCompletionRequest,
@@ -126,8 +130,8 @@ def create_app(
     gateway = Gateway(config, on_broken, shared)
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await gateway.open()
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await gateway.open(app)
         try:
             yield
         finally:
@@ -151,6 +155,9 @@ def create_app(
     app.include_router(api_router)
     app.include_router(embedding_router)
     app.include_router(native_router)
+    app.include_router(file_router)
+    app.include_router(batch_router)
+    app.include_router(message_batch_router)
     app.include_router(page_router(config.gateway.web_page))
     if config.gateway.live_view:
         app.state.live_figures = LiveFigures(lambda replica: gateway.engine.live(replica))
@@ -161,6 +168,7 @@ def create_app(
         TokenizeRequest,
         DetokenizeRequest,
     ]
+    schemas.append(MessageBatchRequest)
     described = [*schemas, *(schema for schema, _ in (*TRANSLATIONS.values(), *POOLED.values()))]
     install_openapi(app, described, config.gateway.strict_parameters)
     # Polled paths are matched first, without the framework's handling of parameters and dependencies, which
