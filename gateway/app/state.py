@@ -47,7 +47,7 @@ REFUSED_S = 30.0  # how long to check whether the right files are back
 _LOOK_S = 2.0
 _LISTEN_S = 60.0  # a process that cannot serve for longer answers so itself
 _MIB = 2**20
-_TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize", "batch", *POOLED})
+_TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize", "batch", "conversation", *POOLED})
 
 
 class Gateway:
@@ -100,17 +100,17 @@ class Gateway:
         assert self._engine is not None, "the application is not running"
         return self._engine
 
-    async def open(self, app: ASGIApp) -> None:
+    async def open(self, app: ASGIApp | None = None) -> None:
         """Opens the channel and starts asking the engine for its model, without waiting for it.
 
-        `app`: answers the requests of batches.
+        `app`: answers the requests of batches; without it none are run.
         """
         settings = self.config.gateway
         self._engine = ReplicaSet(settings.engines or (settings.engine_address,), self.metrics.replicas)
         await self._engine.open()
         self._responses = ResponseStore.of(settings)
         self._connecting = asyncio.create_task(self._connect())
-        if self.batches is not None:
+        if self.batches is not None and app is not None:
             slots = Slots(settings.batch_requests, settings.workers, lambda: self.admission.in_flight)
             means = Means(InternalClient(app), slots, self._read_lines, self._max_body_bytes, self.drain)
             self._runner = BatchRunner(self.batches, means, lambda: self.is_ready)
