@@ -39,7 +39,7 @@ def read_lines(data: bytes | bytearray, model: ServedModel) -> bytes:
         except ApiError as refusal:
             error = {"code": refusal.code, "message": refusal.message, "param": refusal.param}
         pieces.append(json.dumps({"custom_id": custom_id, "error": error}))
-        pieces.append(json.dumps(body) if wants_bodies else "")
+        pieces.append(json.dumps(body, ensure_ascii=False) if wants_bodies else "")
     return "\n".join(pieces).encode()
 
 
@@ -69,7 +69,8 @@ def _checked_line(line: bytes, endpoint: str, model: ServedModel) -> tuple[str, 
     for name in _SYNCHRONOUS:
         if body.get(name):
             raise bad_request(f"'{name}' is not possible in a batch.", f"body.{name}")
-    if body.get("model") is not None:
+    # A message's model is judged with its request, which alone is then wrong, as in Anthropic's batches.
+    if body.get("model") is not None and endpoint != MESSAGES:
         _check_model(body["model"], model)
     return custom_id, body
 
@@ -96,4 +97,4 @@ def read_messages(value: MessageBatchRequest) -> bytes:
         {"custom_id": line.custom_id, "method": "POST", "url": MESSAGES, "body": line.params}
         for line in value.requests
     )
-    return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+    return "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines).encode()

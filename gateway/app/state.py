@@ -47,6 +47,7 @@ REFUSED_S = 30.0  # how long to check whether the right files are back
 _LOOK_S = 2.0
 _LISTEN_S = 60.0  # a process that cannot serve for longer answers so itself
 _MIB = 2**20
+_LINE_EXTRA = 2**16  # bytes of a batch's line around its body
 _TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize", "batch", "conversation", *POOLED})
 
 
@@ -112,7 +113,8 @@ class Gateway:
         self._connecting = asyncio.create_task(self._connect())
         if self.batches is not None and app is not None:
             slots = Slots(settings.batch_requests, settings.workers, lambda: self.admission.in_flight)
-            means = Means(InternalClient(app), slots, self._read_lines, self._max_body_bytes, self.drain)
+            longest = self._max_body_bytes + _LINE_EXTRA
+            means = Means(InternalClient(app), slots, self._read_lines, longest, self.drain)
             self._runner = BatchRunner(self.batches, means, lambda: self.is_ready)
             self._runner.start()
         if self.shared.listens_when_ready:

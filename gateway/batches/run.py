@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -41,6 +41,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 Error = dict[str, Any] | None  # of a line, in OpenAI's shape
 
 
+class Unreadable(Exception):
+    """Lines that were valid cannot be read now."""
+
+
 class Stopped(Exception):
     """The process ends: the batch goes on in the next one."""
 
@@ -55,7 +59,7 @@ class Means:
     read: Callable[[bytes, str], Awaitable[bytes]]
     longest_line: int  # bytes
     drain: Drain
-    _has_ended: bool = False
+    _has_ended: bool = field(default=False, init=False)
 
     @property
     def is_stopped(self) -> bool:
@@ -81,7 +85,7 @@ class BatchRun:
         self._looked_at = 0.0
 
     async def run(self) -> None:
-        """Goes on from the batch's status until it is finished, or `Means.stop`. Raises OSError."""
+        """Goes on from the batch's status until it is finished, or `Means.stop`. Raises OSError, Unreadable."""
         batch = self._batch
         try:
             if batch.status == "validating":
@@ -173,7 +177,9 @@ class BatchRun:
         running: set[asyncio.Task[None]] = set()
         try:
             done = await asyncio.to_thread(self._count_results, files)
-            async for _, custom_id, _, body in self._lines(True):
+            async for number, custom_id, error, body in self._lines(True):
+                if error is not None:  # a process was refused memory or time: it may pass
+                    raise Unreadable(f"line {number}: {error['message']}")
                 if custom_id in done:
                     continue
                 await self._begin(custom_id, body, writer, running)

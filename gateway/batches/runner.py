@@ -10,7 +10,7 @@ from collections.abc import Callable
 import structlog
 
 from gateway.batches.batch import Batch
-from gateway.batches.run import BatchRun, Means
+from gateway.batches.run import BatchRun, Means, Unreadable
 from gateway.batches.store import BatchStore, RunningLock
 
 logger = structlog.get_logger(__name__)
@@ -83,7 +83,7 @@ class BatchRunner:
             log.info("batch run ended", status=batch.status, total=batch.total, succeeded=batch.succeeded)
         except Exception as error:  # of the disk, mostly: what is written stays, the rest is tried again
             self._not_before[batch.id] = time.monotonic() + _FAILED_S
-            known = isinstance(error, OSError)
+            known = isinstance(error, OSError | Unreadable)
             log.error("a batch was interrupted", reason=str(error), exc_info=None if known else error)
         finally:
             with contextlib.suppress(OSError):

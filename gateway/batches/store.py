@@ -123,8 +123,8 @@ class BatchStore:
                 if time.time() - os.fstat(descriptor).st_mtime > _ABANDONED_S:
                     mark.unlink(missing_ok=True)
                 return None
-            if facts["status"] not in UNFINISHED:
-                mark.unlink(missing_ok=True)
+            if facts["status"] not in UNFINISHED:  # the process was killed just before `close`
+                self.close(Batch.of(facts))
                 return None
             held = True
             return Batch.of(facts), RunningLock(descriptor)
@@ -135,7 +135,12 @@ class BatchStore:
                 os.close(descriptor)
 
     def close(self, batch: Batch) -> None:
-        """Notes that a batch is finished, after its facts say so."""
+        """Frees what a finished batch does not need any more, after its facts say that it is finished.
+
+        Results of OpenAI's batches are files of their own by then.
+        """
+        for name in (INPUT, OUTPUT, ERRORS) if batch.api == "openai" else (INPUT,):
+            (self.path(batch) / name).unlink(missing_ok=True)
         self._mark(batch.owner, batch.id).unlink(missing_ok=True)
 
     def sweep(self) -> None:

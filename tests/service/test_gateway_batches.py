@@ -278,6 +278,21 @@ def test_without_a_directory(tmp_path: Path) -> None:
         uploaded(client_of(gateway), b"")
 
 
+def test_what_is_deleted_frees_the_disk(tmp_path: Path) -> None:
+    """A finished batch keeps neither its input nor its results: deleting the files frees all."""
+    with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b")) as gateway:
+        client = client_of(gateway)
+        batch = finished(client, created(client, jsonl([line(1), line(2, {"messages": []})])).id)
+        end = time.monotonic() + 30
+        while any((tmp_path / "b" / "unfinished").iterdir()):  # it is closed just after its status
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+            client.files.delete(file_id)
+        left = [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
+        assert [path.name for path in left] == ["facts.json"]
+
+
 def test_a_full_store_refuses_uploads(tmp_path: Path) -> None:
     """The bound of all files holds; deleting makes room."""
     with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b"), batch_dir_gib=2**-10) as gateway:
@@ -377,22 +392,25 @@ def test_message_batches(gateway: AgentGateway) -> None:
         params = {"model": MODEL, "max_tokens": 100, "messages": messages, **fields}
         return {"custom_id": f"m{number}", "params": params}
 
-    wrong = asked(3, max_tokens=-1)
-    batch = batches.create(requests=[asked(1), asked(2), wrong])
-    assert (batch.processing_status, batch.request_counts.processing) == ("in_progress", 3)
+    wrong = [asked(3, max_tokens=-1), asked(4, model="gpt-9")]
+    batch = batches.create(requests=[asked(1), asked(2), *wrong])
+    assert (batch.processing_status, batch.request_counts.processing) == ("in_progress", 4)
     end = time.monotonic() + 60
     while batches.retrieve(batch.id).processing_status != "ended":
         assert time.monotonic() < end
         time.sleep(0.05)
     batch = batches.retrieve(batch.id)
     counts = batch.request_counts
-    assert (counts.succeeded, counts.errored, counts.processing) == (2, 1, 0)
+    assert (counts.succeeded, counts.errored, counts.processing) == (2, 2, 0)
     results = {one.custom_id: one.result for one in batches.results(batch.id)}
     good, bad = results["m1"], results["m3"]
     assert good.type == "succeeded"
     assert good.message.content[0].text == GREEDY  # type: ignore[union-attr]
     assert bad.type == "errored"
     assert bad.error.error.type == "invalid_request_error"
+    missing = results["m4"]
+    assert missing.type == "errored"
+    assert missing.error.error.type == "not_found_error"
     assert batches.list(limit=1).data[0].id == batch.id
     with pytest.raises(anthropic.BadRequestError):
         batches.cancel(batch.id)
