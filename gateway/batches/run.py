@@ -85,7 +85,7 @@ class BatchRun:
         self._looked_at = 0.0
 
     async def run(self) -> None:
-        """Goes on from the batch's status until it is finished or the process ends. Raises OSError, Unreadable."""
+        """Goes on until the batch is finished or the process ends. Raises OSError, Unreadable."""
         batch = self._batch
         try:
             if batch.status == "validating":
