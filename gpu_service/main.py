@@ -113,7 +113,7 @@ def _run(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -> tuple[
 
 
 def _is_alone(config: MoebiusConfig) -> bool:
-    """Whether everything was closed after a failure; ranks of a group can only be closed together."""
+    """Returns whether everything was closed after a failure; ranks of a group can only be closed together."""
     return config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size == 1
 
 
@@ -130,7 +130,8 @@ def make_server(
     min_ping_interval_ms: int = MIN_PING_INTERVAL_MS,
     reflect: bool = False,
 ) -> tuple[grpc.aio.Server, HealthReport, int]:
-    """A server with engine, health and, if `reflect`, reflection: bound but not started; and its port.
+    """Returns a server with engine, health and, if `reflect`, reflection: bound but not started; and its
+    port.
 
     Raises UserError when the address cannot be bound.
     """
@@ -170,7 +171,7 @@ class _Signals:
 
 
 async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -> tuple[int, bool]:
-    """The exit status, and whether everything was closed."""
+    """Returns the exit status, and whether everything was closed."""
     loop = asyncio.get_running_loop()
     beating = asyncio.create_task(watch.beat())
     signals = _Signals(loop)

@@ -96,7 +96,7 @@ class ApiKeys:
         return frozenset(one.name for one in (*self._fixed, *self._from_file))
 
     def find(self, key: bytes) -> ApiKey | None:
-        """The key that this is; None: it is none. Takes as long for any wrong key."""
+        """Returns the key that this is; None: it is none. Takes as long for any wrong key."""
         self._refresh()
         digest = hashlib.sha256(key).digest()
         found = self._known.get(digest)
@@ -109,7 +109,7 @@ class ApiKeys:
         return found
 
     def accepts(self, key: bytes) -> bool:
-        """Whether `key` is one of them."""
+        """Returns whether `key` is one of them."""
         return self.find(key) is not None
 
     def _refresh(self) -> None:
@@ -129,7 +129,7 @@ class ApiKeys:
 
 
 def read_keys(path: str) -> tuple[ApiKey, ...]:
-    """The keys in a file, one a line; empty lines and those that begin with # do not count.
+    """Returns the keys in a file, one a line; empty lines and those that begin with # do not count.
 
     Raises ConfigError when it cannot be read, has no key, can be written by anybody, or a hashed line is
     wrong; warns when anybody can read it.
@@ -145,7 +145,7 @@ def read_keys(path: str) -> tuple[ApiKey, ...]:
 
 
 def _lines(path: str) -> list[tuple[int, str]]:
-    """Lines that count, with their numbers."""
+    """Returns the lines that count, with their numbers."""
     file = Path(path).expanduser()
     try:
         mode = file.stat().st_mode
@@ -258,7 +258,7 @@ def _replace(file: Path, lines: Sequence[str]) -> None:
 
 
 def _identity(path: str) -> tuple[int, ...] | None:
-    """What changes when a file is written or replaced; None when there is none."""
+    """Returns what changes when a file is written or replaced; None when there is none."""
     try:
         found = os.stat(Path(path).expanduser())
     except OSError:

@@ -201,7 +201,7 @@ def _closest(name: Any, *candidates: Iterable[str]) -> str:
 
 
 def effective_config(config: MoebiusConfig) -> str:
-    """Every setting as YAML that `load_config` reads back to an equal configuration."""
+    """Returns every setting as YAML that `load_config` reads back to an equal configuration."""
     return _dump(config.model_dump(mode="json"))
 
 

@@ -44,7 +44,7 @@ def listen(server: grpc.Server | grpc.aio.Server, address: str) -> int:
 
 
 def open_channel(address: str, options: Options = ()) -> grpc.Channel:
-    """A channel as by `grpc.insecure_channel`, with TLS where that is configured."""
+    """Returns a channel as by `grpc.insecure_channel`, with TLS where that is configured."""
     tls = active_tls()
     if tls is None:
         return grpc.insecure_channel(address, options=list(options))
@@ -55,7 +55,8 @@ def open_channel(address: str, options: Options = ()) -> grpc.Channel:
 
 
 def open_aio_channel(address: str, options: Options = (), server_name: str = "") -> grpc.aio.Channel:
-    """A channel as by `grpc.aio.insecure_channel`, with TLS where that is configured; on the running loop.
+    """Returns a channel as by `grpc.aio.insecure_channel`, with TLS where that is configured; on the running
+    loop.
 
     `server_name`: what the certificate has to say, where the address was found by that name.
     """
@@ -111,7 +112,7 @@ class _Renewing(ABC):
         return _Call(self, "stream_stream", arguments, named)
 
     def _enter(self) -> _Opened:
-        """The present channel, with a call more."""
+        """Returns the present channel, with a call more."""
         self._tls.renewed.current()
         with self._lock:
             if self._now.generation != self._tls.renewed.generation:
@@ -188,14 +189,14 @@ class _Call:
 
 
 def _code(call: Any) -> grpc.StatusCode | None:
-    """The status of a call that has ended."""
+    """Returns the status of a call that has ended."""
     found = call.code()
     code: grpc.StatusCode | None = _result(found) if asyncio.iscoroutine(found) else found
     return code
 
 
 def _result(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns that has nothing to wait for; None: it would have waited."""
+    """Returns what a coroutine returns that has nothing to wait for; None: it would have waited."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -290,8 +291,9 @@ def report_failed_handshake(address: str, tls: GrpcTls | None) -> None:
 
 
 def tls_problem(address: str) -> str:
-    """Why a connection fails: `handshake_problem` with the configured TLS; without, that the server speaks
-    TLS where it does."""
+    """Returns why a connection fails: `handshake_problem` with the configured TLS; without, that the server
+    speaks TLS where it does.
+    """
     tls = active_tls()
     if tls is not None:
         return handshake_problem(address, tls)
@@ -316,7 +318,9 @@ def _speaks_tls(address: str) -> bool:
 
 
 def handshake_problem(address: str, tls: GrpcTls) -> str:
-    """Why a TLS handshake with `address` fails, tried once; empty: it does not, or nothing listens there."""
+    """Returns why a TLS handshake with `address` fails, tried once; empty: it does not, or nothing listens
+    there.
+    """
     files = tls.renewed.files
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
@@ -365,7 +369,7 @@ def _host(address: str) -> str:
 
 
 def _connected(address: str) -> socket.socket | None:
-    """A connection to a gRPC address (host:port or unix:path); None: nothing listens there."""
+    """Returns a connection to a gRPC address (host:port or unix:path); None: nothing listens there."""
     try:
         if address.startswith("unix:"):
             connection = socket.socket(socket.AF_UNIX)

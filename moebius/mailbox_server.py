@@ -106,5 +106,5 @@ class MailboxServer:
         return self._kernel.generation
 
     def take_traced_calls(self) -> list[TracedCall]:
-        """Sampled requests since the last call, the newest 1024 at most."""
+        """Returns sampled requests since the last call, the newest 1024 at most."""
         return [TracedCall(*call) for call in self._kernel.take_traced_calls()]

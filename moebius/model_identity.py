@@ -79,7 +79,7 @@ def file_digest(path: Path, most: int | None = None) -> str:
 
 
 def text_parts(model: str | Path, template_file: str = "") -> dict[str, str]:
-    """The digests of what turns text into tokens and back; `template_file` takes the place of the
+    """Returns the digests of what turns text into tokens and back; `template_file` takes the place of the
     checkpoint's template.
 
     Raises CheckpointError naming a file that cannot be read.
@@ -92,8 +92,10 @@ def text_parts(model: str | Path, template_file: str = "") -> dict[str, str]:
 
 
 def model_parts(model: str | Path) -> dict[str, str]:
-    """The digests of all files that describe the model; weights are `weight_parts`. Raises
-    CheckpointError."""
+    """Returns the digests of all files that describe the model; weights are `weight_parts`.
+
+    Raises CheckpointError.
+    """
     return _small_files(model, MODEL_FILES)
 
 
@@ -106,8 +108,8 @@ def _small_files(model: str | Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def weight_parts(index: CheckpointIndex) -> dict[str, str]:
-    """The digests of weights by name of file. Reads a few MiB: header, blocks spread evenly, one of each
-    tensor of dense layers.
+    """Returns the digests of weights by name of file. Reads a few MiB: header, blocks spread evenly, one of
+    each tensor of dense layers.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -125,7 +127,7 @@ def weight_parts(index: CheckpointIndex) -> dict[str, str]:
 
 
 def _by_file(index: CheckpointIndex) -> dict[Path, list[TensorInfo]]:
-    """Tensors by their place, files by name."""
+    """Returns the tensors by their place, files by name."""
     found: dict[Path, list[TensorInfo]] = {}
     for info in index.tensors.values():
         found.setdefault(info.file, []).append(info)
@@ -149,13 +151,13 @@ def _weights_digest(file: Path, tensors: list[TensorInfo], dense: list[TensorInf
 
 
 def _middle(info: TensorInfo) -> tuple[int, int]:
-    """Offset and length of the block in the middle of a tensor."""
+    """Returns offset and length of the block in the middle of a tensor."""
     count = min(_BLOCK, info.nbytes)
     return info.offset + (info.nbytes - count) // 2, count
 
 
 def _spread(size: int, count: int) -> list[tuple[int, int]]:
-    """Evenly spread blocks, the first and the last bytes among them; a small file as a whole."""
+    """Returns evenly spread blocks, the first and the last bytes among them; a small file as a whole."""
     if size <= count * _BLOCK:
         return [(0, size)]
     return [((size - _BLOCK) * number // (count - 1), _BLOCK) for number in range(count)]
@@ -172,7 +174,8 @@ def checkpoint_parts(index: CheckpointIndex, prefix: str = "") -> dict[str, str]
 
 
 def expert_parts(index: CheckpointIndex, model: str | Path, expert_checkpoint: str = "") -> dict[str, str]:
-    """The digests of what an expert server reads; `index` is that of `expert_checkpoint`, or of the model.
+    """Returns the digests of what an expert server reads; `index` is that of `expert_checkpoint`, or of the
+    model.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -193,7 +196,7 @@ def checkpoint_fingerprint(index: CheckpointIndex) -> str:
 
 
 def identity_text(parts: Parts) -> str:
-    """Lines "name=value", as identities travel."""
+    """Returns lines "name=value", as identities travel."""
     return "".join(f"{name}={value}\n" for name, value in parts.items())
 
 
@@ -204,7 +207,7 @@ def identity_parts(identity: str) -> dict[str, str]:
 
 
 def identity_part(identity: str, name: str) -> str:
-    """The value of one line; empty: there is none."""
+    """Returns the value of one line; empty: there is none."""
     return identity_parts(identity).get(name, "")
 
 
@@ -214,7 +217,7 @@ def identity_digest(identity: str) -> str:
 
 
 def changes(expected: Parts, found: Parts) -> str:
-    """What of `found` is not as expected, by names of files, for people; empty: nothing."""
+    """Returns what of `found` is not as expected, by names of files, for people; empty: nothing."""
     return _listed(list(_changes(expected, found).values()))
 
 
@@ -284,7 +287,7 @@ class IdentityRecord:
                 known.update(parts)
 
     def refusal(self) -> str:
-        """Which files keep a process from being started again, for those that run; empty: none."""
+        """Returns which files keep a process from being started again, for those that run; empty: none."""
         if self._path is None or not self._path.exists():
             return ""
         try:

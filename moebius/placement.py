@@ -39,8 +39,10 @@ class Placement:
 
     @staticmethod
     def of(geometry: MoeGeometry, pairs: Iterable[tuple[int, int]]) -> Placement:
-        """A placement of (layer, expert) pairs. Raises ValueError for a pair that the model lacks or that
-        comes twice."""
+        """Returns a placement of (layer, expert) pairs.
+
+        Raises ValueError for a pair that the model lacks or that comes twice.
+        """
         chosen: dict[int, set[int]] = {layer: set() for layer in geometry.moe_layers}
         for layer, expert in pairs:
             if layer not in chosen or not 0 <= expert < geometry.num_experts:
@@ -62,7 +64,7 @@ class Placement:
         return all(len(experts) == self.num_experts for experts in self.resident.values())
 
     def is_whole(self, layer: int) -> bool:
-        """Whether all experts of the layer are resident."""
+        """Returns whether all experts of the layer are resident."""
         return len(self.resident[layer]) == self.num_experts
 
 
@@ -163,7 +165,7 @@ class ExpertStatistics:
                 )
 
     def encode(self, file_format: FileFormat) -> bytes:
-        """The file's content."""
+        """Returns the file's content."""
         if file_format == "json":
             document = self._metadata() | {name: array.tolist() for name, array in self._arrays().items()}
             return json.dumps(document).encode()
@@ -354,14 +356,16 @@ def make_placement(config: PlacementConfig, geometry: MoeGeometry) -> Placement:
 
 
 def keeps_residents(config: PlacementConfig) -> bool:
-    """Whether expert servers hold what is resident, too: then the placement may change while serving."""
+    """Returns whether expert servers hold what is resident, too: then the placement may change
+    while serving.
+    """
     if config.drop_resident == "auto":
         return config.placement_strategy == "adaptive"
     return config.drop_resident == "keep"
 
 
 def left_out(config: PlacementConfig, geometry: MoeGeometry) -> Mapping[int, tuple[int, ...]]:
-    """Experts that no server holds, by MoE layer: the resident ones, unless `keeps_residents`.
+    """Returns the experts that no server holds, by MoE layer: the resident ones, unless `keeps_residents`.
 
     Raises UserError as `make_placement`.
     """

@@ -324,7 +324,7 @@ def _engine(
     on_output: Callable[[list[OutputDelta]], None],
     compiler: ConstraintCompiler | None,
 ) -> Engine:
-    """Scheduler and loops around what runs the steps."""
+    """Returns scheduler and loops around what runs the steps."""
     gpu, recorder = config.gpu, runner.recorder
     operations = {} if recorder is None else dict(recorder_operations(recorder))
     if compiler is not None:

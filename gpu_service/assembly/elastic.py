@@ -94,7 +94,7 @@ def try_out(memory: VirtualMemory) -> None:
 
 
 def chunk_bytes(granularity: int, shape: CacheShape) -> int:
-    """Bytes of a chunk: the more memory a GPU has, the larger; on a CPU as small as may be."""
+    """Returns the bytes of a chunk: the more memory a GPU has, the larger; on a CPU as small as may be."""
     memory, size = make_device_memory(shape.device), granularity
     if memory is None:
         return size
@@ -169,7 +169,10 @@ def make_page_supply(
     stream: DeviceStream,
     check: StepCheck,
 ) -> PageSupply | None:
-    """What moves memory while the engine serves; None: none moves. `cache` accounts for the pages of `kv`."""
+    """Returns what moves memory while the engine serves; None: none moves.
+
+    `cache` accounts for the pages of `kv`.
+    """
     pages = kv.pages
     if pages is None or placement is None:
         return None

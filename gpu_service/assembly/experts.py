@@ -59,7 +59,7 @@ def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> Ran
 
 
 def rank_streaming(config: MoebiusConfig, moe: RankMoe | None, device: torch.device) -> StreamingPlan | None:
-    """What this rank streams of its layers; None: nothing."""
+    """Returns what this rank streams of its layers; None: nothing."""
     return None if moe is None else plan_streaming(config, moe.geometry, moe.layers, device)
 
 
@@ -129,7 +129,8 @@ def load_resident(
     known: Mapping[int, NDArray[np.int64]],
     pool: PhysicalPool | None = None,
 ) -> ResidentExperts | None:
-    """Experts on this rank's device, by layer those that were chosen most where it is known; None: none.
+    """Returns experts on this rank's device, by layer those that were chosen most where it is known; None:
+    none.
 
     `pool`: as in `make_resident_experts`.
     """
@@ -168,7 +169,7 @@ def connect_experts(
     placement: AdaptivePlacement | None,
     fetcher: ExpertFetcher | None,
 ) -> CheckedExperts | None:
-    """A client whose servers are ready; None where no layer of any rank needs one. `undo` closes it.
+    """Returns a client whose servers are ready; None where no layer of any rank needs one. `undo` closes it.
 
     `fingerprint`: `EngineIdentity.experts`. `placement` and `fetcher` are to know when servers find an expert
     damaged.
@@ -204,7 +205,7 @@ def check_experts(
     dtype: torch.dtype,
     group: RankGroup,
 ) -> SelfTestReport | None:
-    """The self-test: all ranks at once. Servers that return later have to pass it again.
+    """Returns the self-test: all ranks at once. Servers that return later have to pass it again.
 
     Raises SelfTestFailed.
     """

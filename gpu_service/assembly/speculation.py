@@ -49,7 +49,7 @@ def make_drafter(model: CausalLM, token_pool: TokenPool, parallel: ParallelConte
 
 
 def make_speculation(gpu: GpuConfig, limits: SchedulerLimits, runner: ModelRunner) -> Speculation | None:
-    """The scheduler's part; None: speculation is off."""
+    """Returns the scheduler's part; None: speculation is off."""
     if gpu.speculative_method == "off":
         return None
     host = None if runner.drafter is not None else NGramDrafter(gpu.ngram_match_min, gpu.ngram_match_max)
@@ -57,5 +57,5 @@ def make_speculation(gpu: GpuConfig, limits: SchedulerLimits, runner: ModelRunne
 
 
 def make_draft_pace(gpu: GpuConfig) -> DraftPace | None:
-    """What measures steps for it; None: nothing is to follow from what they take."""
+    """Returns what measures steps for it; None: nothing is to follow from what they take."""
     return None if gpu.speculative_method == "off" or not gpu.adaptive_drafts else DraftPace()

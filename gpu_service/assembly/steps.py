@@ -102,7 +102,8 @@ def make_lane(
     limits: SchedulerLimits,
     group: RankGroup,
 ) -> PrefillLane | None:
-    """A second step in flight for long prompts: `runner` again, with all that steps write to of its own.
+    """Returns a second step in flight for long prompts: `runner` again, with all that steps write to of its
+    own.
 
     None: nothing can be streamed, or there is no `stream`.
     """
@@ -173,7 +174,7 @@ def attention_that_runs(
 
 
 def graphs_unsupported_reason(config: MoebiusConfig, runner: ModelRunner) -> str:
-    """Why decode steps cannot be captured; empty: they can."""
+    """Returns why decode steps cannot be captured; empty: they can."""
     if not config.gpu.cuda_graphs:
         return "cuda_graphs is off"
     if not runner.attention.captures:

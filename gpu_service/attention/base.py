@@ -82,7 +82,7 @@ PLAIN = AttentionLayer()
 
 
 def grouped_queries(layers: Layers) -> tuple[GQA, ...]:
-    """The mixers whose keys and values are in a `KVCache`, in the order of its layers."""
+    """Returns the mixers whose keys and values are in a `KVCache`, in the order of its layers."""
     return tuple(mixer for mixer in mixers(layers) if isinstance(mixer, GQA))
 
 
@@ -135,7 +135,7 @@ class AttentionBackend(PlannedAttention):
         return self._attend(query, key, value, layer_id, layer)
 
     def choose_blocks(self, query: torch.Tensor, index_layer: int) -> torch.Tensor | None:
-        """Which blocks of tokens each row of the step attends to, for `AttentionLayer.kept_blocks`.
+        """Returns which blocks of tokens each row of the step attends to, for `AttentionLayer.kept_blocks`.
 
         query `[T, num_kv_heads, head_dim of the indexer]`, rotary embedding applied; `index_layer` counts the
         layers that choose, whose keys of the step are in `kv_cache.index_keys` already. A block's score is

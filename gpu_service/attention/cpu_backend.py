@@ -93,7 +93,7 @@ class CpuAttention(TorchReferenceAttention):
         layer_id: int,
         layer: AttentionLayer,
     ) -> torch.Tensor:
-        """All requests as the reference has them: of layers that chose what they see."""
+        """Returns all requests as the reference has them: of layers that chose what they see."""
         left_out, plans = self._left_out, self._plans
         self._left_out, self._plans = frozenset(), {}
         try:
@@ -102,7 +102,7 @@ class CpuAttention(TorchReferenceAttention):
             self._left_out, self._plans = left_out, plans
 
     def _attend_rows(self, query: torch.Tensor, layer_id: int, layer: AttentionLayer) -> torch.Tensor:
-        """`[n, num_heads, head_dim]` of the single rows, in order, to `[n, num_heads * head_dim]`."""
+        """Returns `[n, num_heads, head_dim]` of the single rows, in order, to `[n, num_heads * head_dim]`."""
         pages, rows = self.kv_cache.pages(layer_id), self._rows_of(layer)
         num_rows, num_heads, head_dim = query.shape
         if query.stride(2) != 1 or query.stride(1) != head_dim or query.dtype != pages.dtype:
@@ -132,7 +132,7 @@ class CpuAttention(TorchReferenceAttention):
         return output
 
     def _rows_of(self, layer: AttentionLayer) -> _Rows:
-        """The single rows with what they see in layers of this window or chunk."""
+        """Returns the single rows with what they see in layers of this window or chunk."""
         found = self._rows.get((layer.window, layer.chunk))
         if found is None:
             seen = FirstSeen(layer.window, layer.chunk)

@@ -180,7 +180,9 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
 
 
 def can_decode(unrotated: Unrotated, value: torch.Tensor, slots: torch.Tensor) -> bool:
-    """Whether a step of one token a request is one of few, of heads and slots that the kernel knows."""
+    """Returns whether a step of one token a request is one of few, of heads and slots that the
+    kernel knows.
+    """
     heads, table = unrotated.heads, unrotated.table
     num_requests, head_dim = heads.shape[0], heads.shape[2]
     return (

@@ -39,11 +39,11 @@ class BackendEntry:
     cost: str = ""  # what is lost with those before it
 
     def load(self) -> Any:
-        """The class. Raises ImportError (or what a broken package raises)."""
+        """Returns the class. Raises ImportError (or what a broken package raises)."""
         return getattr(importlib.import_module(self.module), self.class_name)
 
     def missing(self, device: torch.device) -> str:
-        """Why the backend cannot be used on a device; empty: nothing is missing."""
+        """Returns why the backend cannot be used on a device; empty: nothing is missing."""
         if self.device_type and device.type != self.device_type:
             return f"it needs a {self.device_type.upper()} device, this one is {device.type!r}"
         if self.package and importlib.util.find_spec(self.package) is None:
@@ -100,7 +100,10 @@ def choose_backend(
     name: str = "auto",
     try_out: TryOut | None = None,
 ) -> Any:
-    """The backend to use. With `auto`, better ones that fell out on a GPU are named in one log line."""
+    """Returns the backend to use.
+
+    With `auto`, better ones that fell out on a GPU are named in one log line.
+    """
     if name != "auto":
         _entry(entries, name)
     refused: dict[str, str] = {}

@@ -208,7 +208,10 @@ def attend(
 def attend_with_lse(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `attend` computes without sinks, and float32 `[B, N, L]`: the scores' log-sum-exp. CPU only."""
+    """Returns what `attend` computes without sinks, and float32 `[B, N, L]`: the scores' log-sum-exp.
+
+    CPU only.
+    """
     q, k, v, added = widened(query, key, value, mask)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, mask is None, attn_mask=added, scale=scale
@@ -219,7 +222,7 @@ def attend_with_lse(
 def attend_with_lse_unfused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on any device, with all scores in memory."""
+    """Returns the same on any device, with all scores in memory."""
     q, k, v = widened(query, key, value)
     scores = (q @ k.transpose(-1, -2)).float() * scale
     if mask is None:
@@ -230,7 +233,7 @@ def attend_with_lse_unfused(
 
 
 def block_mask(layer: AttentionLayer, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """A layer's `kept_blocks` by token: 0 or -inf `[n, num_kv_heads, num_keys]`."""
+    """Returns a layer's `kept_blocks` by token: 0 or -inf `[n, num_kv_heads, num_keys]`."""
     kept = layer.kept_blocks
     assert kept is not None, "asked only where rows have chosen"
     block = torch.arange(num_keys, device=kept.device) // layer.block_size

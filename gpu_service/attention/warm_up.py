@@ -41,7 +41,9 @@ def warm_up_steps(capacity: int) -> list[list[tuple[int, int]]]:
 def kinds_of_layers(
     mixers: Sequence[GQA], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[int, GQA, AttentionLayer]]:
-    """A layer of the cache, its mixer and options, for each combination of the model; sinks are zero."""
+    """Returns a layer of the cache, its mixer and options, for each combination of the model; sinks
+    are zero.
+    """
     kinds: dict[tuple[Any, ...], tuple[int, GQA]] = {}
     for layer, mixer in enumerate(mixers):
         heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.blocks

@@ -104,7 +104,7 @@ class Inbox:
                 self._condition.wait(timeout_s)
 
     def drain(self, wait: bool) -> list[Message]:
-        """All messages so far; with `wait`, blocks until there is one. Sets `sight`."""
+        """Returns all messages so far; with `wait`, blocks until there is one. Sets `sight`."""
         with self._condition:
             while wait and not self._messages:
                 self._condition.wait()
@@ -142,7 +142,7 @@ class OutputDelta:
 
 
 def delta_of(request: Request) -> OutputDelta:
-    """What is new since the last call for this request; called by the engine thread."""
+    """Returns what is new since the last call for this request; called by the engine thread."""
     start = request.reported_len
     request.reported_len = len(request.output_token_ids)
     return OutputDelta(

@@ -17,7 +17,9 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[..., N]` of each rank, joined along the last dimension in rank order: `[..., N * size]`."""
+        """Returns `[..., N]` of each rank, joined along the last dimension in rank order: `[..., N
+        * size]`.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:

@@ -77,7 +77,7 @@ class _Bytes:
 
 
 def _call(function: Any, *arguments: Any) -> Any:
-    """What the function returns. Raises VirtualMemoryUnavailable naming function and error."""
+    """Returns what the function returns. Raises VirtualMemoryUnavailable naming function and error."""
     status, *found = function(*arguments)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise VirtualMemoryUnavailable(f"{function.__name__}: {status.name}")

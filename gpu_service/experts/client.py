@@ -118,7 +118,7 @@ class ExpertClient(ABC):
         return
 
     def failure(self) -> ExpertUnavailable | ExpertComputeFailed | None:
-        """What went wrong in the device-driven step that has just ended; None: nothing."""
+        """Returns what went wrong in the device-driven step that has just ended; None: nothing."""
         return None
 
     @abstractmethod
@@ -161,12 +161,12 @@ class ExpertClient(ABC):
         return
 
     def agree_on(self, answer: bool) -> bool:
-        """Whether any rank says yes; all ranks call it at the same place."""
+        """Returns whether any rank says yes; all ranks call it at the same place."""
         return answer
 
     @abstractmethod
     def stats(self) -> ExpertClientStats:
-        """A snapshot of the counters."""
+        """Returns a snapshot of the counters."""
 
     @abstractmethod
     def close(self) -> None:
@@ -174,7 +174,7 @@ class ExpertClient(ABC):
 
 
 def add_to(partial: torch.Tensor | None, answer: torch.Tensor) -> torch.Tensor:
-    """The rule of `ExpertClient.collect` for an answer that is complete: float32 `[T, H]` both."""
+    """Returns the rule of `ExpertClient.collect` for an answer that is complete: float32 `[T, H]` both."""
     return answer if partial is None else partial.add_(answer.to(partial.device))
 
 
@@ -223,7 +223,7 @@ def _check(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch
 
 
 def sampled_span_context() -> SpanContext | None:
-    """The current span's ids, or None when nothing is to be recorded."""
+    """Returns the current span's ids, or None when nothing is to be recorded."""
     context = trace.get_current_span().get_span_context()
     return context if context.is_valid and context.trace_flags.sampled else None
 

@@ -164,7 +164,9 @@ class LayerCosts:
         return self.copy * streamed, servers, gpu * streamed
 
     def best_share(self, rows: int, least: int = 0) -> int:
-        """The share of SHARES that takes least, at least `least`; 0 or all unless a split is worth it."""
+        """Returns the share of SHARES that takes least, at least `least`; 0 or all unless a split is worth
+        it.
+        """
         best = min(range(least, SHARES + 1), key=lambda share: self.seconds(rows, share))
         is_worth_it = self.seconds(rows, best) < _WORTH_DIVIDING * self.seconds(rows, SHARES)
         chosen = best if is_worth_it else SHARES
@@ -274,7 +276,8 @@ class ExpertCosts:
         return self._clock() - self._link_seen > _LINK_SEEN_FOR_S
 
     def copy_price(self, nbytes: int) -> float | None:
-        """How many choices in decode steps an expert of so many bytes has to bring, copied into a slot.
+        """Returns how many choices in decode steps an expert of so many bytes has to bring, copied into a
+        slot.
 
         Seconds on the link over the seconds that a choice takes less in a slot than on expert servers, times
         a margin. Infinite where slots are no faster than servers; None: servers' time is not known yet.

@@ -202,13 +202,13 @@ class GrpcExpertClient(ExpertClient):
 
 
 def _records(rows: int) -> list[slice]:
-    """Rows of each record of a ticket: at most MOST_GRPC_ROWS in one."""
+    """Returns the rows of each record of a ticket: at most MOST_GRPC_ROWS in one."""
     starts = range(0, rows, MOST_GRPC_ROWS)
     return [slice(start, min(start + MOST_GRPC_ROWS, rows)) for start in starts]
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    """The memory of a contiguous CPU tensor, whatever its dtype."""
+    """Returns the memory of a contiguous CPU tensor, whatever its dtype."""
     return tensor.view(torch.uint8).numpy().tobytes()
 
 
@@ -246,7 +246,7 @@ class ComputeStream:
         self._requests.put(request)
 
     def receive(self, epoch: int, timeout_s: float) -> expert_pb2.ComputeResponse:
-        """The answer to `epoch`, which is the oldest unanswered record.
+        """Returns the answer to `epoch`, which is the oldest unanswered record.
 
         Raises ExpertUnavailable (deadline, lost connection, wrong epoch) or ExpertComputeFailed.
         """

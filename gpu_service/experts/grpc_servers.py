@@ -57,7 +57,7 @@ class GrpcServers:
         self._interrupted = threading.Event()
 
     def wait_ready(self, timeout_s: float) -> list[int]:
-        """Instances of the servers, all of them ready and what they were before.
+        """Returns the instances of the servers, all of them ready and what they were before.
 
         Raises ExpertUnavailable naming the first that is not ready, ExpertRefused at once for one that has
         taken another's place, or WrongIdentity when servers do not fit from the start.
@@ -81,7 +81,7 @@ class GrpcServers:
         return instances
 
     def problem(self) -> str:
-        """Why a layer would not be computed now; asks all servers at once."""
+        """Returns why a layer would not be computed now; asks all servers at once."""
         for index, look in enumerate(self._look(_PROBE_S)):
             # A damaged expert that cannot be packed anew does not prevent requests for others.
             problem = look.problem or (look.info.problem if look.info is not None else "")
@@ -113,7 +113,7 @@ class GrpcServers:
         return looks
 
     def _judge(self, index: int, found: expert_pb2.InfoResponse, expects: bool) -> Look:
-        """What to think of a server that is ready."""
+        """Returns what to think of a server that is ready."""
         if found.instance_id in self._rejected:
             return Look(f"it was refused: {self._rejected[found.instance_id]}", info=found)
         expected = self._expected.get(index)
@@ -145,7 +145,7 @@ class GrpcServers:
 
 
 def _change(expected: expert_pb2.InfoResponse, found: expert_pb2.InfoResponse) -> str:
-    """What is no longer as it was; empty: nothing that matters."""
+    """Returns what is no longer as it was; empty: nothing that matters."""
     problem = _other_version(found) or difference(expected.identity, found.identity)
     if not problem and expected.split_index != found.split_index:
         problem = f"split_index is {found.split_index}, expected {expected.split_index}"
@@ -155,7 +155,9 @@ def _change(expected: expert_pb2.InfoResponse, found: expert_pb2.InfoResponse) -
 
 
 def _other_version(found: expert_pb2.InfoResponse) -> str:
-    """Whether it speaks of records of another layout than this engine; servers of others say nothing (0)."""
+    """Returns whether it speaks of records of another layout than this engine; servers of others say nothing
+    (0).
+    """
     own = _kernels.MAILBOX_ABI_VERSION
     if found.abi_version in (0, own):
         return ""
@@ -194,5 +196,7 @@ _WORDS = {
 
 
 def _status_text(error: Any) -> str:
-    """Why there is no answer, for clients of the gateway, too: the library's own words name addresses."""
+    """Returns why there is no answer, for clients of the gateway, too: the library's own words name
+    addresses.
+    """
     return _WORDS.get(error.code(), f"it can not say whether it is ready ({error.code().name})")

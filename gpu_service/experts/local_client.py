@@ -83,11 +83,11 @@ class _Linear:
         return functional.linear(rows, self.weight, self.bias)
 
     def rows(self, picked: torch.Tensor) -> _Linear:
-        """The layer that computes some of the outputs only."""
+        """Returns the layer that computes some of the outputs only."""
         return _Linear(self.weight[picked], None if self.bias is None else self.bias[picked])
 
     def columns(self, picked: torch.Tensor, with_bias: bool) -> _Linear:
-        """What some of the inputs add."""
+        """Returns what some of the inputs add."""
         return _Linear(self.weight[:, picked], self.bias if with_bias else None)
 
 
@@ -130,7 +130,7 @@ class LocalExpertClient(ExpertClient):
         return make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum over chosen experts e of weight[e] · expert e's output."""
+        """Returns the sum over chosen experts e of weight[e] · expert e's output."""
         begin = time.perf_counter()
         hidden_states = ticket.hidden_states.float()
         output = torch.zeros_like(hidden_states)

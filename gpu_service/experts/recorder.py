@@ -45,7 +45,7 @@ class _Buffers:
     row_ids: torch.Tensor | None = None  # int16 [max_rows, L, K], this step's choices
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every counter, for a start that clears them."""
+        """Returns every counter, for a start that clears them."""
         found = (self.scratch, self.counts, self.distinct, self.steps, self.tokens)
         return [*found, *(t for t in (self.passes, self.token_ids, self.row_ids) if t is not None)]
 
@@ -114,7 +114,10 @@ class ExpertRecorder:
         self._active = False
 
     def dump(self) -> ExpertStatistics:
-        """What was recorded since the last start. Waits for the device. Raises UserError before any start."""
+        """Returns what was recorded since the last start.
+
+        Waits for the device. Raises UserError before any start.
+        """
         with self._lock, self._stream.active(), torch.inference_mode():
             if self._mode is None:
                 raise UserError("nothing was recorded: start the expert recorder first")
@@ -217,7 +220,7 @@ def recorder_operations(recorder: ExpertRecorder) -> dict[str, Callable[[str], N
 
 
 def dumped(recorder: ExpertRecorder, file_format: str) -> pb.DumpExpertRecorderResponse:
-    """What was recorded, as a file of that format. Raises UserError."""
+    """Returns what was recorded, as a file of that format. Raises UserError."""
     chosen: FileFormat = "safetensors"
     if file_format and file_format not in get_args(FileFormat):
         allowed = ", ".join(get_args(FileFormat))

@@ -61,7 +61,9 @@ class BlockIndexer(nn.Module):
         backend: AttentionBackend,
         inputs: ForwardInputs,
     ) -> torch.Tensor | None:
-        """What `backend.choose_blocks` returns for `[T, H]`; the step's keys are in the cache afterwards."""
+        """Returns what `backend.choose_blocks` returns for `[T, H]`; the step's keys are in the cache
+        afterwards.
+        """
         heads = self.qk_proj(hidden_states).view(-1, self._num_heads + 1, self._head_dim)
         norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         query, key = qk_norm_rope(heads, *norms, self._num_heads, rope)
@@ -186,7 +188,7 @@ class GQAttention(nn.Module):
         context: ForwardContext,
         projected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards.
+        """Maps `[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards.
 
         `rope` None: the layer knows no positions. `projected`: queries, keys and values, if they were
         computed already; may be overwritten.
@@ -235,7 +237,9 @@ class GQAttention(nn.Module):
         return output
 
     def _cached_value(self, projected: torch.Tensor) -> torch.Tensor:
-        """`[T, num_kv_heads, head_dim]` of projected values: normed, scaled, padded to a key's size."""
+        """Returns `[T, num_kv_heads, head_dim]` of projected values: normed, scaled, padded to a
+        key's size.
+        """
         value = self._clipped(projected).view(-1, self.num_kv_heads, self._value_dim)
         if self._spec.value_norm:
             assert self._value_ones is not None, "the loader calls `pack`"
@@ -246,12 +250,14 @@ class GQAttention(nn.Module):
         return functional.pad(value, (0, missing)) if missing else value
 
     def _clipped(self, heads: torch.Tensor) -> torch.Tensor:
-        """The same tensor, which is cut off where the model says so."""
+        """Returns the same tensor, which is cut off where the model says so."""
         limit = self._spec.limit
         return heads if limit == math.inf else heads.clamp_(-limit, limit)
 
     def _fused_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None, float] | None:
-        """Weights and epsilon of the norms before rotation, perhaps none; None: there is more to do."""
+        """Returns weights and epsilon of the norms before rotation, perhaps none; None: there is
+        more to do.
+        """
         q_norm, k_norm = self.q_norm, self.k_norm
         if self._spec.limit != math.inf or self._norm_after_rope or self._spec.unit_norm:
             return None
@@ -264,7 +270,7 @@ class GQAttention(nn.Module):
     def _norm_and_rotate(
         self, heads: torch.Tensor, rope: RopeTable | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys of `[T, num_heads + num_kv_heads, head_dim]`, which may be overwritten."""
+        """Returns queries and keys of `[T, num_heads + num_kv_heads, head_dim]`, which may be overwritten."""
         num_heads = self.num_heads
         if self.q_norm is None or self._norm_after_rope:
             rotated = self._rotated(heads, rope)
@@ -274,7 +280,9 @@ class GQAttention(nn.Module):
         return self._rotated(query, rope), self._rotated(key, rope)
 
     def _rotated(self, heads: torch.Tensor, rope: RopeTable | None) -> torch.Tensor:
-        """Heads after all that is done to them between a norm before rotation and one after it."""
+        """Returns the heads after all that is done to them between a norm before rotation and one
+        after it.
+        """
         heads = self._clipped(heads)
         if rope is None:
             return heads

@@ -51,7 +51,9 @@ class StepTables:
         return self._entries[rate]
 
     def inverse(self, table: RopeTable, has_entries: bool) -> RopeTable:
-        """The table that rotates back; a step has one table for layers with entries, and one for others."""
+        """Returns the table that rotates back; a step has one table for layers with entries, and one for
+        others.
+        """
         known = self._inverse.get(has_entries)
         if known is None or known[0] is not table:
             cos_sin = table.cos_sin
@@ -119,7 +121,9 @@ class EntryIndexer(nn.Module):
         backend: CompressedAttentionBackend,
         layer_id: int,
     ) -> torch.Tensor:
-        """The choice of each row, as `CompressedAttentionBackend.select`; its entries are stored already."""
+        """Returns the choice of each row, as `CompressedAttentionBackend.select`; its entries are stored
+        already.
+        """
         query = self.wq_b(query_latent).view(-1, self._heads, self._head_dim)
         apply_rope(query[..., self._head_dim - self._rope_dim :], rope)
         weights = self.weights_proj(hidden_states.float()) * self._score_scale
@@ -139,7 +143,7 @@ class GroupedProjection(nn.Module):
         yield CheckpointPart("", "weight", self._rows, ShardRange.whole(self._columns))
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """`[T, heads, head_dim]` to `[T, groups * rank]`."""
+        """Maps `[T, heads, head_dim]` to `[T, groups * rank]`."""
         grouped = heads.reshape(heads.shape[0], self._groups, -1).transpose(0, 1)
         rows, weight = widened(grouped, self.weight.view(self._groups, -1, self._columns))
         return torch.bmm(rows, weight.transpose(1, 2)).transpose(0, 1).flatten(1).to(heads.dtype)
@@ -193,7 +197,9 @@ class CompressedAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; what later tokens need of these is in cache and states afterwards."""
+        """Maps `[T, H]` to a new `[T, H]`; what later tokens need of these is in cache and states
+        afterwards.
+        """
         spec, backend, states = self._spec, context.attention, context.states
         assert isinstance(backend, CompressedAttentionBackend), "the cache of this model holds entries"
         assert states is not None, "a model with compressed attention keeps the latest tokens"

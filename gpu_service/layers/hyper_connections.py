@@ -75,7 +75,7 @@ class HyperStreams(ResidualStream):
         return cls(hidden_states.repeat(1, num_streams), num_streams)
 
     def normed(self, norm: Norm) -> torch.Tensor:
-        """The norm of what the streams end as, `[T, H]`."""
+        """Returns the norm of what the streams end as, `[T, H]`."""
         output: torch.Tensor = norm(self.streams.mean(1) if self.head is None else self.head(self.streams))
         return output
 

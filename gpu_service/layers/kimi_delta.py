@@ -70,7 +70,7 @@ class KimiDeltaAttention(StateLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        """Maps `[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         states = self._states(context)
         qkv, b, decay, gate = self.in_proj(hidden_states).split(self._widths, dim=1)
         qkv = states.convolve(qkv, self.conv1d)

@@ -99,7 +99,7 @@ class LightningAttention(StateLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        """Maps `[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         assert self._scalars is not None, "the loader calls `pack`"
         states = self._states(context)
         vkq, gate = self.in_proj(hidden_states).split(self._widths, dim=1)

@@ -58,7 +58,7 @@ class Mamba(StateLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        """Maps `[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         states = self._states(context)
         x, gate = self.in_proj(hidden_states).chunk(2, dim=1)
         x = states.convolve(x, self.conv1d)

@@ -76,7 +76,7 @@ class MLP(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, context: ForwardContext, projected: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the context is part of the signature that MLP and MoE share.
+        """Maps `[T, H]` to a new `[T, H]`; the context is part of the signature that MLP and MoE share.
 
         `projected`: gate and up, if they were computed already; may be overwritten.
         """
@@ -131,14 +131,14 @@ class Router(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, inputs: ForwardInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid.
+        """Maps `[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid.
 
         Ids from `num_experts` on are choices without weights.
         """
         return self._choose(linear(hidden_states.to(self.weight.dtype), self.weight, self.bias), inputs)
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...]:
-        """The sum, its norm, and what `forward` says of that."""
+        """Returns the sum, its norm, and what `forward` says of that."""
         if self.tid2eid is not None or self.expert_scales is not None:
             total, normed, logits = add_norm_linear(*seam, self.weight, self.bias)
             return total, normed, *self._choose(logits, inputs)
@@ -247,7 +247,7 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, context: ForwardContext, *chosen: torch.Tensor
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`, float32 where there is no latent space: who adds it rounds once.
+        """Maps `[T, H]` to a new `[T, H]`, float32 where there is no latent space: who adds it rounds once.
 
         `chosen`: weights and ids, if the router has chosen already.
         """
@@ -325,7 +325,7 @@ class MoE(nn.Module):
         topk_weights: torch.Tensor,
         context: ForwardContext,
     ) -> AskedExperts:
-        """The same as `ask_experts`, after whoever watches has seen what experts are given."""
+        """Returns the same as `ask_experts`, after whoever watches has seen what experts are given."""
         if self.on_routed is not None:
             self.on_routed(expert_inputs, topk_ids, topk_weights)
         parts = None
@@ -335,14 +335,14 @@ class MoE(nn.Module):
         return ask_experts(self.layer_id, expert_inputs, topk_ids, topk_weights, *devices, parts)
 
     def _expert_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What routed experts are given of `[T, H]`: that, or its projection into their space."""
+        """Returns what routed experts are given of `[T, H]`: that, or its projection into their space."""
         if self.fc1_latent_proj is None:
             return hidden_states
         projected: torch.Tensor = self.fc1_latent_proj(hidden_states)
         return projected
 
     def _shared(self, experts: MLP, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """What the always-active experts add, `[T, H]`; every rank weighs its own part alike."""
+        """Returns what the always-active experts add, `[T, H]`; every rank weighs its own part alike."""
         output: torch.Tensor = experts(hidden_states, context)
         if self.shared_expert_gate is None:
             return output
@@ -368,7 +368,7 @@ class MoEWithOwnNorms(MoE):
     def forward_with_residual(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` after the layer's norm and the stream `[T, H]` before it to a new `[T, H]`."""
+        """Returns `[T, H]` after the layer's norm and the stream `[T, H]` before it to a new `[T, H]`."""
         assert self.shared_experts is not None, "the layer's MLP"
         weights, ids = self.gate(self.router_norm(residual), context.inputs)
         if context.recorder is not None:

@@ -89,14 +89,14 @@ class MeanRemovingNorm(Norm):
 
 
 def make_norm(norm: norms.Norm, size: int, *, dtype: torch.dtype) -> Norm:
-    """The norm over `size` elements that a layer's value describes."""
+    """Returns the norm over `size` elements that a layer's value describes."""
     if isinstance(norm, norms.LayerNorm):
         return MeanRemovingNorm(size, norm.eps, dtype=dtype, bias=norm.bias)
     return make_rms_norm(norm, size, dtype=dtype)
 
 
 def make_rms_norm(norm: norms.RMSNorm, size: int, *, dtype: torch.dtype) -> RMSNorm:
-    """The same for who computes it from its weight alone."""
+    """Returns the same for who computes it from its weight alone."""
     kind = OnePlusWeightRMSNorm if norm.one_plus_weight else RMSNorm
     return kind(size, norm.eps, dtype=dtype)
 

@@ -31,7 +31,9 @@ class StepSequences:
         self._latest: tuple[ForwardInputs, Sequences] | None = None
 
     def of(self, inputs: ForwardInputs) -> Sequences:
-        """The requests of a step, in order; found by the first layer that asks and kept for the others."""
+        """Returns the requests of a step, in order; found by the first layer that asks and kept for the
+        others.
+        """
         if self._latest is None or self._latest[0] is not inputs:
             self._latest = inputs, make_sequences(inputs.query_start_loc, inputs.query_start_loc_tensor)
         return self._latest[1]
@@ -87,7 +89,10 @@ class LayerStates(NamedTuple):
     sequences: Sequences | None  # None: one token of each request
 
     def convolve(self, rows: torch.Tensor, conv: ConvTaps, *, activates: bool = True) -> torch.Tensor:
-        """`[T, channels]` to the same; leaves the latest inputs for the next step. `activates`: by SiLU."""
+        """Maps `[T, channels]` to the same; leaves the latest inputs for the next step.
+
+        `activates`: by SiLU.
+        """
         own = rows, self.recent, conv.taps, *self.slots
         if self.sequences is None:
             return causal_conv_update(*own, conv.bias, activates)
@@ -140,7 +145,7 @@ class StateLayer(nn.Module):
 
 
 def own_rows(*shards: ShardRange) -> list[int]:
-    """Where axes lie one after the other, all of each, the rows that belong to a rank."""
+    """Returns where axes lie one after the other, all of each, the rows that belong to a rank."""
     rows, begin = list[int](), 0
     for shard in shards:
         rows += range(begin + shard.begin, begin + shard.end)

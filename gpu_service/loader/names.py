@@ -45,7 +45,8 @@ _LAST = ("model.norm", "model.hc_head")
 def wanted_name(
     name: str, config: ModelConfig, parallel: ParallelContext = SOLO, *, head_is_embedding: bool = False
 ) -> str | None:
-    """The canonical name of a checkpoint tensor, or None where it is right that nothing here reads it.
+    """Returns the canonical name of a checkpoint tensor, or None where it is right that nothing here reads
+    it.
 
     Left out are routed experts of MoE layers (the expert servers'), norms that dense layers have and do not
     use, what the family's rules drop (rotary frequencies; multi-token prediction, unless it is served), a

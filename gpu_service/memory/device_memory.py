@@ -15,7 +15,7 @@ _cuda: Any = torch.cuda
 
 
 def gib(nbytes: int) -> str:
-    """Bytes as GiB with two decimals, for messages and tables."""
+    """Returns bytes as GiB with two decimals, for messages and tables."""
     return f"{nbytes / 2**30:.2f}"
 
 
@@ -43,7 +43,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def use(self) -> MemoryUse:
-        """What is used now. Waits for what was launched."""
+        """Returns what is used now. Waits for what was launched."""
 
     @abstractmethod
     def device_allocations(self) -> int:

@@ -15,7 +15,7 @@ from moebius.errors import UserError
 
 
 def render(plan: MemoryPlan, measured: Mapping[str, int] | None = None) -> str:
-    """A table of planned and, where known, measured GiB per part, its last line the sum."""
+    """Returns a table of planned and, where known, measured GiB per part, its last line the sum."""
     measured = measured or {}
     rows = [("part", "planned GiB", "measured GiB" if measured else "")]
     for line in plan.lines:
@@ -100,7 +100,9 @@ class MemoryLedger:
             )
 
     def late_allocations(self) -> int:
-        """How often memory was asked of the device since `seal`: 0 unless a step exceeded the plan."""
+        """Returns how often memory was asked of the device since `seal`: 0 unless a step exceeded
+        the plan.
+        """
         if self._sealed is None:
             return 0
         return self._memory.device_allocations() - self._sealed.device_allocations

@@ -92,7 +92,9 @@ class Backbone(nn.Module):
         self.deferral: DeferralRule | None = None
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """`[T, H]` after the final norm; on a stage that is not the last, what was sent to the next one."""
+        """Returns `[T, H]` after the final norm; on a stage that is not the last, what was sent to the next
+        one.
+        """
         inputs, images = context.inputs, context.inputs.image_features
         if self.deferral is not None and context.deferral is None:
             context = replace(context, deferral=self.deferral.begin())
@@ -122,7 +124,7 @@ class Backbone(nn.Module):
         return hidden_states
 
     def _ended(self, stream: ResidualStream, norm: Norm | StreamMixer) -> torch.Tensor:
-        """What the stream ends as, `[T, H]`, normed."""
+        """Returns what the stream ends as, `[T, H]`, normed."""
         if isinstance(stream, HyperStreams):
             stream.head = self.hc_head
         if isinstance(norm, StreamMixer):
@@ -196,7 +198,7 @@ class CausalLM(nn.Module):
         self._packed_tied_head: torch.Tensor | None = None
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Hidden states `[T, H]` after the final norm, one row per row of `context.inputs`.
+        """Returns hidden states `[T, H]` after the final norm, one row per row of `context.inputs`.
 
         `context.attention.plan(context.inputs)` must have been called. Side effect: the KV cache holds
         the new tokens. Raises what the expert client raises; then the step may be run again unchanged.
@@ -207,7 +209,8 @@ class CausalLM(nn.Module):
     def predict_further(
         self, head: int, hidden_states: torch.Tensor, next_ids: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """What a layer of multi-token prediction (`head`, from 0) makes of a step's rows, `[T, H]`, normed.
+        """Returns what a layer of multi-token prediction (`head`, from 0) makes of a step's rows, `[T, H]`,
+        normed.
 
         A row at position p has the hidden state of p after the final norm (or what the head before made of
         it) and the id, int64 `[T]`, of the token at p + 1; with `compute_logits` its output predicts the
@@ -232,7 +235,7 @@ class CausalLM(nn.Module):
         return whole.div_(cap).tanh_().mul_(cap) if cap else whole
 
     def _own_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[L, part]` of this rank's part of the vocabulary."""
+        """Returns `[L, part]` of this rank's part of the vocabulary."""
         if self.lm_head is not None:
             logits: torch.Tensor = self.lm_head(hidden_states)
             return logits

@@ -30,7 +30,7 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @Op
 def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """The same with GELU's tanh approximation (Hendrycks & Gimpel 2016)."""
+    """Returns the same with GELU's tanh approximation (Hendrycks & Gimpel 2016)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh").mul_(up)
 

@@ -162,7 +162,7 @@ def _install_host_kernels() -> dict[str, str]:
 def install_tables(
     device: torch.device, tables: Tables, dtype: torch.dtype, sizes: Sequence[Sizes] = (SMALL,)
 ) -> dict[str, str]:
-    """The same from tables already loaded, in order of preference, and for a device of any type."""
+    """Returns the same from tables already loaded, in order of preference, and for a device of any type."""
     chosen, failures = {}, _Failures()
     for op in counted(OPS, "trying GPU kernels", len(OPS)):
         op.use(device.type, None)
@@ -276,7 +276,7 @@ def _usable(
 
 
 def _joined(chain: Sequence[Implementation], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The first of the chain that supports the arguments, else the reference."""
+    """Returns the first of the chain that supports the arguments, else the reference."""
     first, *rest = chain
     if first.supports is None:
         return first.function

@@ -116,7 +116,7 @@ def _of_residual(sizes: Sizes, layer: Layer) -> Sizes:
 
 
 def _of_mixer(sizes: Sizes, layer: Layer) -> Sizes:
-    """Sizes that the ops of a mixer are called with."""
+    """Returns the sizes that the ops of a mixer are called with."""
     mixer = layer.mixer
     if isinstance(mixer, SelectiveScan):
         scan = mixer.num_value_heads, mixer.key_head_dim
@@ -138,7 +138,9 @@ def _of_mixer(sizes: Sizes, layer: Layer) -> Sizes:
 
 
 def _rotated(mixer: Mixer) -> tuple[int, int, int, int, bool] | None:
-    """Query and key heads, elements of a head and of them rotated, and the pairing; None: nothing rotates."""
+    """Returns query and key heads, elements of a head and of them rotated, and the pairing; None: nothing
+    rotates.
+    """
     rope = mixer.rope
     if isinstance(mixer, CompressedAttention):
         # The ends of heads are rotated.

@@ -81,7 +81,7 @@ class _Maker:
         return query, pages, positions, table, starts, 6, 2, 1, False
 
     def mean_block_scores(self) -> tuple[Any, ...]:
-        """The same; rows of pages hold more than a key."""
+        """Returns the same; rows of pages hold more than a key."""
         _, pages, *rest = self.block_scores()
         size = self._sizes.index_dim
         return self._random(3, 5, size), torch.cat((pages, pages[..., :4]), dim=2), *rest
@@ -148,7 +148,7 @@ class _Maker:
         return streams, projection, base, scale, 1e-6, hyper.eps, hyper.iterations, hyper.magnitude
 
     def mix(self) -> tuple[Any, ...]:
-        """The update as experts leave it."""
+        """Returns the update as experts leave it."""
         streams = self._streams()
         tokens, num, size = streams.shape
         mixed = num if self._sizes.hyper.iterations else 0
@@ -178,7 +178,7 @@ class _Maker:
         return keys, streams, values, weight, weight.flip(0).contiguous(), eps
 
     def ngrams(self) -> tuple[Any, ...]:
-        """A token, a chunk at the beginning of its request and one in the middle; some end a text."""
+        """Returns a token, a chunk at the beginning of its request and one in the middle; some end a text."""
         starts, device = [0, 1, 6, 8], self._device
         positions = torch.tensor([9, *range(5), 30, 31], device=device)
         ids, states = (self._random(*shape, dtype=torch.float32) * 3 for shape in ((8,), (5, 2)))
@@ -232,7 +232,7 @@ class _Maker:
         return self._random(self._sizes.tokens, self._sizes.hidden), weight, self._random(72)
 
     def add_norm_linear(self) -> tuple[Any, ...]:
-        """Logits of a router, after experts' sum."""
+        """Returns the logits of a router, after experts' sum."""
         router, (rows, residual, *norm) = self._sizes.router, self.fused_add()
         dtype = torch.float32 if router.float32_gate else self._dtype
         return (
@@ -282,7 +282,7 @@ class _Maker:
         )
 
     def _heads(self) -> torch.Tensor:
-        """Queries and keys, without the values that lie between rows."""
+        """Returns queries and keys, without the values that lie between rows."""
         sizes = self._sizes
         fused = self._random(sizes.tokens, sizes.queries + 2 * sizes.keys, sizes.head_dim)
         return fused[:, : sizes.queries + sizes.keys]
@@ -292,7 +292,7 @@ class _Maker:
         return torch.tensor([0, 0, 2], device=self._device), torch.tensor([1, 3, 4], device=self._device)
 
     def _sequences(self) -> Sequences:
-        """One token, then a chunk and a part of one, then less than a convolution remembers."""
+        """Returns one token, then a chunk and a part of one, then less than a convolution remembers."""
         starts = [0, 1, 70, 72]
         return make_sequences(starts, torch.tensor(starts, dtype=torch.int32, device=self._device))
 
@@ -392,5 +392,5 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
 
 
 def example(name: str, device: torch.device, dtype: torch.dtype, sizes: Sizes = SMALL) -> tuple[Any, ...]:
-    """Fresh arguments of the op of that name, for activations of a dtype."""
+    """Returns fresh arguments of the op of that name, for activations of a dtype."""
     return _MAKERS[name](_Maker(device, dtype, sizes))

@@ -128,7 +128,7 @@ def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
 
 
 def can_truncate(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> bool:
-    """Whether the rows are dense float32."""
+    """Returns whether the rows are dense float32."""
     return (
         probabilities.dtype == torch.float32 and probabilities.is_contiguous() and probabilities.numel() > 0
     )
@@ -166,7 +166,7 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
 
 
 def can_rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
-    """Whether rows, or heads in rows, are of 16 bits and aligned to vectors."""
+    """Returns whether rows, or heads in rows, are of 16 bits and aligned to vectors."""
     return (
         hidden_states.dtype in _HALVES
         and weight.dtype == hidden_states.dtype
@@ -199,7 +199,7 @@ def can_fused_add_rms_norm(
 
 
 def can_gated(gate_up: torch.Tensor) -> bool:
-    """Whether rows are dense and both their halves aligned to vectors."""
+    """Returns whether rows are dense and both their halves aligned to vectors."""
     return (
         gate_up.dtype in _HALVES
         and gate_up.numel() > 0

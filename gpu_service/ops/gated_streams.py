@@ -56,7 +56,7 @@ def gate_values(
     query_weight: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """What embeddings of n-grams add to each stream, before its convolution: `[T, N, H]`.
+    """Returns what embeddings of n-grams add to each stream, before its convolution: `[T, N, H]`.
 
     The gate of a stream is `sigmoid(sign(s) sqrt(max(|s|, 1e-6)))`, where s is the product of a key with the
     stream, both normed (`norm_streams`), divided by sqrt(H); it multiplies one value `[T, H]` of all streams.

@@ -24,7 +24,7 @@ _POSTS = {"none": 0, "renormalize": 1, "softmax": 2, "sigmoid": 3, "sigmoid_reno
 
 @functools.cache
 def dense_threads(num_threads: int) -> _kernels.DenseThreads:
-    """The threads of all dense layers of this process."""
+    """Returns the threads of all dense layers of this process."""
     return _kernels.DenseThreads(num_threads)
 
 

@@ -172,7 +172,7 @@ class DeltaRows(NamedTuple):
 
 
 def unit_heads(columns: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """`[T, heads * head_dim]` as float32 `[T, heads, head_dim]` of length 1."""
+    """Returns `[T, heads * head_dim]` as float32 `[T, heads, head_dim]` of length 1."""
     rows = columns.float().view(columns.shape[0], -1, head_dim)
     return rows * (rows.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
 

@@ -18,7 +18,7 @@ _WIDE_STRIDE = 8
 
 
 def is_noted(layer: int, is_float16: bool) -> bool:
-    """Whether a step that notes overflows looks at the residual stream after this layer."""
+    """Returns whether a step that notes overflows looks at the residual stream after this layer."""
     return is_float16 or layer % _WIDE_STRIDE == _WIDE_STRIDE - 1
 
 

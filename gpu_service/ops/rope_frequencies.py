@@ -9,7 +9,7 @@ import torch
 
 
 def _wavelengths(theta: float, dim: int) -> torch.Tensor:
-    """Tokens per radian, `theta^(2i/dim)`."""
+    """Returns the tokens per radian, `theta^(2i/dim)`."""
     wavelengths: torch.Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     return wavelengths
 
@@ -42,7 +42,7 @@ def _yarn(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
     frequencies = _default(theta, dim, scaling)
 
     def pair_with(turns: float) -> float:
-        """Index of the pair that turns so often within the original context."""
+        """Returns the index of the pair that turns so often within the original context."""
         length = scaling["original_max_position_embeddings"]
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -58,7 +58,7 @@ def _yarn(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
 
 
 def _proportional(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """Gemma 4: the first pairs turn as those of a whole head do, all others stay."""
+    """Returns Gemma 4: the first pairs turn as those of a whole head do, all others stay."""
     pairs = torch.arange(dim // 2, device="cpu")
     frequencies = _default(theta, dim, scaling) / scaling.get("factor", 1.0)
     return frequencies * (pairs < scaling["rotated_pairs"])
@@ -82,7 +82,7 @@ FREQUENCIES: Mapping[str, Callable[[float, int, Mapping[str, float]], torch.Tens
 def inverse_frequencies(
     theta: float, rotary_dim: int, kind: str, scaling: Mapping[str, float], pair_factors: Sequence[float] = ()
 ) -> torch.Tensor:
-    """Radians per token of each pair, float32 `[rotary_dim / 2]` on the CPU.
+    """Returns the radians per token of each pair, float32 `[rotary_dim / 2]` on the CPU.
 
     `pair_factors`: what the frequency of each pair is divided by, of kinds that have such lists.
     """

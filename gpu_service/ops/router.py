@@ -10,7 +10,7 @@ from moebius.models.config import RouterConfig
 
 
 def _scores(router_logits: torch.Tensor, config: RouterConfig) -> torch.Tensor:
-    """Score function, always in float32."""
+    """Returns score function, always in float32."""
     logits = router_logits.float()
     if config.logit_softcap:
         logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
@@ -64,7 +64,7 @@ def route(
 def zero_experts(
     hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
-    """What choices without weights answer: what they are given, each times its weight.
+    """Returns what choices without weights answer: what they are given, each times its weight.
 
     hidden_states `[T, H]`; weights float32 and ids int32 `[T, K]`, contiguous. Returns float32 `[T, H]`. An
     id of `num_experts` or more is such a choice; in place it becomes -1, so that nobody else computes it.
@@ -84,7 +84,7 @@ def choose_by_kind(
     num_experts: int,
     num_parts: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's choice among the experts of its kind, as choices of their parts.
+    """Returns each token's choice among the experts of its kind, as choices of their parts.
 
     input_ids int64 `[T]`, second_tokens int64 `[V]`: ids of tokens of the second kind; `first`, `second`:
     what `route` answers, `[T, top_k]`, for either kind of `num_experts`, of `num_parts` parts each. Returns
@@ -121,7 +121,7 @@ def weigh_chosen(
 def _finished(
     scores: torch.Tensor, ids: torch.Tensor, config: RouterConfig, valid_rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of the chosen, and their ids where rows are valid."""
+    """Returns the weights of the chosen, and their ids where rows are valid."""
     weights = scores.gather(-1, ids.long())
     if config.post in ("sigmoid", "sigmoid_renormalize"):
         weights = weights.sigmoid()

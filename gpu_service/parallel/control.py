@@ -46,7 +46,7 @@ class _Frames(Protocol):
         """One frame. Raises OSError."""
 
     def recv_bytes(self, maxlength: int) -> bytes:
-        """The next frame. Raises EOFError at the end, OSError for one that is longer."""
+        """Returns the next frame. Raises EOFError at the end, OSError for one that is longer."""
 
 
 class _SecuredFrames:
@@ -172,7 +172,9 @@ class RankConnection:
             return
 
     def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> ranks_pb2.Frame:
-        """The next frame. Raises ConnectionLost when none begins, or one does not end, within the timeout."""
+        """Returns the next frame. Raises ConnectionLost when none begins, or one does not end, within the
+        timeout.
+        """
         try:
             return ranks_pb2.Frame.FromString(self._frames.recv_bytes(max_bytes))
         except DecodeError as error:
@@ -183,7 +185,7 @@ class RankConnection:
             raise ConnectionLost(_reason(error)) from error
 
     def receive_hello(self) -> ranks_pb2.Hello:
-        """The first frame of a rank. Raises ConnectionLost when something else arrives."""
+        """Returns the first frame of a rank. Raises ConnectionLost when something else arrives."""
         frame = self.receive(_MAX_HELLO_BYTES)
         if frame.WhichOneof("content") != "hello":
             raise ConnectionLost("what arrived is no rank's first frame")

@@ -213,7 +213,10 @@ _OWN_SECTIONS = {"gateway", "supervisor", "telemetry", "security"}
 
 
 def place_of(settings: ParallelConfig) -> ParallelContext:
-    """Which part this rank holds, without collectives yet. Raises ConfigError for a rank out of range."""
+    """Returns which part this rank holds, without collectives yet.
+
+    Raises ConfigError for a rank out of range.
+    """
     size = settings.num_ranks
     check_hosts(settings)
     if settings.rank >= size:
@@ -305,7 +308,7 @@ def _store_listener(host: str) -> socket.socket:
 
 
 def _store(host: str, port: int, size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
-    """Where process groups exchange addresses; rank 0 serves it."""
+    """Returns where process groups exchange addresses; rank 0 serves it."""
     return TCPStore(
         host,
         port,

@@ -55,11 +55,13 @@ class RankSampler(Sampler):
         return Sampled(token_ids, finite, logprobs)
 
     def columns(self, num_top: int) -> int:
-        """Alternatives that there are for `num_top` wanted ones."""
+        """Returns the alternatives that there are for `num_top` wanted ones."""
         return min(num_top, self._vocab_size)
 
     def _share(self, own: Sampled | None, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sampling rank's token ids int64 `[R]`, and whether their logits were finite, bool `[R]`."""
+        """Returns the sampling rank's token ids int64 `[R]`, and whether their logits were finite, bool
+        `[R]`.
+        """
         shared = torch.zeros((2, rows), dtype=torch.int64, device=self._device)
         if own is not None:
             shared[0] = own.token_ids
@@ -131,7 +133,7 @@ class RankModelRunner(ModelRunner):
         return sampler.share_pooled(own, cast(CausalLM, self.model).config.hidden_size)
 
     def _score_prompt(self, wanted: PromptLogprobRows, hidden_states: torch.Tensor) -> list[Logprobs]:
-        """The sampling rank's scores, in one piece."""
+        """Returns the sampling rank's scores, in one piece."""
         sampler = cast(RankSampler, self.sampler)
         own: Logprobs | None = None
         if sampler.parallel.is_last_stage:

@@ -148,7 +148,7 @@ class LiveExperts:
         return expert_pb2_grpc.ExpertStub(self._channels[index])  # type: ignore[no-untyped-call]
 
     async def _ask(self, index: int) -> tuple[pb.LiveExpertServer, expert_pb2.StatsResponse | None]:
-        """One server's answer; None: it gave none in time."""
+        """Returns one server's answer; None: it gave none in time."""
         stub = self._stub(index)
         try:
             async with asyncio.timeout(_ANSWER_S):
@@ -172,8 +172,11 @@ class LiveExperts:
         return server, stats
 
     def _rows(self, answers: Sequence[expert_pb2.StatsResponse | None]) -> dict[int, list[int]]:
-        """Rows of each expert by layer. Servers that share every expert have all computed the same rows,
-        servers of whole experts each its own: the largest count is right for both."""
+        """Returns the rows of each expert by layer.
+
+        Servers that share every expert have all computed the same rows, servers of whole experts each its
+        own: the largest count is right for both.
+        """
         if not answers or any(stats is None for stats in answers):
             return {}
         num_experts = self._geometry.num_experts
@@ -245,7 +248,9 @@ def _costs(check: StepCheck, placement: AdaptivePlacement | None) -> pb.LiveCost
 
 
 def _choices(recorder: ExpertRecorder) -> Mapping[int, Any]:
-    """Counts by layer since the recorder's start; none when it was stopped meanwhile and never started."""
+    """Returns the counts by layer since the recorder's start; none when it was stopped meanwhile and never
+    started.
+    """
     try:
         return recorder.dump().counts_by_layer()
     except UserError:

@@ -192,7 +192,7 @@ def profile_seconds(seconds: float, most: float = MOST_SECONDS) -> float:
 
 
 def unix_offset_ns() -> int:
-    """What to add to CLOCK_MONOTONIC for Unix time, nanoseconds.
+    """Returns what to add to CLOCK_MONOTONIC for Unix time, nanoseconds.
 
     Of several readings that during which least time passed: others may have had the processor in between.
     """
@@ -204,7 +204,7 @@ def unix_offset_ns() -> int:
 
 
 async def clock_offset(stub: Any) -> int:
-    """What to add to the server's CLOCK_MONOTONIC for ours, nanoseconds.
+    """Returns what to add to the server's CLOCK_MONOTONIC for ours, nanoseconds.
 
     0 under the same kernel, where it is the same clock. Otherwise the answer to the quickest of several
     questions is taken to be written in the middle of it. Raises AioRpcError.
@@ -231,12 +231,12 @@ def boot_id() -> str:
 
 
 def _has_gpu() -> bool:
-    """Whether this process computes on one."""
+    """Returns whether this process computes on one."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _start_torch() -> Any:
-    """A profiler that runs: of all threads, and of the GPU where there is one."""
+    """Returns a profiler that runs: of all threads, and of the GPU where there is one."""
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 
@@ -253,7 +253,7 @@ def _start_torch() -> Any:
 
 
 def _exported(profiler: Any) -> bytes:
-    """The trace of a profiler that has been stopped, as JSON."""
+    """Returns the trace of a profiler that has been stopped, as JSON."""
     with tempfile.TemporaryDirectory(prefix="moebius-profile-") as directory:
         path = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(path))

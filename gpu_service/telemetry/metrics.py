@@ -116,7 +116,9 @@ class EngineMetrics:
 
 
 def _first_tokens(batch: Batch) -> int:
-    """Outputs that a step begins: their tokens are none that it computes, as those of decoding stand for."""
+    """Returns the number of outputs that a step begins: their tokens are none that it computes, as those of
+    decoding stand for.
+    """
     ends_prompt = (
         start < request.prompt_len and samples
         for request, start, samples in zip(batch.requests, batch.start_positions, batch.samples, strict=True)
@@ -166,12 +168,14 @@ class EngineTelemetry:
         self._traced_steps = 0
 
     def throughput(self) -> float:
-        """Output tokens per second over the last 10 s."""
+        """Returns output tokens per second over the last 10 s."""
         since = time.monotonic() - _WINDOW_S
         return sum(count for at, count in list(self._recent) if at >= since) / _WINDOW_S
 
     def prompt_throughput(self) -> float:
-        """Prompt tokens per second of the outputs that started in the last 10 s, cached ones included."""
+        """Returns prompt tokens per second of the outputs that started in the last 10 s, cached ones
+        included.
+        """
         since = time.monotonic() - _WINDOW_S
         return sum(tokens for at, _, tokens in list(self._starts) if at >= since) / _WINDOW_S
 

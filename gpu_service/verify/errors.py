@@ -97,7 +97,7 @@ def rows_dtype(dtype: torch.dtype) -> RowsDtype:
 
 
 def coarsest_bits(formats: Sequence[str]) -> int:
-    """Bits of a weight in the coarsest of these packed formats."""
+    """Returns the number of bits of a weight in the coarsest of these packed formats."""
     return min(weight_format(name).bits for name in formats)
 
 
@@ -131,7 +131,7 @@ def allowed_error(
 
 
 def rounded_to(expert_dtype: ExpertDtype, stored: Iterable[ExpertMatrices]) -> ExpertDtype:
-    """What these experts' weights are rounded to; "keep": nothing is rounded."""
+    """Returns what these experts' weights are rounded to; "keep": nothing is rounded."""
     # Kept weights that none of our formats holds exactly become bfloat16.
     is_rounded = expert_dtype == "keep" and any(expert.is_rounded for expert in stored)
     return "bfloat16" if is_rounded else expert_dtype

@@ -41,7 +41,7 @@ class Probe:
     topk_weights: torch.Tensor  # float32 [T, K]
 
     def run(self, compute: Compute, device: torch.device) -> torch.Tensor:
-        """What `compute` answers, float32 `[T, H]`, on the device still."""
+        """Returns what `compute` answers, float32 `[T, H]`, on the device still."""
         return compute(
             self.layer,
             self.hidden_states.to(device),
@@ -63,7 +63,7 @@ class Probe:
 
 
 def make_probe(layer: int, experts: Sequence[int], hidden_size: int, top_k: int, dtype: torch.dtype) -> Probe:
-    """Rows of variance 1, the same on every rank and in every process."""
+    """Returns the rows of variance 1, the same on every rank and in every process."""
     generator = torch.Generator().manual_seed(layer)
     single = ROWS_EACH * len(experts)
     rows = single + ROWS_TOGETHER
@@ -82,7 +82,9 @@ def make_probe(layer: int, experts: Sequence[int], hidden_size: int, top_k: int,
 
 
 def spread(items: Sequence[int], count: int) -> tuple[int, ...]:
-    """Up to `count` of the items, evenly spread: the first, the last (for 2 or more), some between."""
+    """Returns the up to `count` of the items, evenly spread: the first, the last (for 2 or more), some
+    between.
+    """
     if count >= len(items):
         return tuple(items)
     if count <= 1:
@@ -94,7 +96,7 @@ def spread(items: Sequence[int], count: int) -> tuple[int, ...]:
 def place_of(
     config: MoebiusConfig, geometry: MoeGeometry, experts: Sequence[int], on_device: Collection[int]
 ) -> str:
-    """The device, this process, or the expert servers that hold a part of any of the experts."""
+    """Returns the device, this process, or the expert servers that hold a part of any of the experts."""
     served = [expert for expert in experts if expert not in on_device]
     places = [] if len(served) == len(experts) else ["the engine's device"]
     if served:
@@ -103,7 +105,7 @@ def place_of(
 
 
 def shares_experts(config: ExpertConfig) -> bool:
-    """Whether several servers hold a part of every expert each."""
+    """Returns whether several servers hold a part of every expert each."""
     return config.expert_split == "tensor" and _count(config) > 1
 
 
@@ -165,7 +167,7 @@ def _error(
     expert: int,
     address: str,
 ) -> float:
-    """Relative error of one server's part of an expert against the checkpoint."""
+    """Returns relative error of one server's part of an expert against the checkpoint."""
     intermediate_range = _intermediate_range(address)
     probe = make_probe(layer, (expert,), geometry.hidden_size, geometry.top_k, dtype)
     arguments = (layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)

@@ -64,7 +64,7 @@ class KimiImageProcessor:
         return KimiImageProcessor(**{name: value for name, value in found.items() if value is not None})
 
     def sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Height and width after resizing, and after padding."""
+        """Returns height and width after resizing, and after padding."""
         patches = max(1, height // self.patch_size) * max(1, width // self.patch_size)
         longest = self.max_side_patches * self.patch_size
         scale = min(1.0, math.sqrt(self.max_patches / patches), longest / height, longest / width)
@@ -129,7 +129,7 @@ class PixtralImageProcessor:
         return int(math.ceil(self.longest / side) * self.merge_size) ** 2
 
     def _limit(self, height: int, width: int, max_pixels: int) -> int:
-        """The most that its longer side may be, so that it has no more pixels than that."""
+        """Returns the most that its longer side may be, so that it has no more pixels than that."""
         side, scale = self.patch_size * self.merge_size, math.sqrt(max_pixels / (height * width))
         longest = min(self.longest, max(side, int(max(height, width) * scale)))
         while longest > side:
@@ -316,7 +316,7 @@ PROCESSORS: Mapping[str, FamilyProcessor] = {
 
 
 def load_settings(directory: str | Path) -> dict[str, Any]:
-    """The image processor's keys. Raises UserError when the checkpoint has no file with them."""
+    """Returns the image processor's keys. Raises UserError when the checkpoint has no file with them."""
     for name in _FILES:
         path = Path(directory) / name
         if path.is_file():
@@ -329,7 +329,7 @@ def load_settings(directory: str | Path) -> dict[str, Any]:
 
 
 def read_layout(config: ModelConfig, directory: str | Path) -> ImageLayout:
-    """The tokens of an image in a prompt, by the names that the checkpoint's tokenizer gives them.
+    """Returns the tokens of an image in a prompt, by the names that the checkpoint's tokenizer gives them.
 
     Raises UserError naming the token that it lacks.
     """
@@ -382,7 +382,7 @@ class ImagePreparer:
             )
 
     def prepare(self, data: bytes, *, low_detail: bool = False) -> PreparedImage:
-        """An image file, resized, normalised and cut into patches. Raises ImageError.
+        """Returns an image file, resized, normalised and cut into patches. Raises ImageError.
 
         `low_detail`: of at most `LOW_DETAIL_PIXELS`, unless the checkpoint's limit is lower anyway.
         """
@@ -406,7 +406,9 @@ class ImagePreparer:
 
 
 def content_key(data: bytes, *, low_detail: bool = False) -> int:
-    """A negative number of 63 bits: equal files of equal detail have equal keys; no token id is negative."""
+    """Returns a negative number of 63 bits: equal files of equal detail have equal keys; no token id is
+    negative.
+    """
     digest = hashlib.sha256(data).digest()
     if low_detail:
         # Of the digest rather than of the file with something appended, which could be another file.

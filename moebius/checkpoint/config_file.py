@@ -38,7 +38,10 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises CheckpointError naming the file and what is wrong with it."""
+    """Returns the object that a JSON file holds.
+
+    Raises CheckpointError naming the file and what is wrong with it.
+    """
     refuse_pointer(path)
     try:
         content = json.loads(path.read_bytes())

@@ -11,7 +11,7 @@ BLOCK = 256
 
 
 def split_bounds(size: int, shares: Sequence[int], multiple: int = 1) -> list[tuple[int, int]]:
-    """Consecutive `[begin, end)` that cover `[0, size)`, their lengths proportional to `shares`.
+    """Returns consecutive `[begin, end)` that cover `[0, size)`, their lengths proportional to `shares`.
 
     Every bound is a multiple of `multiple` (the kernels' panel height), save the last end. Shares that
     round to nothing are errors: a server without weights would be a waste that goes unnoticed. Where

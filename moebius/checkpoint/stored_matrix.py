@@ -129,7 +129,7 @@ class StoredMatrix:
         return math.lcm(*steps, self.scheme.groups_together * (self.scheme.group_size or 1))
 
     def read(self, reader: SliceReader, rows: slice | None = None, cols: slice | None = None) -> SourceMatrix:
-        """Logical `[rows, cols]`; bounds must be multiples of `row_multiple` and `col_multiple`.
+        """Returns logical `[rows, cols]`; bounds must be multiples of `row_multiple` and `col_multiple`.
 
         Raises CheckpointError naming a tensor that cannot be read, or that holds NaN or infinity.
         """
@@ -177,7 +177,7 @@ class StoredMatrix:
         return is_known and self.scheme.group_size > 0 and self.whole is None
 
     def column_order(self, reader: SliceReader) -> NDArray[np.uint32]:
-        """The stored columns in the order of their groups, uint32 `[columns]`.
+        """Returns the stored columns in the order of their groups, uint32 `[columns]`.
 
         Raises CheckpointError naming the tensor where groups have not the size that the scheme says.
         """
@@ -237,7 +237,7 @@ class StoredMatrix:
         return (self.whole or self.shape)[1]
 
     def _integers(self, codes: Array, rows: int, cols: int) -> NDArray[np.float32]:
-        """`[rows, cols]`, 0 to 15 or -128 to 127."""
+        """Returns `[rows, cols]`, 0 to 15 or -128 to 127."""
         if self.scheme.bytes_in_words:
             return codes[:rows, :cols].astype(np.float32)
         axis = 0 if self.arrays[0].role.transposed else 1
@@ -245,14 +245,14 @@ class StoredMatrix:
         return (unpacked if axis else unpacked.T)[:rows, :cols].astype(np.float32)
 
     def _middles(self, reader: SliceReader, rows: range) -> NDArray[np.float32]:
-        """What code means 0, `[rows, groups]`, or one value for all groups."""
+        """Returns what code means 0, `[rows, groups]`, or one value for all groups."""
         groups = count_elements(self._stored_columns, self.scheme.group_size)
         middle = 0 if self.scheme.bytes_in_words else 8
         zeros = self._zero_points(reader, rows)
         return np.full((1, groups), middle, np.float32) if zeros is None else zeros.astype(np.float32)
 
     def _zero_points(self, reader: SliceReader, rows: range) -> NDArray[np.uint8] | None:
-        """uint8 `[rows, groups]`, 0 to 15; None: the middle."""
+        """Returns uint8 `[rows, groups]`, 0 to 15; None: the middle."""
         zeros, array = self._zeros(reader, rows, range(self._stored_columns)), self._array("zeros")
         if zeros is None or array is None:
             return None
@@ -264,7 +264,7 @@ class StoredMatrix:
         return points
 
     def _groups_of_columns(self, reader: SliceReader) -> NDArray[np.int64]:
-        """`[cols]`. Raises CheckpointError naming the tensor where one is no group."""
+        """Returns `[cols]`. Raises CheckpointError naming the tensor where one is no group."""
         array = self._array("group_index")
         assert array is not None
         size = self.scheme.group_size
@@ -343,7 +343,7 @@ class StoredMatrix:
         return self._checked(mins, reader, rows, cols)
 
     def _checked(self, array: StoredArray, reader: SliceReader, rows: range, cols: range) -> Array:
-        """Scales or mins, finite ones."""
+        """Returns scales or mins, finite ones."""
         found = array.read(reader, rows, cols)
         if SCALE_TYPES[array.tensor.dtype] == "products":
             check_finite(product_factors(found), "F16", array.tensor.name)
@@ -367,7 +367,7 @@ class StoredMatrix:
         return None
 
     def _per_group(self, found: Array, array: StoredArray, cols: int) -> Array:
-        """A value for the whole row or a wider group, repeated for groups that kernels know."""
+        """Returns a value for the whole row or a wider group, repeated for groups that kernels know."""
         size, step = self.scheme.group_size, array.role.in_step
         axis = 0 if array.role.transposed else 1
         if not size:

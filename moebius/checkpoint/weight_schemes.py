@@ -120,7 +120,7 @@ def mxfp8(name: str, scale_suffix: str) -> WeightScheme:
 
 
 def int8(name: str, strategy: str, quantised_rows: bool, group_size: int = 0) -> WeightScheme:
-    """Symmetric int8 with a scale per row, one for all, or one per group of a row."""
+    """Returns symmetric int8 with a scale per row, one for all, or one per group of a row."""
     codes = StoredRole("codes", "weight", ("I8",))
     packed = "int8_w8a8" if quantised_rows else "int8"
     return _int8_scheme(name, codes, strategy, group_size, packed)
@@ -236,12 +236,14 @@ def nvfp4(name: str, codes: str, global_scale: StoredRole) -> WeightScheme:
 
 
 def reordered(scheme: WeightScheme, suffix: str = "g_idx") -> WeightScheme:
-    """The scheme with columns quantised in the order of activations; packed ones are sorted by group."""
+    """Returns the scheme with columns quantised in the order of activations; packed ones are sorted
+    by group.
+    """
     others = tuple(role for role in scheme.roles if role.role != "group_index")
     index = StoredRole("group_index", suffix, ("I32",))
     return replace(scheme, roles=(*others, index), reorders=True)
 
 
 def for_targets(scheme: WeightScheme, targets: tuple[str, ...]) -> WeightScheme:
-    """The scheme, limited to modules."""
+    """Returns the scheme, limited to modules."""
     return replace(scheme, targets=targets)

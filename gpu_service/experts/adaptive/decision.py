@@ -53,8 +53,8 @@ class PlacementDecision:
         return refilled + [Wanted(self._layers[row], newcomer, leaver) for row, newcomer, leaver in pairs]
 
     def _refilled(self, resident: NDArray[np.bool_], expected: NDArray[np.float64]) -> list[Wanted]:
-        """The best absent experts for empty slots: those of layers that got memory, or whose expert could not
-        be copied.
+        """Returns the best absent experts for empty slots: those of layers that got memory, or whose expert
+        could not be copied.
         """
         empty = self._slots - resident.sum(axis=1)
         rates, found = self.rates, list[tuple[float, Wanted]]()

@@ -121,6 +121,6 @@ class RoutingForecast:
         return found
 
     def to_record(self) -> NDArray[np.int64]:
-        """Counts of the longest half-life, for a file that a later start begins with."""
+        """Returns the counts of the longest half-life, for a file that a later start begins with."""
         found: NDArray[np.int64] = np.rint(self._sums[-1]).astype(np.int64)
         return found

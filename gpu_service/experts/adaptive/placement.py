@@ -182,8 +182,9 @@ class AdaptivePlacement:
         return np.array([slots.backed for slots in self._resident.slots.values()])
 
     def resident_mask(self) -> NDArray[np.bool_]:
-        """bool `[layers, experts]`: in a slot, or on its way there. Only by the thread that launches
-        steps.
+        """Returns bool `[layers, experts]`: in a slot, or on its way there.
+
+        Only by the thread that launches steps.
         """
         mask = np.zeros((len(self._layers), self._num_experts), np.bool_)
         for row, layer in enumerate(self._layers):
@@ -194,7 +195,7 @@ class AdaptivePlacement:
         return mask
 
     def figures(self) -> PlacementFigures:
-        """What has happened so far."""
+        """Returns what has happened so far."""
         exchanges, chosen, hits = self._exchanges, self._chosen.tolist(), self._hits.tolist()
         layers = {
             layer: LayerFigures(*exchanges.by_layer[layer], chosen[row], hits[row])

@@ -38,7 +38,7 @@ class Exchanges:
 
 
 def worthwhile(expected: NDArray[np.float64], resident: NDArray[np.bool_], copy_price: float) -> Exchanges:
-    """All that pay, each expert in one of them at most.
+    """Returns all that pay, each expert in one of them at most.
 
     expected: float64 `[rows, experts]`, choices within the time for which the forecast holds. resident: bool
     `[rows, experts]`, in a slot or on its way there. copy_price: choices by which a newcomer must be ahead.

@@ -158,8 +158,8 @@ class SlotSupply:
         self._shrink({layer: end for layer, end in ends.items() if end < self._layers[layer].backed}, rates)
 
     def _offers(self, layer: int, rates: Rates) -> Iterator[tuple[float, int, int]]:
-        """What giving up one chunk more costs: choices a token times bytes by chunk; slots left, negated, so
-        that of equal ones a layer with many comes first; chunks.
+        """Yields what giving up one chunk more costs: choices a token times bytes by chunk; slots left,
+        negated, so that of equal ones a layer with many comes first; chunks.
         """
         slots = self._layers[layer]
         size, each = self.pool.chunk_bytes, slots.kind.expert_bytes
@@ -240,7 +240,9 @@ class SlotSupply:
                 heapq.heappush(heap, wish)
 
     def _wish(self, layer: int, rates: Rates) -> tuple[float, int, int, int] | None:
-        """What a slot more brings, negated: as `_offers`, chunks, slots then, layer; None: has all slots."""
+        """Returns what a slot more brings, negated: as `_offers`, chunks, slots then, layer; None: has all
+        slots.
+        """
         slots, size = self._layers[layer], self.pool.chunk_bytes
         if slots.backed == slots.count:
             return None

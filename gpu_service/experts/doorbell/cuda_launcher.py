@@ -253,7 +253,7 @@ def measured_crossover(launcher: CudaLauncher, most_rows: int) -> Crossover:
 
 
 def _row_counts(most_rows: int, row_bytes: int) -> list[int]:
-    """Powers of two from the smallest size that may be worth it to all rows."""
+    """Returns the powers of two from the smallest size that may be worth it to all rows."""
     counts = [most_rows]
     while counts[-1] > 1 and counts[-1] * row_bytes > SMALLEST_BYTES:
         counts.append(counts[-1] // 2)
@@ -261,7 +261,9 @@ def _row_counts(most_rows: int, row_bytes: int) -> list[int]:
 
 
 def _timed(launch: Callable[[], None]) -> float:
-    """Microseconds of one run in a graph, where launching costs the host nothing; the fastest of some."""
+    """Returns the microseconds of one run in a graph, where launching costs the host nothing; the fastest of
+    some.
+    """
     # torch leaves these untyped.
     cuda: Any = torch.cuda
     graph = cuda.CUDAGraph()

@@ -125,7 +125,7 @@ class Watch:
 def failure_of(
     mailbox: Mailbox, deadline_ms: int, reason: str
 ) -> ExpertUnavailable | ExpertComputeFailed | None:
-    """What this client, or else a peer that shares its slots, has reported; None: nothing.
+    """Returns what this client, or else a peer that shares its slots, has reported; None: nothing.
 
     `reason`: why the host made its device give up, if it did.
     """

@@ -27,7 +27,7 @@ _MOST_OF_DEVICE, _MOST_OF_SMALL, _SMALL_BYTES = 24, 48, 40 * 10**9
 
 
 def fetches(config: MoebiusConfig, device_type: str) -> bool:
-    """Whether the settings ask decode steps on such a device ("cuda", "cpu") to fetch experts.
+    """Returns whether the settings ask decode steps on such a device ("cuda", "cpu") to fetch experts.
 
     With several ranks all would have to choose alike, and to run a step again together: they do not fetch.
     """

@@ -87,8 +87,9 @@ def make_state(
     limits: Mapping[int, float],
     device: torch.device,
 ) -> FetchState:
-    """Empty slots, prices at which nothing is copied. `kinds`: by layer, of each group of parts; `limits`:
-    by layer, where its experts clamp.
+    """Returns empty slots, prices at which nothing is copied.
+
+    `kinds`: by layer, of each group of parts; `limits`: by layer, where its experts clamp.
     """
     count, groups = len(kinds), max(map(len, kinds.values()))
     maps = torch.full((count, num_experts), -1, dtype=torch.int32, device=device)

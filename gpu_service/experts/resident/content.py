@@ -23,7 +23,7 @@ class SlotContent:
     seed: int
 
     def matches(self, packed: torch.Tensor) -> bool:
-        """Whether these bytes, uint8 on the host, are the ones that were meant to be there."""
+        """Returns whether these bytes, uint8 on the host, are the ones that were meant to be there."""
         return _kernels.weight_digest(packed.numpy(), self.seed) == self.digest
 
 

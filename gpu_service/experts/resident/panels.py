@@ -46,7 +46,7 @@ class PanelFormat(PanelLayout):
     """One kind of panel as a compile-time constant of kernels; filled by `layer_format`."""
 
     def __repr__(self) -> str:
-        """Part of the names of compiled functions."""
+        """Returns the part of the names of compiled functions."""
         return f"{self.name}_k{self.k}{'_bias' if self.has_bias else ''}"
 
     @property
@@ -108,7 +108,7 @@ class LayerFormat:
 def layer_format(
     gate_up: str, down: str, hidden: int, intermediate: int, has_bias: bool, gated: bool = True
 ) -> LayerFormat:
-    """Experts with up and down and, if `gated`, gate. Raises ValueError for an unknown format."""
+    """Returns experts with up and down and, if `gated`, gate. Raises ValueError for an unknown format."""
     layout = expert_layout(gate_up, down, hidden, intermediate, has_bias, gated)
     return LayerFormat(layout, PanelFormat(**asdict(layout.gate_up)), PanelFormat(**asdict(layout.down)))
 
@@ -126,7 +126,7 @@ class PanelViews:
 
 
 def views(slots: torch.Tensor, panels: PanelFormat) -> PanelViews:
-    """The same memory as flat tensors; in-place changes of `slots` show in them."""
+    """Returns the same memory as flat tensors; in-place changes of `slots` show in them."""
     flat = slots.view(-1)
     scales = flat.view(_SCALE_VIEWS[panels.scale] if panels.scale else torch.bfloat16)
     return PanelViews(flat.view(torch.int32), scales, flat, flat.view(torch.float32))

@@ -50,7 +50,8 @@ class PackedExpertSource:
         self._formats: dict[int, LayerFormat] = {}
 
     def format_of(self, layer: int) -> LayerFormat:
-        """How the layer's experts are packed: as its first one is stored, unless `expert_dtype` says else.
+        """Returns how the layer's experts are packed: as its first one is stored, unless `expert_dtype` says
+        else.
 
         Raises CheckpointError, and UserError when the channels cannot be divided among the ranks.
         """

@@ -205,7 +205,7 @@ class ResidentWatch:
         self._found(layer, slot, content)
 
     def _is_whole(self, layer: int, slot: int, content: SlotContent) -> bool:
-        """Whether the slot's bytes are the content's."""
+        """Returns whether the slot's bytes are the content's."""
         slots = self._resident.slots[layer]
         with self._reading:
             staged = self._staging[: slots.kind.expert_bytes]

@@ -45,7 +45,7 @@ _MOST_OF_DEVICE = 12
 
 
 def streams(config: MoebiusConfig, device_type: str) -> bool:
-    """Whether the settings ask for streaming on such a device ("cuda", "cpu").
+    """Returns whether the settings ask for streaming on such a device ("cuda", "cpu").
 
     Raises UserError where they ask for what cannot be.
     """
@@ -131,7 +131,7 @@ def read_parts(
 def ring_of(
     parts: Mapping[int, Sequence[ServedPart]], ranks: int, device_bytes: int | None
 ) -> RingLayout | None:
-    """The ring of one of so many tensor-parallel ranks; None: every expert is resident.
+    """Returns the ring of one of so many tensor-parallel ranks; None: every expert is resident.
 
     `device_bytes`: of the GPU's memory; None: no limit. Raises UserError when that is too small.
     """
@@ -248,7 +248,7 @@ def _warm_up(streamer: ExpertStreamer, plan: StreamingPlan, max_rows: int, dtype
 
 
 def _counts(config: MoebiusConfig, geometry: MoeGeometry) -> dict[int, list[int]]:
-    """How often experts were chosen, by layer, where a file says so."""
+    """Returns how often experts were chosen, by layer, where a file says so."""
     found = recorded_counts(config.placement, geometry) or {}
     return {layer: counts.tolist() for layer, counts in found.items()}
 
@@ -347,7 +347,7 @@ def _open(paths: Sequence[Path], layers: Sequence[int], fingerprint: str) -> Exp
 
 
 def profiled_stream(plan: StreamingPlan | None, streamer: ExpertStreamer | None) -> ProfiledStream | None:
-    """What the largest step is profiled with; None: it streams nothing."""
+    """Returns what the largest step is profiled with; None: it streams nothing."""
     return None if plan is None or streamer is None else ProfiledStream(streamer, plan.widest)
 
 

@@ -127,7 +127,7 @@ class StreamPlan:
         return tuple(piece for layer in self.layers for piece in layer.pieces)
 
     def pieces_of(self, layers: Collection[int]) -> int:
-        """How many pieces these layers have."""
+        """Returns how many pieces these layers have."""
         return sum(len(layer.pieces) for layer in self.layers if layer.layer in layers)
 
     @cached_property
@@ -142,7 +142,7 @@ class StreamPlan:
 
 
 def chosen_experts(available: Collection[int], share: int, counts: Sequence[int] = ()) -> tuple[int, ...]:
-    """The share (of `SHARES`) of a layer's experts that is streamed, ascending.
+    """Returns the share (of `SHARES`) of a layer's experts that is streamed, ascending.
 
     `counts`: how often each expert was chosen, by id; those with the most rows are streamed, and the servers
     keep those with the fewest. Without it the first ones, which lie together.

@@ -41,11 +41,11 @@ class TransferDevice(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """uint8 `[nbytes]` on the device."""
+        """Returns uint8 `[nbytes]` on the device."""
 
     @abstractmethod
     def upload(self, source: torch.Tensor) -> torch.Tensor:
-        """A small host tensor on the device, without waiting; on the current stream."""
+        """Returns a small host tensor on the device, without waiting; on the current stream."""
 
     @abstractmethod
     def download(self, source: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class TransferDevice(ABC):
         """By the device's clock, of two events that have passed."""
 
     def time_copy(self, target: torch.Tensor, source: torch.Tensor) -> float:
-        """Seconds of a `copy` while there is no other. Not for the thread that launches steps."""
+        """Returns the seconds of a `copy` while there is no other. Not for the thread that launches steps."""
         begin = time.perf_counter()
         self.copy(target, source)
         self.wait(self.record_copied())
@@ -290,7 +290,7 @@ class BufferRing:
             self.copies.append(self._launch(piece, index))
 
     def _launch(self, piece: Piece, index: int) -> tuple[Any, Any]:
-        """The copies of a piece; events before and after."""
+        """Returns the copies of a piece; events before and after."""
         assert self._copy is not None
         if self._read[index] is not None:
             self._device.copy_waits(self._read[index])

@@ -38,7 +38,7 @@ Counts = npt.NDArray[np.int64]
 
 
 def count_chosen(chosen: Sequence[torch.Tensor], num_experts: int) -> torch.Tensor:
-    """int32 `[layers, num_experts]` of int32 ids `[T, K]` of each layer; ids below 0 are none.
+    """Returns int32 `[layers, num_experts]` of int32 ids `[T, K]` of each layer; ids below 0 are none.
 
     Waits for nothing.
     """
@@ -94,8 +94,8 @@ class RecentRouting:
         return changed
 
     def unrouted(self, pairs: int) -> npt.NDArray[np.bool_]:
-        """`[layers, num_experts]`: experts that probably have no row in a step of `pairs` (row, expert) pairs
-        a layer. None where no step has shown anything yet.
+        """Returns `[layers, num_experts]`: experts that probably have no row in a step of `pairs` (row,
+        expert) pairs a layer. None where no step has shown anything yet.
         """
         weight = self._sums + _UNSEEN
         expected = pairs * weight / (self._pairs + _UNSEEN * weight.shape[1])
@@ -113,7 +113,7 @@ class RecentRouting:
 def covered(
     step: Counts, order: npt.NDArray[np.float64], available: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.float64]:
-    """`[SHARES + 1]`: by share, which part of a step's pairs streaming the largest of `order` takes.
+    """Returns `[SHARES + 1]`: by share, which part of a step's pairs streaming the largest of `order` takes.
 
     Experts that are not available have the smallest numbers.
     """

@@ -98,7 +98,8 @@ class ExpertSegments:
         return ""
 
     def content(self, stored: StoredExperts, slot: int) -> SlotContent | None:
-        """What the server has packed there, with its checksum; None: the segments were closed meanwhile.
+        """Returns what the server has packed there, with its checksum; None: the segments were closed
+        meanwhile.
 
         Experts of `stored` must be all of its server's range, as they are where none lives on GPUs only.
         """

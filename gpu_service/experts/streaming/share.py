@@ -56,7 +56,9 @@ class ShareChooser:
         return _PROBE if is_probe else share
 
     def predict(self, rows: int, share: int) -> float | None:
-        """Seconds of all layers of such a step, attention included; None: nothing was measured."""
+        """Returns the seconds of all layers of such a step, attention included; None: nothing was
+        measured.
+        """
         layer = self.costs.layer
         return None if layer is None else self.num_layers * layer.seconds(rows, share)
 

@@ -32,7 +32,10 @@ class Registrar(ABC):
 
     @abstractmethod
     def register(self, address: int, nbytes: int) -> str:
-        """Why it cannot be registered; empty: it is. Called by one thread, the same as `unregister`."""
+        """Returns why it cannot be registered; empty: it is.
+
+        Called by one thread, the same as `unregister`.
+        """
 
     @abstractmethod
     def unregister(self, address: int) -> None:

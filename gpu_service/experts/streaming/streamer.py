@@ -56,13 +56,13 @@ class ExpertSource(Protocol):
     """Where experts are copied from; `SegmentSource` is the real one."""
 
     def segments(self) -> ExpertSegments | None:
-        """What may be copied now; None: nothing, until it was opened anew, which goes on by itself.
+        """Returns what may be copied now; None: nothing, until it was opened anew, which goes on by itself.
 
         Any thread may ask.
         """
 
     def address(self, segments: ExpertSegments, stored: StoredExperts) -> int | None:
-        """Where the device's kernels find the part's first expert; None: they cannot read it."""
+        """Returns where the device's kernels find the part's first expert; None: they cannot read it."""
 
     def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
         """Launches a run's copy to device memory."""
@@ -167,7 +167,9 @@ class ExpertStreamer:
         return self._whole
 
     def _unrouted(self, rows: int) -> npt.NDArray[np.bool_]:
-        """`[passed layers, num_experts]`: experts that are not copied before they are known to have rows."""
+        """Returns `[passed layers, num_experts]`: experts that are not copied before they are known to have
+        rows.
+        """
         return self._routing.unrouted(rows * self.geometry.top_k)
 
     def _usable(self) -> ExpertSegments | None:
@@ -285,11 +287,11 @@ class ExpertStreamer:
         return self._layer_plans[key]
 
     def resident_of(self, layer: int) -> tuple[int, ...]:
-        """Experts that are on the device anyhow."""
+        """Returns the experts that are on the device anyhow."""
         return () if self._resident is None else self._resident.experts(layer)
 
     def slots(self, buffer: int, piece: Piece) -> LayerSlots:
-        """A piece in a buffer as kernels see it."""
+        """Returns a piece in a buffer as kernels see it."""
         key = buffer, piece
         if key not in self._slots:
             if len(self._slots) > _MOST_SLOTS:
@@ -306,7 +308,9 @@ class ExpertStreamer:
         return self._slots[key]
 
     def slot_map(self, experts: tuple[int, ...]) -> torch.Tensor:
-        """int32 `[num_experts]` on the device: an expert's place among `experts`; -1: it is not there."""
+        """Returns int32 `[num_experts]` on the device: an expert's place among `experts`; -1: it is not
+        there.
+        """
         if experts not in self._maps:
             if len(self._maps) > _MOST_SLOTS:
                 self._maps = {}
@@ -316,7 +320,7 @@ class ExpertStreamer:
         return self._maps[experts]
 
     def sample_slots(self, kind: LayerFormat) -> LayerSlots:
-        """The first buffer as experts of a format, whatever is in it: to warm up and to measure with.
+        """Returns the first buffer as experts of a format, whatever is in it: to warm up and to measure with.
 
         Not while a step streams.
         """
@@ -331,15 +335,16 @@ class ExpertStreamer:
         self._source.copy(segments, target, piece, run)
 
     def is_current(self, step: StreamedStep) -> bool:
-        """Whether the ring's pieces are this step's."""
+        """Returns whether the ring's pieces are this step's."""
         return self._current is step
 
     def agree(self, number: int) -> int:
-        """The largest of all ranks'."""
+        """Returns the largest of all ranks'."""
         return int(self._largest(torch.tensor([number])))
 
     def agree_on_step(self, problem: bool, counts: Mapping[int, torch.Tensor]) -> tuple[bool, Counts]:
-        """Whether any rank has a problem, and what all have counted, int64 `[passed layers, num_experts]`.
+        """Returns whether any rank has a problem, and what all have counted, int64 `[passed layers,
+        num_experts]`.
 
         `counts`: by layer, `[num_experts]` on the host. Ranks of all stages call it.
         """

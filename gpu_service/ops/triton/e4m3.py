@@ -44,7 +44,9 @@ def widened(stored, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def as_loadable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that kernels of its device may name: bytes for 8-bit floats they lack."""
+    """Returns the same memory in a type that kernels of its device may name: bytes for 8-bit floats they
+    lack.
+    """
     if tensor.dtype == torch.float8_e4m3fn and not device_limits(tensor.device).has_fp8:
         return tensor.view(torch.uint8)
     return tensor

@@ -241,7 +241,7 @@ def supports_extend(
     states: torch.Tensor,
     *_: object,
 ) -> bool:
-    """Whether heads are so small that a program can hold what it needs of them."""
+    """Returns whether heads are so small that a program can hold what it needs of them."""
     return max(states.shape[2:]) <= MAX_HEAD_DIM
 
 

@@ -50,7 +50,7 @@ def request_of_tile(tile, query_starts, num_requests, first_row, ROWS: tl.conste
 
 
 def num_row_tiles(num_rows: int, num_requests: int, rows: int) -> int:
-    """How many tiles of so many rows there are, the empty ones included."""
+    """Returns how many tiles of so many rows there are, the empty ones included."""
     return num_rows // rows + num_requests
 
 
@@ -290,7 +290,7 @@ def supports_extend(
     states: torch.Tensor,
     *_: object,
 ) -> bool:
-    """Whether heads are so small that a program can hold what it needs of them."""
+    """Returns whether heads are so small that a program can hold what it needs of them."""
     return max(states.shape[2:]) <= MAX_HEAD_DIM
 
 

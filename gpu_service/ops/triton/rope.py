@@ -115,7 +115,7 @@ def rope_table(
 
 
 def heads_per_program(tokens: int) -> int:
-    """Heads of one token that share a program."""
+    """Returns the number of heads of one token that share a program."""
     return _HEADS_PER_PROGRAM if tokens >= _MANY_TOKENS else 1
 
 
@@ -246,7 +246,7 @@ def qk_norm_rope(
 
 
 def can_rotate_and_append(heads: torch.Tensor, *arguments: Any) -> bool:
-    """Whether heads are dense."""
+    """Returns whether heads are dense."""
     value: torch.Tensor = arguments[5]
     return heads.stride(2) == value.stride(2) == 1
 

@@ -60,7 +60,7 @@ class BlockType:
         yield from (slice(begin, begin + step) for begin in range(0, count, step))
 
     def dequantise(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """uint8 `[rows, blocks * nbytes]` to float32 `[rows, blocks * weights]`."""
+        """Maps uint8 `[rows, blocks * nbytes]` to float32 `[rows, blocks * weights]`."""
         rows, width = blocks.shape
         flat = blocks.reshape(-1, self.nbytes)
         output = np.empty((len(flat), self.weights), np.float32)
@@ -93,7 +93,7 @@ def unusable(kind: object, tensor: str) -> CheckpointError:
 
 
 def block_type(number: int, tensor: str) -> BlockType:
-    """The type of that number. Raises CheckpointError naming the tensor and the types there are."""
+    """Returns the type of that number. Raises CheckpointError naming the tensor and the types there are."""
     found = _block_types().get(number)
     if found is None:
         known = {kind.value: kind.name for kind in GGMLQuantizationType}

@@ -41,7 +41,7 @@ class Tile:
 
 
 def few_rows(kind: LayerFormat, num_experts: int, top_k: int) -> int:
-    """Token rows up to which a program per pair reads its expert's panels; above, pairs are grouped.
+    """Returns token rows up to which a program per pair reads its expert's panels; above, pairs are grouped.
 
     On an H200 (128 experts, 8 chosen) 16 rows took 0.68 to 0.93 of the time of tiles in 4 and 8 bits, 24 rows
     0.87 to 1.12, and in bfloat16 32 rows 0.45: `python -m tests.gpu.time_resident`.
@@ -51,19 +51,25 @@ def few_rows(kind: LayerFormat, num_experts: int, top_k: int) -> int:
 
 
 def lines(panels: PanelFormat, num_panels: int = 1) -> int:
-    """Lines of each panel that a program of the row kernels loads at once: as many as divide it evenly."""
+    """Returns the number of lines of each panel that a program of the row kernels loads at once: as many as
+    divide it evenly.
+    """
     total = panels.k_padded * panels.low_bits // 32
     return max(1, min(MAX_LINES, MAX_LINES_OF_ALL // num_panels, total & -total))
 
 
 def ahead(panels: PanelFormat, lines_at_once: int) -> int:
-    """Tiles of `lines` that are loaded together: at most MAX_AHEAD, and so many that they divide all."""
+    """Returns the number of tiles of `lines` that are loaded together: at most MAX_AHEAD, and so many that
+    they divide all.
+    """
     tiles = panels.k_padded * panels.low_bits // 32 // lines_at_once
     return max(count for count in range(1, MAX_AHEAD + 1) if tiles % count == 0)
 
 
 def prefetched_lines(kind: LayerFormat, pairs: int) -> int:
-    """Cache lines of down that a program of the gate and up products prefetches; 0: there are too many."""
+    """Returns cache lines of down that a program of the gate and up products prefetches; 0: there are too
+    many.
+    """
     down = kind.layout.down_panels * kind.down.panel_bytes
     return 0 if pairs * down > MAX_PREFETCHED else down // kind.layout.intermediate_blocks // 128
 
@@ -142,7 +148,7 @@ def dense_tiles(pairs: int, num_experts: int) -> tuple[DenseTile, ...]:
 
 
 def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int) -> bool:
-    """Whether a call unpacks weights: only to 16 bits, which rows have and codes are exact in."""
+    """Returns whether a call unpacks weights: only to 16 bits, which rows have and codes are exact in."""
     codes = {kind.gate_up.code, kind.down.code}
     return rows.itemsize == 2 and codes <= _EXACT_IN_BFLOAT16 and pairs >= UNPACK_FROM * num_experts
 
@@ -154,7 +160,7 @@ def unpacked_bytes(kind: LayerFormat) -> int:
 
 
 def experts_at_once(kind: LayerFormat) -> int:
-    """How many experts are unpacked together."""
+    """Returns how many experts are unpacked together."""
     return max(1, UNPACKED_BYTES // unpacked_bytes(kind))
 
 
@@ -164,7 +170,7 @@ def parts_of(rows: int, bytes_per_row: int) -> int:
 
 
 def max_blocks(pairs: int, slots: int, rows: int) -> int:
-    """Blocks of `rows` pairs that any routing fits into."""
+    """Returns the number of blocks of `rows` pairs that any routing fits into."""
     return pairs // rows + min(slots, pairs)
 
 
