@@ -225,7 +225,7 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     if live is not None:
         await live.close()
     if readiness.lost.is_set():
-        # Nothing of the device can be closed in order; whoever started this process starts it again.
+        # Nothing of the device can be closed in order; the supervisor starts this process again.
         return 1, False
     in_order = await asyncio.to_thread(built.close, _LAST_STEP_S)
     if not in_order:
@@ -352,7 +352,7 @@ def _warm_up(
 
 
 def run_follower(config: MoebiusConfig) -> int:
-    """The process of a rank that serves nobody: it repeats what rank 0 does until rank 0 ends.
+    """Runs a rank that serves no client: it repeats what rank 0 does until rank 0 ends.
 
     Loads this rank's part and runs it to the end; returns the exit status.
 

@@ -99,7 +99,7 @@ class Forecast:
     def device_plans(
         self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]
     ) -> tuple[MemoryPlan, ...]:
-        """Returns each rank's ledger on an empty GPU of so many bytes. Raises MemoryShort: it cannot fit."""
+        """Returns each rank's ledger on an empty GPU of `total_bytes`. Raises MemoryShort: it cannot fit."""
         return tuple(rank.make(config) for rank in self._on_device(config, total_bytes, experts))
 
     def has_room(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> bool:

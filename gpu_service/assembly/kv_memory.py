@@ -65,7 +65,7 @@ class CacheShape:
         return attention_modules(self.layers, self.dtype, self.storage_dtype)
 
     def make(self, num_pages: int, allocate: Allocate = zeros) -> PagedCache:
-        """Allocates a cache of so many pages."""
+        """Allocates a cache of `num_pages` pages."""
         sizes = self.layers, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype
         return make_cache(*sizes, allocate)
 
@@ -232,7 +232,7 @@ def mapped_cache(shape: CacheShape, pool: PhysicalPool, num_pages: int) -> Paged
 
 
 def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> SchedulerLimits:
-    """Returns what a pool of so many pages can serve."""
+    """Returns what a pool of `num_pages` pages can serve."""
     pool_tokens = (num_pages - 1) * gpu.page_size
     context_limit = min(model.max_model_len, pool_tokens)
     if context_limit < model.max_model_len:

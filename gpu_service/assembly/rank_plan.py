@@ -33,16 +33,16 @@ from moebius.checkpoint.index import has_weights
 from moebius.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, MoebiusConfig
 from moebius.errors import UserError
 
-# Tokens of a streamed step where nobody says how many.
+# Tokens of a streamed step where no setting says how many.
 PREFILL_CHUNKS = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
 # Tokens of a step where nothing is computed elsewhere; on small GPUs, which compute less, requests that
 # decode would wait too long for thousands of prompt tokens. The same bounds are vLLM's.
 _BATCHED_TOKENS, _SMALL_GPU_TOKENS, _SMALL_GPU_BYTES = (8192, 6144, 4096, 3072, 2048, 1024), 2048, 64 * 2**30
 _NUM_SEQS = (DEFAULT_NUM_SEQS, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
-# Fewer tokens in a step make prompts slow; a context shorter than this serves nobody.
+# Fewer tokens in a step make prompts slow; a context shorter than this is of no use.
 _LEAST_BATCHED_TOKENS, _LEAST_CONTEXT = 64, 4096
-# Of the KV cache, besides the state of the outputs, where no size is set: room for so many requests of the
-# longest kind, of at most so many tokens. `moebius plan` leaves as much when it fills a GPU with experts.
+# Of the KV cache, besides the state of the outputs, where no size is set: room for this many requests of the
+# longest kind, of at most this many tokens. `moebius plan` leaves as much when it fills a GPU with experts.
 _ROOMS, _ROOM_TOKENS = (4, 1), 8192
 # Tokens that a proposal leaves room for, the best last; the first: what one step needs.
 _LEAST_ROOMS = (0, 2048, 4096, 8192)
@@ -125,7 +125,7 @@ def _smallest(trial: Trial, longest: int, fits: Fits) -> list[str] | None:
 
 
 def chosen_num_seqs(config: MoebiusConfig, fits: Fits, num_experts: int, longest: int) -> int:
-    """Returns the number of outputs per step where nobody says how many: the most that fit with room for
+    """Returns the number of outputs per step where no setting says how many: the most that fit with room for
     requests in the KV cache.
 
     1 where there is no room for one; the default where not even that fits, so that the refusal is about it.
@@ -146,7 +146,7 @@ def _room_tokens(longest: int) -> list[int]:
 
 
 def _with_room(trial: Trial, tokens: int) -> Trial:
-    """Returns the same with a KV cache of so many tokens; 0, or a size that is set: as it is."""
+    """Returns the same with a KV cache of `tokens` tokens; 0, or a size that is set: unchanged."""
     gpu = trial.config.gpu
     if not tokens or gpu.num_pages is not None or gpu.kv_cache_gib is not None:
         return trial
@@ -345,7 +345,10 @@ class RankPlan:
         )
 
     def _model(self, config: MoebiusConfig) -> tuple[CausalLM, int]:
-        """Composed anew where dense weights are kept otherwise. Raises UserError where they cannot be."""
+        """Composes the model again where dense weights are kept otherwise.
+
+        Raises UserError where they cannot be.
+        """
         key = config.model.dense_weights
         if key not in self._models:
             composed, _ = self._models[self._config.model.dense_weights]
@@ -404,7 +407,7 @@ def has_room_to_stream(
 
 
 def with_num_seqs(config: MoebiusConfig, count: int) -> MoebiusConfig:
-    """Returns the same settings; says so where nobody chose that many."""
+    """Returns the same settings; logs it where no setting chose that many."""
     if config.gpu.max_num_seqs is None:
         _log.info("max_num_seqs is chosen by what fits", max_num_seqs=count, default=DEFAULT_NUM_SEQS)
     gpu = config.gpu.model_copy(update={"max_num_seqs": count})

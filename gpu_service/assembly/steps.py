@@ -149,8 +149,8 @@ def make_lane(
 
 
 def lane_min_tokens(gpu: GpuConfig, break_even_rows: int) -> tuple[int, int]:
-    """As `LaneRunner.min_tokens`: with nobody else, link and servers together take what fits one usual
-    step.
+    """Returns the bounds as `LaneRunner.min_tokens` does: while no other request runs, link and servers
+    together take what fits one usual step.
     """
     if gpu.prefill_lane_min_tokens is not None:
         return gpu.prefill_lane_min_tokens, gpu.prefill_lane_min_tokens

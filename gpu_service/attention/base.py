@@ -140,7 +140,7 @@ class AttentionBackend(PlannedAttention):
         query `[T, num_kv_heads, head_dim of the indexer]`, rotary embedding applied; `index_layer` counts the
         layers that choose, whose keys of the step are in `kv_cache.index_keys` already. A block's score is
         the highest product of query and key among its tokens up to the row; the latest `local_blocks` are
-        always chosen. With `shared_heads`, so many queries choose once for all heads, by the keys of whole
+        always chosen. With `shared_heads`, that many queries choose once for all heads, by the keys of whole
         blocks (`mean_block_scores`). Equal scores are chosen together, so that the way a sequence was cut
         into steps cannot decide. None: no sequence has more blocks than may be chosen.
         """

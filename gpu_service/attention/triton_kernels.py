@@ -295,7 +295,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             chosen = _is_kept(
                 kept, row[:, None], kv_head, position[None, :], asked, num_blocks, NUM_KV_HEADS, SPARSE
             )
-            # Nobody reads what no row chose.
+            # What no row chose is never read.
             seen = seen & (tl.max(chosen.to(tl.int32), 0) > 0)
         wanted = seen[:, None] & in_head[None, :]
         key = widened(tl.load(at, mask=wanted, other=0.0), q.dtype)

@@ -23,7 +23,7 @@ from moebius.models.layers.gqa import GQA
 
 # Tiles hold 16, 64 or 128 rows, a query times the heads of its group; these reach all of them.
 _CHUNKS = (2, 8, 128)
-# After so many tokens a decode is divided over several programs by every backend.
+# From this number of tokens on a decode is divided over several programs by every backend.
 _LONG = 4096
 
 

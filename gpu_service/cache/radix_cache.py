@@ -68,7 +68,7 @@ class RadixCache:
         self._clock = 0
         self._serial = 0
         self.num_pages = 0
-        # Pages of nodes that nobody locks; eviction can return all of them.
+        # Pages of unlocked nodes; eviction can return all of them.
         self.evictable_pages = 0
 
     def match(self, tokens: Sequence[int], namespace: str = "") -> PrefixHandle:
@@ -129,7 +129,7 @@ class RadixCache:
                 self.evictable_pages += len(node.pages)
 
     def unlocked_pages(self, handle: PrefixHandle) -> int:
-        """Pages of the prefix that nobody locks: what locking it would take from `evictable_pages`."""
+        """Returns how many pages of the prefix are unlocked, which locking takes from `evictable_pages`."""
         return sum(len(node.pages) for node in _ancestry(handle.node) if node.locks == 0)
 
     @property
@@ -161,7 +161,7 @@ class RadixCache:
         return freed
 
     def evict_state(self) -> bool:
-        """Gives up the least recently used state, whoever locks its node; False: there is none.
+        """Gives up the least recently used state, also of a locked node; False: there is none.
 
         A locked node's pages stay, and so does whatever a request has read of its state.
         """

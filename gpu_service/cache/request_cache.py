@@ -294,7 +294,7 @@ class RequestCache:
         return result.takes_state
 
     def _set_pages(self, request: Request, pages: list[int]) -> None:
-        """Replaces entries rather than appending: whoever copied the old ones sees it by the epoch."""
+        """Replaces entries rather than appending: holders of a copy of the old ones see it by the epoch."""
         request.pages = pages
         request.pages_epoch = next(self._epochs)
 

@@ -1,4 +1,4 @@
-"""States of requests with linear attention: written anew by every step, kept where prefixes may end.
+"""States of requests with linear attention: rewritten by every step, kept where prefixes may end.
 
 steps of a request   ... N reads a, writes b | N+1 reads b, writes c | N+2 reads c, writes d ...
 
@@ -42,7 +42,7 @@ class StatePool:
         return len(self._free)
 
     def alloc(self) -> int:
-        """A slot that nobody holds, held once now. Raises OutOfStates when there is none."""
+        """Returns a free slot, which is held once now. Raises OutOfStates when there is none."""
         if not self._free:
             raise OutOfStates(f"all {self.num_slots - 1} slots of states are held")
         slot = self._free.pop()
@@ -62,7 +62,7 @@ class StatePool:
         if slot == ZERO_SLOT:
             return
         if self._holders[slot] < 1:
-            raise ValueError(f"slot {slot} is held by nobody")
+            raise ValueError(f"slot {slot} is not held")
         self._holders[slot] -= 1
         if self._holders[slot] == 0:
             self._free.append(slot)

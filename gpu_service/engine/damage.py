@@ -48,8 +48,9 @@ class DamageWatch:
         return True
 
     def forget(self) -> None:
-        """Running requests wait anew, with the tokens they have, and no prefix is kept; those of the lane's
-        open step once that has ended. Steps in flight are worthless, and end before others are scheduled.
+        """Running requests return to the queue with the tokens they have, and no prefix is kept; those of the
+        lane's open step once that has ended. Steps in flight are worthless, and end before others are
+        scheduled.
         """
         requests = len(self._scheduler.running)
         _log.warning(

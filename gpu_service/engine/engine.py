@@ -12,7 +12,7 @@ step in flight, and all said here of steps is said of those of the main lane.
 
 Invariants, with step N+1 launched before step N is committed:
 (a) a request that ends by a stop token in step N also ran in N+1; that token is dropped;
-(b) pages and slots freed by commit(N) may still be read and written by N+1; whoever gets them next is
+(b) pages and slots freed by commit(N) may still be read and written by N+1; the request that gets them next is
     computed by N+2 or later, and the runner runs steps in order;
 (c) a launched step reads its own `StepPlan` and never a request;
 (d) only committed tokens enter the prefix tree, so a failed step leaves no bad page behind;
@@ -199,7 +199,7 @@ class Engine:
     # ---- the engine thread ----
 
     def _run(self) -> None:
-        """A defect of the loop itself ends the engine: whoever waits gets the error."""
+        """A defect of the loop itself ends the engine: all waiting callers get the error."""
         try:
             while self.receive(wait=True):
                 self.turn()
@@ -445,7 +445,9 @@ class Engine:
         self._damage.clear_pages()
 
     def _compute_again(self, batch: Batch, reason: str, keep: bool = True) -> None:
-        """The lane's step lost the experts that it streamed: its requests wait anew, for either lane."""
+        """The lane's step lost the experts that it streamed: its requests return to the queue, for either
+        lane.
+        """
         _log.warning("experts changed during a prefill step, which is computed again", error=reason)
         self.scheduler.give_up(batch, keep)
         if not keep:

@@ -42,7 +42,7 @@ class HostEvent(Pending[Result]):
         """Does the work here and now and records how it ended. Called by streams only."""
         try:
             self._result = work()
-        except BaseException as error:  # it is raised again in whoever waits
+        except BaseException as error:  # it is raised again in the waiting thread
             self._error = error
         self._done.set()
 

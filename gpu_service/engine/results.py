@@ -117,7 +117,7 @@ def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]
 
 
 def overflow_error(layer: int) -> str:
-    """What a request is told whose hidden states first overflowed there."""
+    """Returns the error message of a request whose hidden states first overflowed there."""
     place = _PLACES.get(layer, f"in layer {layer}")
     return (
         f"{FLOAT16_OVERFLOW} hidden states exceeded 65504 {place}; --dtype bfloat16 has room for what this "

@@ -115,7 +115,7 @@ class Sampler:
             finite = _all_finite(logits)
             self._adjust(logits, plan, tokens)
             finite &= logits.amax(dim=-1) > -torch.inf
-        if plan.random_rows.numel() == logits.shape[0]:  # nobody wants to know the likeliest tokens
+        if plan.random_rows.numel() == logits.shape[0]:  # the likeliest tokens are not needed
             finite = _all_finite(logits) if finite is None else finite
             token_ids = self._draw(logits, plan)
         else:

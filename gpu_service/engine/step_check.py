@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
 
 _log = structlog.get_logger(__name__)
-# Predicted over measured: below this for so many seconds, all is measured again; where that does not help,
+# Predicted over measured: below this for this many seconds, all is measured again; where that does not help,
 # after twice the time, and so on.
 TOO_SLOW, _PATIENCE_S, _MOST_PATIENCE_S = 0.6, 60.0, 3600.0
 # Rows from which a step that streams nothing says what a layer takes on servers: with fewer, what it does
@@ -45,11 +45,11 @@ _KEPT = 0.9
 _HALF_LIFE_S = 5.0
 # A pause between two steps counts as so much of the time in which steps are too slow.
 _LONGEST_PAUSE_S = 1.0
-# Of so many first steps of a kind the median counts; of later ones all that were not too slow, decayed with a
+# Of this many first steps of a kind the median counts; of later ones all that were not too slow, decayed with a
 # half-life in seconds of such steps.
 _FIRST_STEPS, _KIND_HALF_LIFE_S = 8, 600.0
-# A line says predicted and measured times after so many seconds, and again when the ratio is another by so
-# much.
+# A line says predicted and measured times after this many seconds, and again when the ratio
+# has changed by this much.
 _SAID_AFTER_S, _SAID_AGAIN = 60.0, 0.1
 
 

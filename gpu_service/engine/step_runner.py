@@ -163,7 +163,7 @@ class StepInFlight(Pending[StepResult]):
         try:
             self.result = self.launched.finish()
             self.result.num_replays = self.replays
-        except Exception as error:  # it is raised again in whoever waits for this step
+        except Exception as error:  # it is raised again where this step is awaited
             self.error = error
 
     def undo(self) -> None:
@@ -224,7 +224,7 @@ class StepsInFlight:
             return
         try:
             step.launched.sample(step.plan)
-        except Exception as error:  # it is raised again in whoever waits for this step
+        except Exception as error:  # it is raised again where this step is awaited
             step.error = error
 
     def query(self, step: StepInFlight) -> bool:
@@ -250,12 +250,12 @@ class StepsInFlight:
 
     def _run(self, step: StepInFlight) -> None:
         if self._recovery.is_due:
-            # It begins with a recovery, by whoever waits for it.
+            # It begins with a recovery, in the thread that waits for it.
             step.error = ExpertUnavailable(-1, "the step before left the expert servers in disorder")
             return
         try:
             step.launched = self._start(step.plan)
-        except Exception as error:  # it is raised again in whoever waits for this step
+        except Exception as error:  # it is raised again where this step is awaited
             step.error = error
             # A device-driven client may hold half of a layer.
             if self._experts is not None and self._experts.is_device_driven:

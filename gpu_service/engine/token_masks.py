@@ -4,7 +4,7 @@ A row's mask follows from the tokens before it, so a step that is launched befor
 awaits its masks: the layers run meanwhile, and sampling is launched when the step before is committed. A
 step none of whose rows has a constraint is never held up. Where a row's own mask takes long, as those of
 ambiguous grammars do, the row is left out of steps until a thread has computed it. Which rows those are
-depends on time: it is decided where messages enter the engine, and ranks are told of it as of all else that
+depends on time: it is decided where messages enter the engine, and ranks receive it like everything else that
 steps follow from, so that they plan alike.
 """
 
@@ -28,7 +28,7 @@ from gpu_service.core.limits import SchedulerLimits, stop_token_ids
 from gpu_service.core.request import Request
 from gpu_service.core.step import Batch, SamplingPlan, TokenMasks
 
-# Threads that compute masks where there are so many CPUs, and rows from which it is worth waking them.
+# Threads that compute masks where there are enough CPUs, and rows from which it is worth waking them.
 _THREADS, _ROWS = 4, 3
 # Processor time of one mask, seconds, from which others should not wait for it.
 _SLOW_S = 0.004

@@ -16,7 +16,7 @@ rest, and the GPU multiplies what has arrived. So a layer takes
     max(copy * s,  max(cpu(rows) * (1 - s),  gpu(rows) * s))
 
 with s the streamed share of its experts, `copy` the seconds that the link needs for all of them, `cpu` and
-`gpu` those that servers and GPU need for all of them with so many rows. Until earlier steps showed otherwise
+`gpu` those that servers and GPU need for all of them with that many rows. Until earlier steps showed otherwise
 (`routing.py`) routing is taken to be even; experts with twice as many rows take as long as with twice `rows`.
 """
 
@@ -38,7 +38,7 @@ SHARED_MEMORY = 1.12
 # Streaming has to take so much less than servers alone: it costs launches that the model does not count, and
 # memory that decoding wants. Dividing a layer, so much less than streaming all of it.
 _WORTH, _WORTH_DIVIDING = 0.8, 0.9
-# A value is corrected to the median of what so many samples showed: one that took long for a reason of its
+# A value is corrected to the median of this many samples: one that took long for a reason of its
 # own changes nothing, two or three alike are enough.
 _SAMPLES_KEPT = 5
 # How far one step is believed about servers' speed, and how far all of them are.
@@ -58,7 +58,7 @@ _LINK_SEEN_FOR_S = 5.0
 # Half-life of servers' seconds per expert and row, in seconds of steps.
 _HALF_LIFE_S = 1.0
 # What a copy lengthens a step by is its time on the link: on one H200 beside 16 AMX cores eight copies of
-# 2.65 MB lengthened it by 0.36 ms, 45 us each, at 55 GB/s. An exchange has to bring so many times that,
+# 2.65 MB lengthened it by 0.36 ms, 45 us each, at 55 GB/s. An exchange has to bring this many times that,
 # since a forecast may be wrong.
 _EXCHANGE_MARGIN = 1.5
 
@@ -189,7 +189,7 @@ class LayerCosts:
         """By what factor servers took longer than expected; None: the step does not show it.
 
         Where the link was idle they took the step's time: with their answers a layer ends, and its other
-        kernels count as theirs. Where it never was they may have waited for it, nobody knows how long: they
+        kernels count as theirs. Where it never was they may have waited for it, for an unknown time: they
         are taken to be a little faster, so that steps find out. Where all was streamed because they seemed
         slow, that is forgotten bit by bit, as far as decode steps say.
         """
@@ -276,7 +276,7 @@ class ExpertCosts:
         return self._clock() - self._link_seen > _LINK_SEEN_FOR_S
 
     def copy_price(self, nbytes: int) -> float | None:
-        """Returns how many choices in decode steps an expert of so many bytes has to bring, copied into a
+        """Returns how many choices in decode steps an expert of `nbytes` bytes has to bring, copied into a
         slot.
 
         Seconds on the link over the seconds that a choice takes less in a slot than on expert servers, times

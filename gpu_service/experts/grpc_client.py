@@ -151,7 +151,7 @@ class GrpcExpertClient(ExpertClient):
         return add_to(partial, output)
 
     def _note_damages(self, index: int, count: int) -> None:
-        """A process that was started anew counts from 0."""
+        """Adds the damages that a server reports to those counted; a restarted server counts from 0."""
         if count > self._damages[index]:
             self._all_damages += count - self._damages[index]
         self._damages[index] = count

@@ -1,7 +1,7 @@
 """Which processes serve the experts by gRPC: asked for their health, and then who they are.
 
 Only its clients compare a remote server with its predecessor. One that does not fit is
-healthy in its own eyes and stays where it is until it is replaced: whoever waits for it learns of it at once.
+healthy in its own eyes and stays where it is until it is replaced: callers that wait for it learn of it at once.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GrpcServers:
     def problem(self) -> str:
         """Returns why a layer would not be computed now; asks all servers at once."""
         for index, look in enumerate(self._look(_PROBE_S)):
-            # A damaged expert that cannot be packed anew does not prevent requests for others.
+            # A damaged expert that cannot be repacked does not prevent requests for others.
             problem = look.problem or (look.info.problem if look.info is not None else "")
             if problem:
                 return f"expert server {index}: {problem}"
@@ -124,7 +124,7 @@ class GrpcServers:
         problem = _change(expected, found)
         if not problem:
             return Look(info=found)
-        problem = f"it was started anew and is refused: {problem}"
+        problem = f"it was restarted and is refused: {problem}"
         if found.instance_id not in self._noted:
             self._noted.add(found.instance_id)
             _log.error("an expert server that returned is not the same", server=index, why=problem)

@@ -150,7 +150,7 @@ Raises ExpertUnavailable when one is lost meanwhile."""
 
 
 class CheckedExperts(ExpertClient):
-    """A client whose `recover` also checks the servers that were started anew.
+    """A client whose `recover` also checks the servers that have restarted.
 
     One that fails is sent away, and its successor is waited for until the time is up. Everything else is the
     client's own.

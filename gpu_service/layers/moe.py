@@ -325,7 +325,7 @@ class MoE(nn.Module):
         topk_weights: torch.Tensor,
         context: ForwardContext,
     ) -> AskedExperts:
-        """Returns the same as `ask_experts`, after whoever watches has seen what experts are given."""
+        """Returns the same as `ask_experts`, after observers have seen the experts' inputs."""
         if self.on_routed is not None:
             self.on_routed(expert_inputs, topk_ids, topk_weights)
         parts = None

@@ -1,4 +1,4 @@
-"""Which checkpoint names fill which rows of which parameter, and which names are nobody's here.
+"""Which checkpoint names fill which rows of which parameter, and which names are read by no parameter.
 
 How a family spells its names is `moebius.models.names`' business; only canonical names are known here.
 """

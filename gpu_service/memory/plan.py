@@ -238,7 +238,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMemory:
-    """Of the routed experts on this rank's GPU; filled by whoever places them."""
+    """The memory of the routed experts on this rank's GPU; filled by the module that places them."""
 
     # Experts over all layers, and bytes of one of them in the form the GPU holds.
     count: int = 0

@@ -214,7 +214,7 @@ class _Maker:
         return input_ids, second, (weights, ids), (weights.flip(0), (4 - ids).clamp(max=4)), 5, (3, 1)
 
     def zero_experts(self) -> tuple[Any, ...]:
-        """About half of the choices have no weights, and a row of padding chose nobody."""
+        """About half of the choices have no weights, and a row of padding chose no expert."""
         tokens, top_k = self._sizes.tokens, self._sizes.router.top_k
         weights = self._random(tokens, top_k, dtype=torch.float32).abs()
         ids = torch.arange(tokens * top_k, dtype=torch.int32, device=self._device).view(tokens, top_k) % 6

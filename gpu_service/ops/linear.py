@@ -80,7 +80,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def padded_rows(rows: int) -> int:
-    """Returns the size that a product of so many rows is computed with: 31 sizes up to 512, the first 8
+    """Returns the size that a product of `rows` rows is computed with: 31 sizes up to 512, the first 8
     exactly.
     """
     step = 1 if rows <= 8 else 8 if rows <= 64 else 16 if rows <= 128 else 32 if rows <= 512 else 128

@@ -87,7 +87,7 @@ def _earlier(
     requests: torch.Tensor,
     places: range,
 ) -> torch.Tensor:
-    """Returns tokens so many places before some rows, `[len(rows), len(places)]`, as far as they are kept."""
+    """Returns the tokens `places` before some rows, `[len(rows), len(places)]`, as far as they are kept."""
     at = rows[:, None] - torch.arange(places.start, places.stop, places.step, device=ids.device)
     first = query_starts[requests].long()[:, None]
     kept = states.shape[1]

@@ -47,7 +47,7 @@ def route(
     router_logits `[T, E]`; correction_bias float32 `[E]` or None. Returns weights float32 `[T, top_k]`
     and ids int32 `[T, top_k]`; the order within a row is not defined. The bias decides who is chosen,
     never how much they weigh. With the score "sparse_mixer", `_mixed` chooses. Rows where bool `[T]`
-    valid_rows is False (padding) choose nobody: id -1.
+    valid_rows is False (padding) choose no expert: id -1.
     """
     if config.score == "sparse_mixer":
         weights, ids = _mixed(router_logits.float(), config.top_k, config.mixer_width)
@@ -67,7 +67,7 @@ def zero_experts(
     """Returns what choices without weights answer: what they are given, each times its weight.
 
     hidden_states `[T, H]`; weights float32 and ids int32 `[T, K]`, contiguous. Returns float32 `[T, H]`. An
-    id of `num_experts` or more is such a choice; in place it becomes -1, so that nobody else computes it.
+    id of `num_experts` or more is such a choice; in place it becomes -1, so that no expert server computes it.
     """
     chosen = ids >= num_experts
     total = weights.masked_fill(~chosen, 0.0).sum(dim=-1, keepdim=True)

@@ -53,7 +53,7 @@ class _SecuredFrames:
     """Frames within TLS: each is its length (8 bytes, big endian) and its bytes.
 
     OpenSSL's state is one for both directions and takes no two threads at once: it lives in memory, behind a
-    lock that nobody holds while waiting for the network.
+    lock that no thread holds while waiting for the network.
     """
 
     def __init__(self, connected: socket.socket, context: ssl.SSLContext, server_name: str) -> None:
@@ -165,7 +165,7 @@ class RankConnection:
             raise ConnectionLost(_reason(error)) from error
 
     def try_send(self, frame: ranks_pb2.Frame) -> None:
-        """Sends unless the other end is gone: whoever receives from it notices that."""
+        """Sends unless the other end is gone, which the thread that receives from it notices."""
         try:
             self.send(frame)
         except ConnectionLost:
@@ -192,7 +192,7 @@ class RankConnection:
         return frame.hello
 
     def close(self) -> None:
-        """Ends both directions; whoever receives gets ConnectionLost."""
+        """Ends both directions; a thread that receives gets ConnectionLost."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -243,11 +243,11 @@ class RankControl:
         self._connections = dict(connections)
         self._on_lost = on_lost
         self._lost: str | None = None
-        # Held until `on_lost` is done: nobody goes on, or ends in another way, while it ends the process.
+        # Held until `on_lost` is done: no thread goes on, or ends in another way, while it ends the process.
         self._losing = threading.RLock()
         self._closing = threading.Event()
         self._ended = threading.Event()
-        # None wakes whoever waits when the group is lost.
+        # None wakes the waiting threads when the group is lost.
         self._iterations: queue.SimpleQueue[ranks_pb2.Iteration | None] = queue.SimpleQueue()
         self._exchanges: dict[int, queue.SimpleQueue[ranks_pb2.Exchange | None]] = {
             peer: queue.SimpleQueue() for peer in connections
@@ -355,7 +355,7 @@ class RankControl:
                 connection.try_send(_HEARTBEAT)
 
     def _left(self, peer: int) -> None:
-        """A rank ended in order. Whoever still waits for something of it waits in vain.
+        """A rank ended in order. A rank that still waits for a message of it waits in vain.
 
         For rank 0 that is no loss: it may still be sending the others the end, too.
         """

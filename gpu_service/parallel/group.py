@@ -123,7 +123,7 @@ class SoloGroup(RankGroup):
         return values
 
     def fail(self, reason: str) -> None:
-        """Nobody else is concerned."""
+        """Does nothing: no other rank is concerned."""
         raise RuntimeError(reason)
 
     def close(self) -> None:

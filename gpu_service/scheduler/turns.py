@@ -33,7 +33,7 @@ _UNKNOWN, _MOST = 8, 256
 _NEWEST, _REPORTED_CHANGE = 0.3, 0.04
 # How often the first rank looks whether prompts would be streamed.
 _LOOK_S = 0.1
-# So many times the usual number of others' steps follow a step of prompts at most.
+# At most this many times the usual number of others' steps follow a step of prompts.
 _LONGEST = 2.0
 
 _log = structlog.get_logger(__name__)
@@ -63,7 +63,9 @@ class PromptTurns:
         return self.left < 0.5
 
     def took(self, is_prompts: bool, tokens_to_come: int, most: int) -> None:
-        """A step was planned, after which long prompts need so many tokens, at `most` of them in a step."""
+        """Notes a planned step, after which long prompts need `tokens_to_come`, at `most` of them
+        in a step.
+        """
         if not is_prompts:
             self.left -= 1
             self.owed = max(self.owed - 1, -self.steps_between)

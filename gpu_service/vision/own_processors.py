@@ -237,7 +237,7 @@ class FrameImageProcessor:
         return np.ascontiguousarray(frames.reshape(rows * columns, -1))
 
 
-# Elongated images whose shorter side is less than this are squared; others may have so many crops.
+# Elongated images whose shorter side is less than this are squared; others may have this many crops.
 _STEP_THIN, _STEP_CROPS = 32, 100
 
 

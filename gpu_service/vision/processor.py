@@ -214,7 +214,7 @@ def _step(settings: Mapping[str, Any], vision: VisionConfig) -> Any:
     return StepImageProcessor.from_settings(settings, vision.patch_size, vision.merge_size, vision.tile_size)
 
 
-# Images of little detail have at most so many pixels, an area of 512 x 512.
+# Images of little detail have at most this many pixels, an area of 512 x 512.
 LOW_DETAIL_PIXELS = 512 * 512
 Preprocess = Callable[..., Any]
 

@@ -149,7 +149,7 @@ def test_a_step_that_lost_its_experts_is_run_again() -> None:
     assert streamed is not None
     forward(found.client, streamed)
     found.source.made[0].generation += 1
-    with pytest.raises(ExpertUnavailable, match="loaded its experts anew while a step streamed them"):
+    with pytest.raises(ExpertUnavailable, match="reloaded its experts while a step streamed them"):
         streamed.launched()
     assert found.streamer.begin(9) is None
     again = found.streamer.begin(9)

@@ -82,7 +82,7 @@ def test_equal_scores_go_to_the_earliest_tokens() -> None:
     assert backend.select(case.index_query, case.head_weights, 0)[0].tolist() == list(range(TOP_K))
 
 
-def test_replays_choose_anew() -> None:
+def test_replays_choose_again() -> None:
     """Captured on the dummy page, with sequences of one token."""
     case = make([(1, 1), (63, 1), (3000, 1)])
     attention = TritonMlaAttention(DEEPSEEK_SPARSE, case.cache)

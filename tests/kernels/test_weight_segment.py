@@ -211,7 +211,7 @@ def spoil(path: Path, what: str) -> dict[str, Any]:
         ("format", "layer 2 is stored differently"),
     ],
 )
-def test_what_differs_is_named_and_loaded_anew(path: Path, what: str, reason: str) -> None:
+def test_what_differs_is_named_and_reloaded(path: Path, what: str, reason: str) -> None:
     """Nothing of it is used, and a reader learns of it by the generation."""
     finished(path)
     changed = spoil(path, what)
@@ -278,7 +278,7 @@ def test_a_second_server_is_refused_by_name(path: Path) -> None:
     assert make(path).segment_state == "new"
 
 
-def test_damage_is_found_and_loaded_anew(path: Path) -> None:
+def test_damage_is_found_and_reloaded(path: Path) -> None:
     """The one expert is missing afterwards, readers see another generation, its successor packs it alone."""
     expected = finished(path)
     segment = WeightSegment.open(path)

@@ -218,7 +218,7 @@ def test_files_that_were_only_touched_are_looked_at_but_not_packed(tmp_path: Pat
         ("top_k", "it holds other weights: top_k=3, expected top_k=2"),
     ],
 )
-def test_other_weights_are_packed_anew(tmp_path: Path, memory: Path, change: str, reason: str) -> None:
+def test_other_weights_are_repacked(tmp_path: Path, memory: Path, change: str, reason: str) -> None:
     """Another checkpoint or setting is named, and what is computed is what a fresh server would."""
     model, settings, request = MODEL.write(tmp_path / "model"), dict[str, Any](), dict[str, Any]()
     serve(memory, SliceRequest(str(model)))

@@ -226,7 +226,7 @@ def test_ready_follows_the_engines_health(setup: Setup) -> None:
     try:
         for reason in (
             "",
-            "expert server 1: it was started anew and is refused: checkpoint is b, expected a",
+            "expert server 1: it was restarted and is refused: checkpoint is b, expected a",
         ):
             setup.health.not_ready = reason
             answer = httpx.get(f"{setup.url}/ready")

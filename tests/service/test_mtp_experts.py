@@ -78,7 +78,7 @@ def test_without_it_no_server_holds_them(model: Path) -> None:
     assert plain.model.num_layers == LAYERS
 
 
-def test_servers_of_other_settings_are_packed_anew_and_named(model: Path, memory: Path) -> None:
+def test_servers_of_other_settings_are_repacked_and_named(model: Path, memory: Path) -> None:
     """A server that was without the heads can not serve an engine that wants them."""
     host_of(SliceRequest(str(model)), memory).drain(1)
     gc.collect()

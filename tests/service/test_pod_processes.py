@@ -137,7 +137,7 @@ def test_a_remote_server_that_does_not_fit_is_named_at_once(containers: Containe
     expected = generate(address)
     containers.kill(experts[1])
     other = containers.start_expert(1, "--expert-dtype", "int8")
-    reason = "expert server 1: it was started anew and is refused: expert_dtype is int8, expected keep"
+    reason = "expert server 1: it was restarted and is refused: expert_dtype is int8, expected keep"
     # Its time is shorter than the recovery's.
     assert complete(address).error_message == f"ExpertRefused: {reason}"
     with open_channel(address) as channel:

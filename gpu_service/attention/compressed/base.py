@@ -120,7 +120,7 @@ class CompressedAttentionBackend(PlannedAttention):
         """
 
     def _may_select(self, longest: int) -> bool:
-        """Returns whether some layer has more entries in so many tokens than a query may attend to."""
+        """Returns whether some layer has more entries in `longest` tokens than a query may attend to."""
         sizes = self.dimensions
         return any(longest // sizes.rates[layer] > sizes.top_k for layer in sizes.sparse_layers)
 

@@ -53,7 +53,7 @@ class IndexDimensions:
     num_heads: int
     head_dim: int
     top_k: int  # Tokens that a query attends to at most, but for those after the last whole pool.
-    # So many tokens have one key, and are chosen together; `top_k` is a multiple of it.
+    # The number of tokens that have one key and are chosen together; `top_k` is a multiple of it.
     pool: int = 1
 
     @property
@@ -205,7 +205,7 @@ class MlaAttentionBackend(PlannedAttention):
         return may and has_only_first_chunks(inputs)
 
     def _may_select(self, longest: int) -> bool:
-        """Returns whether a step whose longest sequence has so many tokens must choose among them."""
+        """Returns whether a step whose longest sequence has `longest` tokens must choose among them."""
         index = self.dimensions.index
         return index is not None and longest // index.pool > index.top_k // index.pool
 

@@ -346,7 +346,7 @@ def choose_pools(
 ) -> torch.Tensor:
     """`index_scores` and `select_tokens` of `torch_reference.py` for every row of a step: int32 `[T, top_k]`.
 
-    A row chooses among the pools of so many tokens that end up to it. keys `[num_pages, places, row]`, a key
+    A row chooses among the pools of POOL tokens that end up to it. keys `[num_pages, places, row]`, a key
     being the first elements of a row: with a place for each of the `page_size` tokens of a page, that of a
     pool is in its last token's; with fewer places, pools have theirs alone. The rest as in `choose_tokens`.
     """

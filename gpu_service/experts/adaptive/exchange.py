@@ -81,7 +81,7 @@ class SlotExchanges:
         copied: Callable[[int, float], None] = lambda nbytes, seconds: None,
     ) -> None:
         """`streamer`: whose source has the servers' segments; None: experts are packed from the
-        checkpoint. `copied` is told the bytes of each copy and its seconds on the link.
+        checkpoint. `copied` is called with the bytes of each copy and its seconds on the link.
         """
         self._resident = resident
         self._device = device

@@ -37,7 +37,7 @@ _HITS_OVER = 1024.0
 _SAVED_EVERY_S = 60.0
 # Half-life of decoded tokens per second.
 _TOKENS_OVER_S = 1.0
-# After a find of damage, while servers pack the expert anew and compare the others.
+# After a find of damage, while servers repack the expert and compare the others.
 _CAREFUL_S = 60.0
 
 

@@ -14,11 +14,11 @@ class Crossover:
     response_bytes: int | None
 
     def copies_request(self, nbytes: int) -> bool:
-        """Returns whether so many bytes of hidden states are copied by the engine."""
+        """Returns whether `nbytes` of hidden states are copied by the engine."""
         return self.request_bytes is not None and nbytes >= self.request_bytes
 
     def copies_response(self, nbytes: int) -> bool:
-        """Returns whether so many bytes of one server's answer are copied by the engine."""
+        """Returns whether `nbytes` of one server's answer are copied by the engine."""
         return self.response_bytes is not None and nbytes >= self.response_bytes
 
 

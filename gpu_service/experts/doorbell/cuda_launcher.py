@@ -32,7 +32,7 @@ BLOCK = 512
 # Bytes that one block moves well: fewer blocks leave PCIe's latency uncovered, more only queue up.
 BLOCK_BYTES = 8192
 MAX_BLOCKS = 32
-# What is timed: hand-offs from this size on, in a graph of so many, so often.
+# What is timed: hand-offs from this size on, in a graph of this many, this often.
 SMALLEST_BYTES = 64 * 1024
 RUNS = 8
 REPEATS = 5
@@ -217,7 +217,7 @@ def _blocks(nbytes: int) -> int:
 
 
 def measured_crossover(launcher: CudaLauncher, most_rows: int) -> Crossover:
-    """Times both ways in slot 0's memory, which nobody uses yet. The GPU should be idle."""
+    """Times both ways in slot 0's memory, which is unused yet. The GPU should be idle."""
     box = launcher.box
     scratch = launcher.scratch
     hidden_states = torch.zeros((most_rows, box.hidden_size), dtype=launcher.dtype, device=scratch.device)

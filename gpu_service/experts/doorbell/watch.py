@@ -41,7 +41,7 @@ class Watch:
         self._releases_waits = releases_waits
         # By slot: the open epoch and when it was first seen there.
         self._seen: dict[int, tuple[int, int]] = {}
-        # Requests up to this epoch were abandoned: nobody waits for them.
+        # Requests up to this epoch were abandoned: no step waits for them.
         self._base = 0
         self._lock = threading.Lock()
         # Steps that have begun. A number, not a flag: a step that begins during a look is never forgotten.

@@ -25,7 +25,7 @@ HALF_LIFE_TOKENS = 16.0
 
 
 def kept_after(rows: int) -> float:
-    """What is left of a score after a step of so many token rows."""
+    """Returns the factor by which a score decays in a step of `rows` token rows."""
     return float(0.5 ** (rows / HALF_LIFE_TOKENS))
 
 

@@ -20,7 +20,7 @@ from moebius.errors import brief
 from moebius.models.geometry import MoeGeometry
 
 _log = structlog.get_logger(__name__)
-# Slots of a layer: experts of so many tokens, at most; fewer than the least are not worth their memory.
+# Slots of a layer: experts of this many tokens, at most; fewer than the least are not worth their memory.
 _TOKENS_KEPT, _LEAST_SLOTS = 4, 4
 # The part of a GPU's memory that all take, at most; of small ones, whose requests need it more.
 _MOST_OF_DEVICE, _MOST_OF_SMALL, _SMALL_BYTES = 24, 48, 40 * 10**9

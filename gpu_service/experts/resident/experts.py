@@ -196,7 +196,9 @@ class ResidentKernels(ABC):
         """
 
     def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
-        """Compiles what `forward` may need for layers of this format, and up to so many rows of a dtype."""
+        """Compiles what `forward` may need for layers of this format, and up to `max_rows` rows of
+        a dtype.
+        """
         return
 
 
@@ -365,7 +367,7 @@ class ResidentExperts:
         """Changes which experts slots hold, all at once and without touching weights: between steps.
 
         No expert may be in two slots, a layer that is resident as a whole keeps what it has, and weights have
-        to be complete when an expert is mapped: whoever copied them sees to it.
+        to be complete when an expert is mapped: the caller that copied them ensures it.
         """
         self.version += 1
         places, values = [], []

@@ -27,7 +27,7 @@ _SCALE_VIEWS = {
 }
 
 
-# From so many (row, choice) pairs an expert on, weights are unpacked to 16 bits once, not by every tile
+# From this many (row, choice) pairs an expert on, weights are unpacked to 16 bits once, not by every tile
 # that reads them.
 UNPACK_FROM = 64
 # Memory that steps of many rows take: unpacked weights of some experts at a time, and what the pairs of some

@@ -131,7 +131,7 @@ def read_parts(
 def ring_of(
     parts: Mapping[int, Sequence[ServedPart]], ranks: int, device_bytes: int | None
 ) -> RingLayout | None:
-    """Returns the ring of one of so many tensor-parallel ranks; None: every expert is resident.
+    """Returns the ring of one of `ranks` tensor-parallel ranks; None: every expert is resident.
 
     `device_bytes`: of the GPU's memory; None: no limit. Raises UserError when that is too small.
     """

@@ -225,7 +225,7 @@ class BufferRing:
         # Of all pieces so far, roughly: what a profiler would have noted.
         self.operations = 0
         # Of the present pieces' copies that were launched: events before and after each. Pieces that follow
-        # have a list of their own, so whoever began keeps this one.
+        # have a list of their own, so the step that has begun keeps this one.
         self.copies: list[tuple[Any, Any]] = []
 
     @property

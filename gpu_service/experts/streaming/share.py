@@ -16,7 +16,7 @@ _log = structlog.get_logger(__name__)
 _UNMEASURED_BREAK_EVEN = 256
 # Decode batches below this are left to captured graphs and expert servers.
 _LEAST_DECODE_ROWS = 65
-# A step of so many rows that would stream nothing streams so little of each layer (of SHARES) that it takes
+# A step of this many rows that would stream nothing streams so little of each layer (of SHARES) that it takes
 # no longer, where the link's speed was not seen for long.
 _LEAST_PROBED_ROWS, _PROBE = 256, 2
 

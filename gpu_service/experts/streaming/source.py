@@ -124,7 +124,7 @@ class SegmentSource:
         problem = found.problem()
         if not problem:
             return found
-        _log.warning("experts are not streamed until they can be opened anew", because=problem)
+        _log.warning("experts are not streamed until they can be opened again", because=problem)
         # Steps that were begun may go on copying from what is mapped, to no avail.
         self._ready = None
         self._wanted.set()

@@ -16,7 +16,7 @@ class ShareChooser(Protocol):
     """Decides how much is streamed; `share.ShareChooser` is the real one."""
 
     def may_stream(self, rows: int, is_decode: bool) -> bool:
-        """Returns whether a step of so many token rows may; all ranks say the same."""
+        """Returns whether a step of `rows` token rows may stream; all ranks agree."""
 
     def share(self, rows: int) -> int:
         """Of `SHARES`, 0 being none, for a step that may; ranks may differ."""

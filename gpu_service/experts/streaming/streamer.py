@@ -11,8 +11,8 @@ Two ways to begin:
 An expert that has probably no rows, by what earlier steps chose, is not copied ahead: expert servers have it,
 or in the lane the host waits for what the layer's router says, while the others' products are computed.
 
-Whoever begins puts the result into `ForwardContext.streamed`, calls `launched` when all layers are, and
-`check` when the step has ended. A step that is run again begins anew.
+The caller of `begin` puts the result into `ForwardContext.streamed`, calls `launched` when all layers are, and
+`check` when the step has ended. A step that is run again begins again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ExpertSource(Protocol):
     """Where experts are copied from; `SegmentSource` is the real one."""
 
     def segments(self) -> ExpertSegments | None:
-        """Returns what may be copied now; None: nothing, until it was opened anew, which goes on by itself.
+        """Returns what may be copied now; None: nothing, until it is open again, which goes on by itself.
 
         Any thread may ask.
         """
@@ -146,7 +146,7 @@ class ExpertStreamer:
         if not self.chooser.may_stream(rows, is_decode):
             return None
         segments = self._usable()
-        # One rank that cannot stream keeps all from it: nobody else would compute its part.
+        # One rank that cannot stream keeps all from it: no other process would compute its part.
         refused = SHARES + 1
         chosen = self.agree(refused if segments is None else self.chooser.share(rows))
         if chosen in (0, refused) or segments is None:

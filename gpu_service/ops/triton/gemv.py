@@ -25,7 +25,7 @@ MAX_COLUMNS, TILE_BYTES = 8192, 65536
 MAX_FEATURES = 16
 # Programs that keep all processors of a large device reading.
 MIN_PROGRAMS = 256
-# Of a program; and registers of a thread with which a multiprocessor holds two programs of so many warps.
+# Of a program; and registers of a thread with which a multiprocessor holds two programs of that many warps.
 # With more, the second half of a weight would be read only when the first one is done.
 MOST_WARPS, MAX_REGISTERS = 8, 128
 

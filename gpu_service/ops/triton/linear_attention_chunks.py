@@ -35,7 +35,7 @@ def request_of_tile(tile, query_starts, num_requests, first_row, ROWS: tl.conste
 
     Returns the last request whose first tile is not after `tile`, by bisection, and that first tile. Request
     r owns tiles from start // ROWS + r on: at least as many as it needs, because rounding down loses less
-    than one tile per request. So many rows of R requests are in rows // ROWS + R tiles, some of them empty.
+    than one tile per request. The rows of R requests are in rows // ROWS + R tiles, some of them empty.
     """
     low, high = 0, num_requests
     while low < high:
@@ -50,7 +50,7 @@ def request_of_tile(tile, query_starts, num_requests, first_row, ROWS: tl.conste
 
 
 def num_row_tiles(num_rows: int, num_requests: int, rows: int) -> int:
-    """Returns how many tiles of so many rows there are, the empty ones included."""
+    """Returns the number of tiles that these rows take, the empty ones included."""
     return num_rows // rows + num_requests
 
 

@@ -48,7 +48,7 @@ def unpack(  # type: ignore[no-untyped-def]
         plain = tl.trans(plain).to(output.dtype.element_ty)
         place = element_place(words, order, k, PANEL)
         if PANEL.ordered:
-            # Slots without an expert, which nobody reads, are unpacked as well: they may hold any numbers.
+            # Slots without an expert, which are never read, are unpacked as well: they may hold any numbers.
             place = tl.where((place >= 0) & (place < PANEL.k_padded), place, k)
         tl.store(target[:, None] + place[None, :], plain)
 

@@ -59,8 +59,8 @@ def lines(panels: PanelFormat, num_panels: int = 1) -> int:
 
 
 def ahead(panels: PanelFormat, lines_at_once: int) -> int:
-    """Returns the number of tiles of `lines` that are loaded together: at most MAX_AHEAD, and so many that
-    they divide all.
+    """Returns the number of tiles of `lines` that are loaded together: at most MAX_AHEAD, and a number that
+    divides all.
     """
     tiles = panels.k_padded * panels.low_bits // 32 // lines_at_once
     return max(count for count in range(1, MAX_AHEAD + 1) if tiles % count == 0)
@@ -118,7 +118,7 @@ def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int)
     return [min(few_rows, max_rows), *sorted({*largest.values(), *unpacked})]
 
 
-# From so many on, tiles are of 128 pairs.
+# From this many pairs on, tiles have 128 of them.
 HIGH_TILE_FROM = 128
 
 
@@ -143,7 +143,7 @@ _DENSE_TILES = (
 
 
 def dense_tiles(pairs: int, num_experts: int) -> tuple[DenseTile, ...]:
-    """To choose from, for so many pairs of all experts; the best that fits first."""
+    """Returns the tiles to choose from for `pairs` pairs of all experts, the best first."""
     return _DENSE_TILES if pairs >= HIGH_TILE_FROM * num_experts else _DENSE_TILES[2:]
 
 

@@ -127,7 +127,7 @@ def test_no_right_server_in_time_is_an_error_that_names_the_reason(good: Path, b
         checked.recover(60)
 
 
-def test_what_is_wanted_is_remembered_and_not_read_anew(tmp_path: Path, bad: Path) -> None:
+def test_what_is_wanted_is_remembered_and_not_read_again(tmp_path: Path, bad: Path) -> None:
     """Files that have changed since must not make their own weights the right ones."""
     model = TinyMoe(family="glm4_moe", seed=0).write(tmp_path / "model")
     checked, returning = started(model, [model])

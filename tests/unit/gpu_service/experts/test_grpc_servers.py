@@ -134,7 +134,7 @@ def test_who_is_refused_is_named_at_once(
         for _ in range(2):
             with pytest.raises(ExpertRefused) as caught:
                 client.recover(FOREVER_S)
-            assert "expert server 0: it was started anew and is refused: " in str(caught.value)
+            assert "expert server 0: it was restarted and is refused: " in str(caught.value)
             assert reason in str(caught.value)
             assert client.problem() == str(caught.value)
             with pytest.raises(ExpertUnavailable):
