@@ -147,7 +147,7 @@ class WeightsWatch:
 
     def _repair(self, layer: int, expert: int) -> None:
         begin = time.monotonic()
-        problem = self._packed_anew(layer, expert)
+        problem = self._repacked(layer, expert)
         if not problem:
             seconds = round(time.monotonic() - begin, 3)
             log.error(
@@ -177,7 +177,7 @@ class WeightsWatch:
             self.problem = text
             self._on_problem(text)
 
-    def _packed_anew(self, layer: int, expert: int) -> str:
+    def _repacked(self, layer: int, expert: int) -> str:
         """Why it is not; empty: it is."""
         try:
             with self._source.read(layer, expert) as matrices:

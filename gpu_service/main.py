@@ -52,7 +52,7 @@ from moebius.tls import configure_tls
 from protos import engine_pb2, engine_pb2_grpc, vllm_engine_pb2_grpc
 
 _log = structlog.get_logger(__name__)
-# What a user can mend, or what another process says: the message is the cause.
+# What a user can fix, or what another process says: the message is the cause.
 _EXPECTED = (UserError, ValueError, OSError, MailboxError, ExpertUnavailable)
 _Loaded = tuple[Built, EngineTelemetry, engine_pb2.GetModelInfoResponse]
 _POLL_S = 0.05

@@ -29,7 +29,7 @@ def check_speculation(gpu: GpuConfig, parallel: ParallelConfig, model: ModelConf
     if kept:
         raise UserError(
             f"speculative_method: {method!r} is not supported for {model.model_type}, which has {kept}: "
-            "a wrong guess could not be taken back; allowed: off"
+            "a rejected draft token could not be taken back; allowed: off"
         )
     if method != "mtp":
         return

@@ -12,8 +12,8 @@ step in flight, and all said here of steps is said of those of the main lane.
 
 Invariants, with step N+1 launched before step N is committed:
 (a) a request that ends by a stop token in step N also ran in N+1; that token is dropped;
-(b) pages and slots freed by commit(N) may still be read and written by N+1; the request that gets them next is
-    computed by N+2 or later, and the runner runs steps in order;
+(b) pages and slots freed by commit(N) may still be read and written by N+1; the next request that gets them
+    is computed by N+2 or later, and the runner runs steps in order;
 (c) a launched step reads its own `StepPlan` and never a request;
 (d) only committed tokens enter the prefix tree, so a failed step leaves no bad page behind;
 (e) integrity is checked when nothing is in flight;

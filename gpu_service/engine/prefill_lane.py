@@ -29,7 +29,7 @@ POLL_S = 0.0005
 # The least time between two turns of the main lane while layers are launched: a look costs the host time.
 _TURN_S = 0.0003
 # Layers that may be queued on the device behind the one that runs, and how soon there are more again after
-# a token was late: so many for each that is not.
+# a token was late: by this much for each that is not.
 _MOST_AHEAD, _WIDEN = 3, 0.125
 # Of the time that the lane ran, how long it may be held for the main lane's sake: a prompt keeps more than
 # half of its rate.

@@ -45,8 +45,8 @@ _KEPT = 0.9
 _HALF_LIFE_S = 5.0
 # A pause between two steps counts as so much of the time in which steps are too slow.
 _LONGEST_PAUSE_S = 1.0
-# Of this many first steps of a kind the median counts; of later ones all that were not too slow, decayed with a
-# half-life in seconds of such steps.
+# Of this many first steps of a kind the median counts; of later ones all that were not too slow, decayed with
+# a half-life in seconds of such steps.
 _FIRST_STEPS, _KIND_HALF_LIFE_S = 8, 600.0
 # A line says predicted and measured times after this many seconds, and again when the ratio
 # has changed by this much.

@@ -16,8 +16,9 @@ rest, and the GPU multiplies what has arrived. So a layer takes
     max(copy * s,  max(cpu(rows) * (1 - s),  gpu(rows) * s))
 
 with s the streamed share of its experts, `copy` the seconds that the link needs for all of them, `cpu` and
-`gpu` those that servers and GPU need for all of them with that many rows. Until earlier steps showed otherwise
-(`routing.py`) routing is taken to be even; experts with twice as many rows take as long as with twice `rows`.
+`gpu` those that servers and GPU need for all of them with that many rows. Until earlier steps showed
+otherwise (`routing.py`) routing is taken to be even; experts with twice as many rows take as long as with
+twice `rows`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which processes serve the experts by gRPC: asked for their health, and then who they are.
 
 Only its clients compare a remote server with its predecessor. One that does not fit is
-healthy in its own eyes and stays where it is until it is replaced: callers that wait for it learn of it at once.
+healthy in its own eyes and stays where it is until it is replaced: callers that wait for it learn of it at
+once.
 """
 
 from __future__ import annotations

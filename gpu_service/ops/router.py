@@ -67,7 +67,8 @@ def zero_experts(
     """Returns what choices without weights answer: what they are given, each times its weight.
 
     hidden_states `[T, H]`; weights float32 and ids int32 `[T, K]`, contiguous. Returns float32 `[T, H]`. An
-    id of `num_experts` or more is such a choice; in place it becomes -1, so that no expert server computes it.
+    id of `num_experts` or more is such a choice; in place it becomes -1, so that no expert server computes
+    it.
     """
     chosen = ids >= num_experts
     total = weights.masked_fill(~chosen, 0.0).sum(dim=-1, keepdim=True)

@@ -84,9 +84,9 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: str = "", keep: bool = True) -> None:
         """Ends a request now: its pages go to the tree (if `keep`) or back to the pool, its slot is free.
 
-        Steps in flight may still read and write those pages and that slot. That is safe because the request that
-        gets them next is computed by a later step of the same device stream. The prefill lane has another
-        one: what it computes gives them up when its step has ended.
+        Steps in flight may still read and write those pages and that slot. That is safe because the request
+        that gets them next is computed by a later step of the same device stream. The prefill lane has
+        another one: what it computes gives them up when its step has ended.
         """
         request.finish_reason = reason
         request.error_message = error

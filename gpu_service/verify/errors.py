@@ -84,8 +84,8 @@ ROWS: Mapping[RowsDtype, float] = {"float32": 1e-4, "bfloat16": 1e-2, "float16":
 QUANTISED_ROWS = 6e-2
 # Weights rounded to that number of bits; three matrices are, and their errors add up as squares.
 WEIGHTS: Mapping[int, float] = {32: 0.0, 16: 8e-3, 8: 0.1, 4: 0.4}
-# Mean KL divergence, nats per token, of a model whose weights (or rows, where weights are exact) have that many
-# bits, from the reference.
+# Mean KL divergence, nats per token, of a model whose weights (or rows, where weights are exact) have that
+# many bits, from the reference.
 MEAN_KL: Mapping[int, float] = {32: 1e-3, 16: 3e-2, 8: 5e-2, 4: 1.5e-1}
 # What is accepted of a matrix (`max_requantise_error`) makes up to this many times the error in the output.
 _OUTPUT_PER_WEIGHT = 2.0

@@ -1,4 +1,6 @@
-"""Memory of packed experts changes while greedy streams run: found, mended, not answered once it is known."""
+"""Memory of packed experts changes while greedy streams run: found, repaired, not answered once it
+is known.
+"""
 
 from __future__ import annotations
 

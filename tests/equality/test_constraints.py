@@ -307,7 +307,7 @@ def test_a_matcher_that_fails_ends_its_output_alone(
 
 
 @LOOPS
-def test_aborted_outputs_hold_up_nobody(loop: dict[str, Any]) -> None:
+def test_aborted_outputs_delay_no_other(loop: dict[str, Any]) -> None:
     """A constrained request may go between the launch of a step and its masks."""
     with running_engine(**loop) as harness:
         endless = constrained("endless", prompt_of(1, 9), Constraint(regex="[a-z]+x{9}"), max_tokens=110)
@@ -463,7 +463,7 @@ def test_a_grammar_whose_first_mask_is_too_complex_is_refused() -> None:
     assert compiler().make(Constraint(json_schema=json.dumps(fewer)))
 
 
-def test_a_grammar_that_was_not_announced_keeps_nobody_waiting() -> None:
+def test_a_grammar_that_was_not_announced_delays_no_request() -> None:
     """Where the engine ends while a grammar is sent to ranks, the request that has it gets the error."""
     made = compiler.__wrapped__()  # one of its own
 

@@ -115,7 +115,7 @@ class NotingModel(FakeModel):
 
 
 @LOOPS
-def test_nan_of_a_damaged_expert_on_the_device_reaches_nobody(
+def test_nan_of_a_damaged_expert_on_the_device_reaches_no_client(
     loop: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step is not answered, its requests have their tokens, and all pages are clean afterwards."""

@@ -118,7 +118,7 @@ def make_masks_slow() -> None:
     token_masks._mask_of = late
 
 
-def outputs_that_sit_out(script: Script) -> dict[str, list[Outcome]]:
+def outputs_that_skip_steps(script: Script) -> dict[str, list[Outcome]]:
     """The constrained outputs of all cases, then one with a grammar next to one without."""
     found = {"constrained": script.run_constrained()}
     prompts = script.prompts
@@ -133,12 +133,12 @@ def outputs_that_sit_out(script: Script) -> dict[str, list[Outcome]]:
 @pytest.mark.parametrize(
     ("tp", "pp", "overlap"), [(2, 1, True), pytest.param(1, 2, False, marks=pytest.mark.full)]
 )
-def test_ranks_let_the_same_outputs_sit_out(truth: Truth, tp: int, pp: int, overlap: bool) -> None:
+def test_ranks_let_the_same_outputs_skip_steps(truth: Truth, tp: int, pp: int, overlap: bool) -> None:
     """An output whose mask takes long is left out of the steps of all ranks until rank 0 has the mask: others
     go on meanwhile, and it becomes what it becomes on one rank whose steps wait for it."""
     directory, expected = truth("qwen3_bias_tied")
     config = rank_config(directory, tp, pp, overlap_scheduling=overlap)
-    found = run_group(config, make_masks_slow, outputs_that_sit_out)
+    found = run_group(config, make_masks_slow, outputs_that_skip_steps)
     tokens = [outcome.token_ids for outcome in expected["constrained"]]
     assert [outcome.token_ids for outcome in found["constrained"]] == tokens
     assert [outcome.finish_reason for outcome in found["slow"]] == ["stop", "length"]

@@ -189,7 +189,7 @@ def test_abort_while_drafts_are_verified(loop: dict[str, Any]) -> None:
 
 
 @LOOPS
-def test_a_wrong_draft_that_is_not_finite_ends_nobody(loop: dict[str, Any]) -> None:
+def test_a_rejected_draft_that_is_not_finite_ends_no_request(loop: dict[str, Any]) -> None:
     """A rejected draft's NaN never reaches the request's later tokens, nor those who get its pages next."""
     with running_engine() as harness:
         (said,) = harness.run([make_request("r", prompt_of(1, 9), max_tokens=20)])

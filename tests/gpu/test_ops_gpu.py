@@ -248,7 +248,7 @@ def test_routers(name: str, rows: int, device: torch.device, tables: dict[str, A
     _compare(tables, "triton", "route", arguments, torch.float32)
 
 
-def test_rows_of_padding_choose_nobody(device: torch.device, tables: dict[str, Any]) -> None:
+def test_rows_of_padding_choose_no_expert(device: torch.device, tables: dict[str, Any]) -> None:
     route = _implementation(tables, "triton", "route").function
     logits = _random(device, torch.float32, 8, 128)
     valid = torch.arange(8, device=device) < 5

@@ -433,7 +433,7 @@ def test_memory_is_bound_and_in_large_pages(path: Path) -> None:
         assert engine.huge_page_bytes() > 0
 
 
-def test_a_file_on_a_disk_is_told_from_memory(path: Path, tmp_path: Path) -> None:
+def test_a_file_on_a_disk_is_distinguished_from_memory(path: Path, tmp_path: Path) -> None:
     """tmpfs is memory; what pytest gives may be either, as the system says."""
     kind = subprocess.run(
         ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True

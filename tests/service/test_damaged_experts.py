@@ -94,7 +94,7 @@ def compared_twice(host: ExpertHost) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_flipped_bits_of_a_running_server_are_found_and_mended(
+def test_flipped_bits_of_a_running_server_are_found_and_repaired(
     tmp_path: Path, memory: Path, hosts: list[ExpertHost], shared: bool
 ) -> None:
     """In the background, within the interval; one line, a counter, and the bits of before."""
@@ -117,7 +117,7 @@ def test_flipped_bits_of_a_running_server_are_found_and_mended(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_nan_is_mended_before_it_is_answered(
+def test_nan_is_repaired_before_it_is_answered(
     tmp_path: Path, memory: Path, hosts: list[ExpertHost], shared: bool
 ) -> None:
     """Without any look in the background: an output that is not finite is suspect at once."""

@@ -74,7 +74,7 @@ def test_expert_server_killed_while_decoding(stack: Stack) -> None:
         assert [future.result(timeout=120) for future in futures] == expected
 
 
-def test_processes_answer_nobody_without_a_certificate(stack: Stack, secret: Path) -> None:
+def test_processes_answer_no_client_without_a_certificate(stack: Stack, secret: Path) -> None:
     """Neither the engine's nor an expert server's socket says a word in plain text; with the certificate,
     commands such as `moebius experts record` are answered."""
     for name in ("gpu", "expert-0"):

@@ -77,7 +77,7 @@ async def test_an_idle_engine_follows_its_expert_servers() -> None:
         await becomes(service, SERVING)
         service.harness.experts.present.clear()
         await becomes(service, NOT_SERVING)
-        assert await health(service, "") == SERVING, "the process works: nobody shall kill it"
+        assert await health(service, "") == SERVING, "the process works, so that no probe kills it"
         service.harness.experts.present.set()
         await becomes(service, SERVING)
 
@@ -111,20 +111,20 @@ async def test_a_dead_engine_thread_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_health_follows_the_engine_before_it_counts_as_lost() -> None:
     """Also of an engine that ends right after it was looked at: who waits for `lost` may end the process, and
     no request may be sent to it after that."""
-    engine, told = SimpleNamespace(is_alive=True, is_recovering=False), []
+    engine, answers = SimpleNamespace(is_alive=True, is_recovering=False), []
 
     def ends() -> str:
         engine.is_alive = False
         return ""
 
     async def tell(ready: bool, works: bool, why: str) -> None:
-        told.append((ready, works))
+        answers.append((ready, works))
 
     report: Any = SimpleNamespace(set=tell)
     readiness = Readiness(report, engine, SimpleNamespace(problem=ends), look_every_s=0)  # type: ignore[arg-type]
     watching = asyncio.create_task(readiness.watch())
     await asyncio.wait_for(readiness.lost.wait(), 60)
-    assert told == [(True, True), (False, False)]
+    assert answers == [(True, True), (False, False)]
     watching.cancel()
 
 

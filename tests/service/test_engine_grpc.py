@@ -230,7 +230,7 @@ async def test_abort_ends_the_stream() -> None:
     assert [end.finish_reason for end in ends] == ["abort", "abort"]
 
 
-async def test_an_abort_of_what_nobody_has_fills_no_log() -> None:
+async def test_an_abort_of_an_unknown_request_fills_no_log() -> None:
     """Ids may be of any length and number; only those of live requests are worth a line."""
     async with served() as service:
         call = service.stub.Generate(message("live", max_tokens=110))

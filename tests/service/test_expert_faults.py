@@ -76,7 +76,7 @@ def test_silent_server_meets_the_deadline(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("transport", ["mailbox", "grpc"])
-def test_a_lost_server_is_seen_while_nobody_computes(cluster: Cluster, transport: str) -> None:
+def test_a_lost_server_is_seen_while_no_step_runs(cluster: Cluster, transport: str) -> None:
     """An idle client says which server is gone, and that it is back; a wait for it can be given up."""
     client = cluster.client(transport)
     assert client.problem() == ""

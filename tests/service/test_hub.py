@@ -214,7 +214,7 @@ def test_paths_into_the_cache(files: dict[str, bytes], tmp_path: Path) -> None:
     assert in_cache(tmp_path) == (tmp_path, "")
 
 
-def test_paths_and_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_names_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What exists is a path; ./x, /x, ~/x, x.gguf and a name without an owner never go to the hub."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)

@@ -155,7 +155,7 @@ def test_a_remote_server_that_does_not_fit_is_named_at_once(containers: Containe
     assert generate(address) == expected
 
 
-def test_a_server_that_nobody_calls_says_so() -> None:
+def test_a_server_without_calls_says_so() -> None:
     """A line every ten seconds, none once an engine has called."""
     now = [0.0]
     first_call = FirstCall("moebius-mine", lambda: now[0])

@@ -36,7 +36,7 @@ pathlib.Path(f"{mark}.beat").write_text("1")
 mark.write_text(str(os.getpid()))
 while True: pass
 """
-# Is ready once, and from then on ends as a process does that a user has to mend.
+# Is ready once, and from then on ends like a process whose settings a user has to fix.
 BROKEN = f"""
 import os, pathlib, sys
 mark = pathlib.Path(sys.argv[1])

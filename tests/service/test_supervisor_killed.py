@@ -118,7 +118,7 @@ def test_damaged_run_file_is_named(tmp_path: Path) -> None:
         RunDirectory(tmp_path)
 
 
-def test_a_start_after_a_reboot_kills_nobody(tmp_path: Path) -> None:
+def test_a_start_after_a_reboot_kills_no_process(tmp_path: Path) -> None:
     """Pids and start times count from the boot: after another one they mean other processes."""
     with sleeping() as stranger:
         crafted(tmp_path, listing(stranger, boot_id="another"))

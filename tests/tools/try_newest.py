@@ -2,7 +2,7 @@
 
 `python -m tests.tools.try_newest [--beyond] [PYTEST-ARGUMENT ...]`. `--beyond` looks past the ranges of
 pyproject.toml, too. What fails with the newest packages, and not with the locked ones, is tried again with
-halves of the packages at their locked versions, until one is found whose locked version mends it.
+halves of the packages at their locked versions, until one is found whose locked version fixes it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Try = Callable[[frozenset[str], Sequence[str]], set[str]]
 
 @dataclass
 class Blame:
-    """What mends what; filled by `find_culprits`."""
+    """Which locked packages fix which failures; filled by `find_culprits`."""
 
-    # Packages, of which the locked versions mend these checks and tests together.
+    # Packages, of which the locked versions fix these checks and tests together.
     by_packages: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
 
 
@@ -61,9 +61,9 @@ def _search(groups: list[frozenset[str]], failing: set[str], try_with: Try, blam
     left = set(failing)
     for half in (groups[:middle], groups[middle:]):
         if left:
-            mended = left - try_with(frozenset().union(*half), sorted(left))
-            _search(half, mended, try_with, blame)
-            left -= mended
+            fixed = left - try_with(frozenset().union(*half), sorted(left))
+            _search(half, fixed, try_with, blame)
+            left -= fixed
     if left:
         # It takes packages of both halves.
         everything = frozenset().union(*groups)

@@ -42,9 +42,9 @@ def select_tokens(scores: torch.Tensor, lengths: torch.Tensor, top_k: int) -> to
     """Returns the positions of each row's `top_k` highest scores, ascending, padded with -1: int32 `[T,
     top_k]`.
 
-    scores float32 `[T, K]`; lengths int `[T]`: a row chooses among its first `lengths[t]`, all of them where they
-    are not more than `top_k`. Among equal scores the lower position wins. A row with a NaN chooses nothing.
-    Shapes depend on shapes only, so that it may be captured in a graph.
+    scores float32 `[T, K]`; lengths int `[T]`: a row chooses among its first `lengths[t]`, all of them where
+    they are not more than `top_k`. Among equal scores the lower position wins. A row with a NaN chooses
+    nothing. Shapes depend on shapes only, so that it may be captured in a graph.
     """
     num_rows, width = scores.shape
     positions = torch.arange(width, device=scores.device)

@@ -16,7 +16,8 @@ from functools import cached_property
 from gpu_service.experts.resident.panels import LayerFormat
 from moebius.models.layers.ranks import even_shard
 
-# A split is chosen in multiples of one of this many parts of a layer's experts, so that ranks can agree on a number.
+# A split is chosen in multiples of one of this many parts of a layer's experts, so that ranks can agree on a
+# number.
 SHARES = 64
 # A piece is about this large: copies of 32 MiB reach the link's rate, larger ones only delay the products.
 PIECE_BYTES = 192 * 2**20

@@ -3,8 +3,8 @@
 Routing is uneven and changes slowly from step to step. Servers take few rows of many experts quickly and many
 rows slowly, a link copies an expert in the same time whatever its rows. So those with the most rows are
 streamed, by the counts of earlier steps; those that get none are not copied, and cost servers nothing. A
-guess that was wrong costs time only: expert servers compute what is not copied, and the prefill lane, which
-asks none, copies what its router has chosen against expectation.
+prediction that was wrong costs time only: expert servers compute what is not copied, and the prefill lane,
+which asks none, copies what its router has chosen against expectation.
 
 Ranks that share layers route alike, and take the largest of all ranks' counts, so that their plans are the
 same whatever rounding does.

@@ -11,8 +11,8 @@ Two ways to begin:
 An expert that has probably no rows, by what earlier steps chose, is not copied ahead: expert servers have it,
 or in the lane the host waits for what the layer's router says, while the others' products are computed.
 
-The caller of `begin` puts the result into `ForwardContext.streamed`, calls `launched` when all layers are, and
-`check` when the step has ended. A step that is run again begins again.
+The caller of `begin` puts the result into `ForwardContext.streamed`, calls `launched` when all layers are,
+and `check` when the step has ended. A step that is run again begins again.
 """
 
 from __future__ import annotations

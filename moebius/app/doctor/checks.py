@@ -61,7 +61,7 @@ def _as(ok: bool, bad: Status, check: str, found: str, fix: str) -> Finding:
 
 def check_host(facts: Facts) -> Iterator[Finding]:
     """The findings of a machine that serves without Kubernetes, or of a node as seen from a Pod."""
-    # Nothing mends it, so it is no warning.
+    # Nothing fixes it, so it is no warning.
     cost = what_it_costs(facts.isa, facts.cpu_flags, facts.num_gpus > 0)
     yield Finding("instruction set", "ok", facts.isa + (f": {cost}" if cost else ""))
     nodes = facts.topology.nodes

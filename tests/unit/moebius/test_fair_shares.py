@@ -160,7 +160,7 @@ def test_who_was_alone_owes_nothing() -> None:
     assert deviation(load.tokens) <= 0.1, load.tokens
 
 
-def test_requests_of_nobody_in_particular_are_in_order_of_seniority() -> None:
+def test_requests_without_a_client_are_in_order_of_seniority() -> None:
     """Without a client's name all are one: the oldest first, as if there were no shares."""
     load = Load([Client("", 3 * SEQS, (20, 20), (4, 4))], seed=4)
     begun: list[int] = []

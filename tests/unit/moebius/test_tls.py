@@ -138,8 +138,8 @@ async def test_a_gateway_without_tls_says_that_the_engine_speaks_it(
     directory = secret(tmp_path / "own", authority.issue("engine"), authority.pem)
     with served(directory) as address, structlog.testing.capture_logs() as logs:
         configure_tls(SecurityConfig())
-        nobody = f"unix:{tmp_path}/nobody"
-        for target in (nobody, address, address):
+        silent = f"unix:{tmp_path}/nobody"
+        for target in (silent, address, address):
             client = EngineClient(target)
             assert not await client.is_serving()
             await client.close()
@@ -164,7 +164,7 @@ def test_a_command_says_that_tls_is_missing(authority: Authority, tmp_path: Path
 
 
 @pytest.mark.parametrize("start", [running, running_servers])
-def test_whoever_starts_processes_asks_them_by_tls(
+def test_the_supervisor_asks_its_processes_by_tls(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[Any], Any]
 ) -> None:
     """What runs, demonstrates or measures configures TLS before its supervisor asks for health."""

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-WORDS = re.compile(r"\b(?:nobody|whoever|anew|so many|told)\b", re.IGNORECASE)
+WORDS = re.compile(r"\b(?:nobody|whoever|anew|so many|told|mend(?:s|ed|ing)?)\b", re.IGNORECASE)
+# Parts of the names of functions and classes.
+IDENTIFIERS = "nobody|whoever|anew|so_many|told|untold|mended|sit_out|lanebooks"
 PLACES = (
     "gateway",
+    "gpu_service",
     "protos",
     "kernels",
     "expert_service",
@@ -31,7 +34,14 @@ COMMENTS = re.compile(r"//.*|/\*(?:.|\n)*?\*/")
 QUOTED = re.compile(r"```.*?```|`[^`]*`|^ {4}[^\n]*$", re.DOTALL | re.MULTILINE)
 # "draft tokens", where speculation is meant.
 GUESSES = re.compile(r"\bguess(?:es|ed|ing)?\b", re.IGNORECASE)
-SPECULATION = ("moebius", "docs/speculation.md", "tests/*specul*", "tests/*draft*", "tests/*mtp*")
+SPECULATION = (
+    "moebius",
+    "gpu_service",
+    "docs/speculation.md",
+    "tests/*specul*",
+    "tests/*draft*",
+    "tests/*mtp*",
+)
 
 
 def python_prose(text: str) -> Iterator[str]:
@@ -62,6 +72,13 @@ def words_in(path: Path, words: re.Pattern[str] = WORDS) -> list[str]:
     return [found.lower() for text in prose(path) for found in words.findall(re.sub(r"\s+", " ", text))]
 
 
+def private_names(text: str) -> list[str]:
+    """Returns the names of functions and classes that are, or contain as a part, a word of the list."""
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    names = (node.name for node in ast.walk(ast.parse(text)) if isinstance(node, defined))
+    return [name for name in names if re.search(rf"(?:^|_)(?:{IDENTIFIERS})(?:_|$)", name, re.IGNORECASE)]
+
+
 def files(place: str) -> list[str]:
     """Tracked files below a folder or of a pattern; an empty place is a mistake of this test."""
     listed = subprocess.run(["git", "ls-files", place], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -76,6 +93,15 @@ def test_words_that_the_field_does_not_use_stay_out(place: str) -> None:
     assert {name: found for name in files(place) if (found := words_in(Path(name)))} == {}
 
 
+@pytest.mark.parametrize(
+    "place", [place for place in PLACES if place not in ("k8s", "deploy", "docs", "tools")]
+)
+def test_names_are_the_fields(place: str) -> None:
+    """A function or class is named in words that a maintainer of another engine knows."""
+    found = {name: private_names((ROOT / name).read_text()) for name in files(place) if name.endswith(".py")}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
 @pytest.mark.parametrize("place", SPECULATION)
 def test_draft_tokens_have_one_name(place: str) -> None:
     """A reader who looks for draft tokens, accepted or rejected, finds all that is said of them."""
@@ -87,6 +113,7 @@ def test_words_are_found_across_lines_and_only_in_prose(tmp_path: Path) -> None:
     file = tmp_path / "one.py"
     file.write_text('"""Keeps so\nmany."""\nA = "nobody"  # made anew\n')
     assert words_in(file) == ["anew", "so many"]
+    assert private_names("def test_it_harms_nobody(): ...\nclass Folded: ...\n") == ["test_it_harms_nobody"]
     page = tmp_path / "page.md"
     page.write_text("Nobody reads `an expert is packed anew`.\n\n    whoever\n")
     assert words_in(page) == ["nobody"]

@@ -104,7 +104,7 @@ def test_markers_in_letters_are_text_where_there_are_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_so_many_calls_are_given_out(name: str) -> None:
+def test_the_number_of_calls_is_bounded(name: str) -> None:
     """After `max_calls` the parser is full, and what follows is dropped."""
     plan = plan_for(name, recorded_plan(name).reasoning_parser, max_calls=1)
     parser = make_parser(plan, ())

@@ -173,7 +173,7 @@ def test_a_different_model_is_named() -> None:
     assert difference(ours, theirs).endswith("than this gateway: a.json has changed")
 
 
-def test_names_are_told_from_addresses() -> None:
+def test_names_are_distinguished_from_addresses() -> None:
     """Only names are looked up again."""
     assert [is_name(one) for one in ("unix:/a/b:1", "10.0.0.1:5", "[::1]:5")] == [False] * 3
     assert [is_name(one) for one in ("engine:5", "localhost:5", "a.b.svc.cluster.local:50051")] == [True] * 3

@@ -128,7 +128,7 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse({"key": scope["state"]["key_use"].name})(scope, receive, send)
 
 
-async def test_keys_are_told_apart(tmp_path: Path) -> None:
+async def test_keys_are_distinguished(tmp_path: Path) -> None:
     """Each key has its own count, by name; a 429 is in OpenAI's shape, with Retry-After, and in Anthropic's
     for its paths; a revoked key is a stranger. Reading is not counted."""
     path = str(tmp_path / "keys")

@@ -151,7 +151,7 @@ def test_a_lane_without_experts_says_that_they_are_lost() -> None:
         pending.wait()
 
 
-def test_layers_are_told_to_give_turns() -> None:
+def test_layers_give_turns() -> None:
     """The model's layers get what the engine wants called between them; the main lane's get nothing."""
     lane, _, model, _, _ = made()
     seen: list[ForwardContext] = []

@@ -127,7 +127,7 @@ def test_a_refused_request_fails_its_step_only() -> None:
 def test_a_refusal_met_by_the_next_step_fails_that_one_only(undisturbed: list[list[int]]) -> None:
     """The step before it had succeeded, and does again when both are run once more."""
     tokens, _, requests = run(lambda step: REFUSED if step == 5 else None)
-    assert tokens == undisturbed, "a refusal that does not come again is nobody's"
+    assert tokens == undisturbed, "a refusal that does not come again belongs to no request"
     assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}
 
 

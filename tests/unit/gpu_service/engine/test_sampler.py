@@ -266,7 +266,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert token_logprobs(LOGITS.unsqueeze(0), torch.tensor([2]), 0)[1].shape == (1, 0)
 
 
-def test_non_finite_rows_are_reported_and_harm_nobody() -> None:
+def test_non_finite_rows_are_reported_and_harm_no_other_row() -> None:
     """NaN and Inf are flagged row by row; the other rows draw what they would have drawn."""
     logits = LOGITS.repeat(3, 1)
     logits[0, 3] = float("nan")

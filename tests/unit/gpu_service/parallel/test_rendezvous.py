@@ -146,7 +146,7 @@ def test_a_silent_rank_is_noticed(sent: bytes) -> None:
     frozen.close()
 
 
-def test_a_rank_that_reads_nothing_holds_nobody_up() -> None:
+def test_a_rank_that_reads_nothing_delays_no_other() -> None:
     """`send` gives up after the timeout once the frozen process's buffers are full."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         frozen = socket.create_connection(listener.getsockname())
@@ -360,7 +360,7 @@ def test_a_taken_port_is_named() -> None:
             meet(replace(rendezvous(2), address=address), welcome())
 
 
-def test_nobody_goes_on_while_a_loss_ends_the_process(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_goes_on_while_a_loss_ends_the_process(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that echoes it, and a message to the lost group: the caller might end it otherwise."""
     controls, _ = trio
     monkeypatch.setattr(gpu_service.parallel.control, "_ECHO_S", 0.01)

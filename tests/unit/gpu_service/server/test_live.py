@@ -214,7 +214,7 @@ def test_a_lost_or_silent_server_makes_counts_unknown(
         assert [list(layer.gpu_experts) for layer in live.layers] == [[], [0]]
 
 
-def test_nobody_is_asked_unless_somebody_looks(tmp_path: Path) -> None:
+def test_no_server_is_asked_without_a_viewer(tmp_path: Path) -> None:
     """Making the view connects to no server: only `describe` does."""
     server = Server({})
 

@@ -235,9 +235,9 @@ def test_lists_of_commands_are_whole_sentences() -> None:
 
 def test_commands_without_torch(tmp_path: Path) -> None:
     """What does not compute with torch works where it is not installed; what does says so in one line."""
-    model, nobody = str(tmp_path / "model"), "http://127.0.0.1:9"
+    model, unused = str(tmp_path / "model"), "http://127.0.0.1:9"
     works = [["models", "random", model, "--shape", "tiny", "--layers", "1"], ["version"], ["topology"]]
-    alone = [["chat", "--base-url", nobody, "--prompt", "hi"], ["bench", "decode", "--base-url", nobody]]
+    alone = [["chat", "--base-url", unused, "--prompt", "hi"], ["bench", "decode", "--base-url", unused]]
     alone += [["experts", "record", "stop", "--engine-address", f"unix:{tmp_path}/none"]]
     needs = [["plan", model], ["verify", model], ["gpu", model]]
     commands = [*works, *alone, *needs]

@@ -177,9 +177,9 @@ def test_partial_sums_of_any_kind(few_rows: int) -> None:
     assert torch.equal(kernels.forward(slots, hidden_states, ids, weights, None), added)
     empty = kernels.forward(slots, hidden_states[:0], ids[:0], weights[:0], None)
     assert empty.shape == (0, shape.hidden)
-    nobody = torch.full_like(ids, -1)
+    no_choices = torch.full_like(ids, -1)
     partial = torch.randn(4, shape.hidden)
-    assert torch.equal(kernels.forward(slots, hidden_states, nobody, weights, partial.clone()), partial)
+    assert torch.equal(kernels.forward(slots, hidden_states, no_choices, weights, partial.clone()), partial)
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:

@@ -93,7 +93,7 @@ def test_ids_of_broken_logits_are_valid_and_distinct(score: str, groups: tuple[i
     assert weights[0].isnan().all()
 
 
-def test_rows_of_padding_choose_nobody() -> None:
+def test_rows_of_padding_choose_no_expert() -> None:
     """In both implementations, and the other rows keep their choice."""
     logits, valid = torch.randn(5, 9), torch.tensor([True, False, True, False, False])
     config = RouterConfig(9, 3, "softmax")

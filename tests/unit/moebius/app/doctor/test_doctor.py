@@ -1,4 +1,4 @@
-"""Guards `moebius doctor`: what is wrong with a host or a Pod's node is named, each with what mends it."""
+"""Guards `moebius doctor`: what is wrong with a host or a Pod's node is named, each with what fixes it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def two_sockets(root: Path, cpus: str = "0-7", nodes: str = "0-1", **more: str) 
 
 
 def problems(findings: Any) -> dict[str, Finding]:
-    """Those that have to be mended, by name; each says how."""
+    """Returns the findings that have to be fixed, by name; each says how."""
     found = {finding.check: finding for finding in findings if finding.status != "ok"}
     assert all(finding.fix for finding in found.values())
     return found
@@ -98,7 +98,7 @@ def test_a_good_host_has_no_findings(tmp_path: Path) -> None:
     ],
 )
 def test_each_hindrance_is_named(tmp_path: Path, name: str, text: str, check: str, fix: str) -> None:
-    """One file of the kernel changes one line of the report, with what mends it."""
+    """One file of the kernel changes one line of the report, with what fixes it."""
     found = problems(check_host(quiet(two_sockets(tmp_path, **{name: text}))))
     assert list(found) == [check]
     assert fix in found[check].fix

@@ -177,7 +177,7 @@ def test_a_template_that_is_given_is_tried(checkpoint: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("in_chats", [False, True])
-def test_a_token_that_nobody_needs_may_lie_outside_the_vocabulary(
+def test_a_token_that_is_not_needed_may_lie_outside_the_vocabulary(
     in_chats: bool, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fine-tunes add one for padding to the tokenizer alone; one that chats need is an error."""

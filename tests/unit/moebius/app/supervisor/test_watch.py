@@ -154,7 +154,7 @@ def test_time_without_looks_does_not_count(world: World) -> None:
     assert asleep.hang is not None
 
 
-def test_who_answers_nobody_hangs_only_when_stopped(world: World) -> None:
+def test_a_process_without_answers_hangs_only_when_stopped(world: World) -> None:
     """Ranks but the first have no server: sleeping is no hang, being stopped is."""
     follower = watched(world, liveness=False)
     looks(world, follower, LIMIT_S * BUSY_FACTOR * 2)

@@ -358,9 +358,9 @@ def test_who_has_the_memory_is_shown() -> None:
     memory = pb.LiveMemory(kv_bytes=3 * 2**29, expert_bytes=5 * 2**30, free_bytes=2**28, is_shared=True)
     lines = shown(on_gpu(12, memory=memory), on_gpu(10))
     assert max(map(len, lines)) <= 80
-    told = " ".join(" ".join(lines).split())
-    assert "KV pages 1.50, experts 5.00, free 0.25 GiB (pages and experts share)" in told
-    assert "ring" not in told
+    text = " ".join(" ".join(lines).split())
+    assert "KV pages 1.50, experts 5.00, free 0.25 GiB (pages and experts share)" in text
+    assert "ring" not in text
     older = on_gpu(12)
     del older["memory"]
     assert not any("GPU memory" in line for line in shown(older, on_gpu(10)))
