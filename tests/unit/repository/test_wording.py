@@ -21,7 +21,8 @@ PLACES = (
     "kernels",
     "expert_service",
     "moebius",
-    "bench",
+    "app",
+    "lab",
     "tests",
     "tools",
     "deploy",
@@ -36,6 +37,8 @@ QUOTED = re.compile(r"```.*?```|`[^`]*`|^ {4}[^\n]*$", re.DOTALL | re.MULTILINE)
 GUESSES = re.compile(r"\bguess(?:es|ed|ing)?\b", re.IGNORECASE)
 SPECULATION = (
     "moebius",
+    "app",
+    "lab",
     "gpu_service",
     "docs/speculation.md",
     "tests/*specul*",
