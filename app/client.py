@@ -113,7 +113,7 @@ class ApiClient:
         self._http.close()
 
     def first_model(self) -> ListedModel:
-        """The first model the server lists."""
+        """Returns the first model the server lists."""
         try:
             response = self._http.get("/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -107,7 +107,7 @@ def measure(
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie, interpolated linearly."""
+    """Returns the value below which `share` of the values lie, interpolated linearly."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[round(share * 100) - 1]

@@ -20,7 +20,7 @@ _STEPS = 8
 
 
 def thread_counts(most: int) -> tuple[int, ...]:
-    """Numbers of threads that are measured, up to `most`: eighths of it, from a quarter on."""
+    """Returns the numbers of threads that are measured, up to `most`: eighths of it, from a quarter on."""
     return tuple(sorted({-(-most * step // _STEPS) for step in range(_STEPS // 4, _STEPS + 1)}))
 
 

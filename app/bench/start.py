@@ -102,7 +102,7 @@ class Serving:
     process: subprocess.Popen[str]
 
     def ask(self) -> float:
-        """Seconds that a short request takes."""
+        """Returns the seconds that a short request takes."""
         begin = time.monotonic()
         body = {"model": self.model, "prompt": "Once", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         for _ in self.client.stream("/v1/completions", body):
@@ -110,7 +110,7 @@ class Serving:
         return time.monotonic() - begin
 
     def expert_servers(self) -> dict[str, int]:
-        """Process ids by name."""
+        """Returns process ids by name."""
         running = json.loads(self.run_file.read_text())["processes"]
         return {one["name"]: int(one["pid"]) for one in running if one["name"].startswith("expert-")}
 

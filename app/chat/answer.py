@@ -64,7 +64,7 @@ class Answer:
         self.finish_reason = piece.finish_reason or self.finish_reason
 
     def message(self) -> Message:
-        """The answer as a message of the history."""
+        """Returns the answer as a message of the history."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.tool_calls:
             message["tool_calls"] = [
@@ -137,7 +137,10 @@ def collect(pieces: Iterable[StreamPiece], answer: Answer, printer: Printer) -> 
 
 
 def cut_off(answer: Answer, body: dict[str, Any], setting: str) -> str:
-    """Where an answer was cut off, and by what; empty: it was not. `setting`: how `max_tokens` is set."""
+    """Returns where an answer was cut off, and by what; empty: it was not.
+
+    `setting`: how `max_tokens` is set.
+    """
     if answer.finish_reason != "length":
         return ""
     if body.get("max_tokens") is None:

@@ -78,7 +78,7 @@ def doctor(
 
 
 def line_of(finding: Finding) -> str:
-    """The line of a finding as it is printed."""
+    """Returns the line of a finding as it is printed."""
     text = f"{MARKS[finding.status]} {finding.check}: {finding.found}"
     return f"{text}; {finding.fix}" if finding.fix else text
 
@@ -86,7 +86,7 @@ def line_of(finding: Finding) -> str:
 def _expectation(
     config: MoebiusConfig, role: Literal["engine", "expert", "server"] | str, gpus: int, weights_mib: int
 ) -> tuple[Expectation, list[Finding]]:
-    """What the configuration says that the Pod holds, and whether its checkpoint can be used."""
+    """Returns what the configuration says that the Pod holds, and whether its checkpoint can be used."""
     from app.commands.models import with_checkpoint
     from app.doctor.checks import Expectation, check_model
 
@@ -121,7 +121,7 @@ def _thread_findings(config: MoebiusConfig) -> list[Finding]:
 
 
 def _limits(role: str) -> Finding:
-    """Whether a process may start at all: what every command checks that starts one."""
+    """Returns whether a process may start at all: what every command checks that starts one."""
     from app.doctor.checks import check_process_limits
     from moebius.limits import check_limits
 
@@ -133,7 +133,7 @@ def _limits(role: str) -> Finding:
 
 
 def _model_findings(config: MoebiusConfig) -> list[Finding]:
-    """Whether `moebius serve MODEL` would start here: files, then sizes, then the memory plan."""
+    """Returns whether `moebius serve MODEL` would start here: files, then sizes, then the memory plan."""
     from app.commands.models import check_files, with_checkpoint
     from app.doctor.checks import check_model, check_plan, check_shortages
     from app.planning.fill import with_filled_gpus

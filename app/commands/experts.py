@@ -171,7 +171,7 @@ def engine_stub(address: str) -> Iterator[Any]:
 
 
 def _running_engine() -> str:
-    """The engine of the only `moebius serve` with its default state directory."""
+    """Returns the engine of the only `moebius serve` with its default state directory."""
     from app.supervisor.plan import default_state_dir
     from moebius.config_loader import load_config
     from moebius.tls import active_tls, configure_tls

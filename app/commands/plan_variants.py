@@ -49,7 +49,10 @@ def variants(config: MoebiusConfig) -> Iterator[list[Variant]]:
 
 
 def _listing(named: HubModel, config: MoebiusConfig) -> Listing | None:
-    """What the hub has under that name; None where it is not asked or does not answer. Raises UserError."""
+    """Returns what the hub has under that name; None where it is not asked or does not answer.
+
+    Raises UserError.
+    """
     if config.model.offline or is_offline():
         return None
     try:

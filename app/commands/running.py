@@ -230,7 +230,7 @@ def _start_view(serve_plan: ServePlan) -> Iterator[StartView]:
 
 
 def start_display(console: Console) -> Progress:
-    """A line per process: name, bar, phase, time since its start."""
+    """Returns a line per process: name, bar, phase, time since its start."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     return Progress(

@@ -125,7 +125,9 @@ def live_source(server: str, config: str | None, replica: int, key: str, tls: Cl
 
 
 def _engine(address: str, config: str | None) -> AbstractContextManager[Any]:
-    """A stub of the engine, reached as the configuration file says, or as the system that runs here is."""
+    """Returns a stub of the engine, reached as the configuration file says, or as the system that runs here
+    is.
+    """
     from app.commands.experts import engine_stub
     from moebius.config_loader import load_config
     from moebius.tls import configure_tls

@@ -47,7 +47,7 @@ OWNED = {
 
 
 def chart_values(config: MoebiusConfig, plan: CapacityPlan) -> dict[str, Any]:
-    """What `helm install --values` takes; a claim for the checkpoint has to be named in addition.
+    """Returns what `helm install --values` takes; a claim for the checkpoint has to be named in addition.
 
     Raises UserError for a plan that is no Pod's: with expert servers elsewhere.
     """

@@ -120,14 +120,14 @@ def _gpus(options: HardwareOptions, root: Path, origin: dict[str, str]) -> tuple
 
 
 def _known(names: list[str]) -> GpuModel | None:
-    """The kind that all are planned as; None where one of them, or all, is not known."""
+    """Returns the kind that all are planned as; None where one of them, or all, is not known."""
     models = [find_gpu_model(name) for name in names]
     known = [model for model in models if model is not None]
     return least_of(known) if known and len(known) == len(models) else None
 
 
 def _with_given(model: GpuModel | None, options: HardwareOptions) -> GpuModel:
-    """The table's figures, or of a PCIe 4 GPU, where none are given."""
+    """Returns the table's figures, or of a PCIe 4 GPU, where none are given."""
     base = model or GpuModel("GPU", 0, 0.0, 32e9, 0.0)
 
     def of(value: float | None, unit: float, default: float) -> float:
@@ -143,7 +143,7 @@ def _with_given(model: GpuModel | None, options: HardwareOptions) -> GpuModel:
 
 
 def gpu_names(root: Path = Path("/")) -> list[str]:
-    """The product name of every GPU that may be opened; "" where the driver's files do not say."""
+    """Returns the product name of every GPU that may be opened; "" where the driver's files do not say."""
     from app.supervisor.placement import find_gpus
 
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))

@@ -55,7 +55,7 @@ def print_plan(plan: CapacityPlan, command: str, console: Console | None = None)
 
 
 def hardware_line(plan: CapacityPlan) -> str:
-    """What is planned for, each number with where it comes from."""
+    """Returns what is planned for, each number with where it comes from."""
     found, of = plan.hardware, plan.hardware.origin
     parts = []
     if found.gpu is not None:
@@ -86,7 +86,8 @@ def summary(plan: CapacityPlan) -> list[str]:
 
 
 def serve_command(asked: MoebiusConfig, plan: CapacityPlan) -> str:
-    """What does on such hardware what was planned: the settings that were given, then those that were found.
+    """Returns what does on such hardware what was planned: the settings that were given, then those that were
+    found.
 
     `asked`: as the user gave it, before names were resolved and anything was decided. Secrets are left out.
     """
@@ -129,7 +130,7 @@ def _speeds(plan: CapacityPlan) -> Table:
 
 
 def _cells(row: Speed) -> list[str]:
-    """The longest part of the step in bold."""
+    """Returns the longest part of the step in bold."""
     seconds = row.seconds
     parts = seconds.parts
     cells = [_milliseconds(part) for part in parts.values()]
@@ -145,7 +146,9 @@ def _milliseconds(seconds: float) -> str:
 
 
 def document(plan: CapacityPlan, command: str) -> dict[str, Any]:
-    """All fields, and what follows from them: sums, and the command that serves so; bytes, seconds."""
+    """Returns all fields, and what follows from them: sums, and the command that serves so; bytes,
+    seconds.
+    """
     found = asdict(plan)
     found["total"] = plan.total
     found["totals"] = {place: plan.total_of(place) for place in plan.places}

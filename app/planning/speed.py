@@ -67,7 +67,7 @@ class ExpertTimes:
     intermediate_size: int
 
     def seconds(self, rows: float) -> float:
-        """The seconds of one expert with `rows` rows, all threads of one server at work."""
+        """Returns the seconds of one expert with `rows` rows, all threads of one server at work."""
         return self.gate_up_panels * self.gate_up.seconds(
             rows, self.hidden_size
         ) + self.down_panels * self.down.seconds(rows, self.intermediate_size)
@@ -148,7 +148,7 @@ class Speed:
 
 
 def predict_decode(work: Work, hardware: Hardware, streams: Sequence[int], context: int) -> tuple[Speed, ...]:
-    """One row per number of streams, each of them `context` tokens long."""
+    """Returns one row per number of streams, each of them `context` tokens long."""
     found = []
     for count in streams:
         seconds = step_seconds(work, hardware, count, count * context)
@@ -160,7 +160,8 @@ def predict_decode(work: Work, hardware: Hardware, streams: Sequence[int], conte
 def predict_prefill(
     work: Work, hardware: Hardware, chunk: int, context: int, streamed_chunk: int = 0
 ) -> Speed:
-    """The speed of a prompt of `context` tokens in chunks; each attends to half of the prompt on average.
+    """Returns the speed of a prompt of `context` tokens in chunks; each attends to half of the prompt on
+    average.
 
     With a `streamed_chunk` steps may be that long, with experts streamed as the engine divides them.
     """
@@ -179,7 +180,7 @@ def _prefill(work: Work, chunk: int, context: int, seconds: StepSeconds) -> Spee
 
 
 def _eager(work: Work, hardware: Hardware, rows: int, attended: int) -> StepSeconds:
-    """A step of a prompt, which no graph holds."""
+    """Returns a step of a prompt, which no graph holds."""
     seconds = step_seconds(work, hardware, rows, attended, attended)
     if hardware.gpu is None:
         return seconds
@@ -188,7 +189,7 @@ def _eager(work: Work, hardware: Hardware, rows: int, attended: int) -> StepSeco
 
 
 def _streamed(work: Work, hardware: Hardware, rows: int, eager: StepSeconds) -> StepSeconds:
-    """The same with the share of each layer streamed that takes least (decision 13).
+    """Returns the same with the share of each layer streamed that takes least (decision 13).
 
     Copies run ahead of everything that the GPU does; in "experts in RAM" is what that does not hide.
     """
@@ -211,7 +212,9 @@ def _streamed(work: Work, hardware: Hardware, rows: int, eager: StepSeconds) -> 
 def step_seconds(
     work: Work, hardware: Hardware, rows: int, kv_tokens: int, attended: int | None = None
 ) -> StepSeconds:
-    """A step of `rows` tokens that reads the KV of `kv_tokens`, each row attending to `attended` of them."""
+    """Returns a step of `rows` tokens that reads the KV of `kv_tokens`, each row attending to `attended` of
+    them.
+    """
     per_row = kv_tokens / rows if attended is None else attended
     in_ram = work.moe_layers and work.resident_share < 1.0
     return StepSeconds(
@@ -254,7 +257,9 @@ def _request_seconds(work: Work, hardware: Hardware, rows: int) -> float:
 
 
 def assumed_peak_share(isa: str, rows: float) -> float:
-    """What kernels are taken to reach of the peak of an instruction set, with `rows` rows per expert."""
+    """Returns what kernels are taken to reach of the peak of an instruction set, with `rows` rows
+    per expert.
+    """
     if isa != "amx":
         return ASSUMED_EXPERT_PEAK_SHARE
     return min(ASSUMED_EXPERT_PEAK_SHARE, ASSUMED_AMX_PEAK_SHARE * (1 + rows / ASSUMED_AMX_ROWS))
@@ -336,8 +341,8 @@ def measured_times(
     dtype: str,
     hardware: Hardware,
 ) -> ExpertTimes | None:
-    """The measured times from `hardware.kernel_times`; None: no server of as many threads has measured both
-    matrices' formats.
+    """Returns the measured times from `hardware.kernel_times`; None: no server of as many threads has
+    measured both matrices' formats.
 
     `dtype`: of the model's activations.
     """

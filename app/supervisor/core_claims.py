@@ -69,7 +69,7 @@ class CoreClaims:
             fcntl.flock(self._directory, fcntl.LOCK_UN)
 
     def others(self) -> tuple[OtherInstance, ...]:
-        """Instances that live now; deletes the files of those that do not, in `exclusive`."""
+        """Returns the instances that live now; deletes the files of those that do not, in `exclusive`."""
         found = []
         for name in sorted(os.listdir(self._directory)):
             with contextlib.suppress(OSError, ValueError, RuntimeError):

@@ -156,7 +156,9 @@ class ManagedProcess:
         self._watch.start()
 
     def hang(self, now: float) -> Hang | None:
-        """Why it has to be replaced though it runs; None when it has not, or was killed for it already."""
+        """Returns why it has to be replaced though it runs; None when it has not, or was killed for it
+        already.
+        """
         if self.pid is None or self._watch is None or self.killed_for is not None:
             return None
         age_s, limit_s = now - self._started_at, self._timing.ready_timeout_s

@@ -36,7 +36,7 @@ class Source(ABC):
 
     @abstractmethod
     def ask(self) -> dict[str, Any]:
-        """An answer as `/v1/live` gives it. Raises Unreachable for what may pass, else UserError."""
+        """Returns an answer as `/v1/live` gives it. Raises Unreachable for what may pass, else UserError."""
 
 
 class GatewaySource(Source):

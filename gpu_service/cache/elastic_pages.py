@@ -53,7 +53,7 @@ class ElasticPages:
         return memory.view(dtype).view(tuple(shape))
 
     def pages_of(self, group: int) -> range:
-        """The pages of a group."""
+        """Returns the pages of a group."""
         first = group * self.pages_per_group
         return range(first, min(first + self.pages_per_group, self.num_pages))
 
@@ -107,12 +107,12 @@ class ElasticPages:
         return sum(len(self._places(tensor, 0)) for tensor in self._tensors)
 
     def absent_pages(self) -> list[int]:
-        """Pages without memory, ascending."""
+        """Returns pages without memory, ascending."""
         absent = (group for group in range(self.num_groups) if group not in self.present)
         return [page for group in absent for page in self.pages_of(group)]
 
     def holders(self) -> list[object]:
-        """All chunks that are mapped here, for checks."""
+        """Returns all chunks that are mapped here, for checks."""
         return [handle for tensor in self._tensors for handle in tensor.range.holders()]
 
     def _places(self, tensor: _Tensor, group: int) -> range:

@@ -78,7 +78,7 @@ class LayerPages:
         return len(self._layers)
 
     def _tensors(self) -> Iterable[torch.Tensor]:
-        """All that lies in the pages, the page being the first index."""
+        """Returns all that lies in the pages, the page being the first index."""
         return self._layers
 
     @property
@@ -92,7 +92,7 @@ class LayerPages:
         return self.storage_dtype != self.dtype
 
     def pages(self, layer_id: int) -> torch.Tensor:
-        """A layer, `[num_pages, places, *row]`."""
+        """Returns a layer, `[num_pages, places, *row]`."""
         return self._layers[layer_id]
 
     def zero_pages(self, pages: Sequence[int]) -> None:
@@ -123,7 +123,7 @@ class IndexKeys(LayerPages):
         self._layers[index_layer].flatten(0, 1).index_copy_(0, slot_mapping, keys)
 
     def gather(self, index_layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """Pages side by side, `[len(pages) * page_size, row_dim]`."""
+        """Returns pages side by side, `[len(pages) * page_size, row_dim]`."""
         return self._layers[index_layer].index_select(0, pages).flatten(0, 1)
 
 
@@ -178,19 +178,19 @@ class KVCache(AttendedPages):
         self._slots = [layer.flatten(0, 1) for layer in self._layers]
 
     def kv_heads(self, layer_id: int) -> int:
-        """Key and value heads of a layer."""
+        """Returns key and value heads of a layer."""
         return self._layers[layer_id].shape[2] // 2
 
     def slots(self, layer_id: int) -> torch.Tensor:
-        """The same memory by token slot, `[num_pages * page_size, 2 * num_kv_heads, head_dim]`."""
+        """Returns the same memory by token slot, `[num_pages * page_size, 2 * num_kv_heads, head_dim]`."""
         return self._slots[layer_id]
 
     def keys(self, layer_id: int) -> torch.Tensor:
-        """View of the keys, `[num_pages, page_size, num_kv_heads, head_dim]`."""
+        """Returns a view of the keys, `[num_pages, page_size, num_kv_heads, head_dim]`."""
         return self._layers[layer_id][:, :, : self.kv_heads(layer_id)]
 
     def values(self, layer_id: int) -> torch.Tensor:
-        """View of the values, `[num_pages, page_size, num_kv_heads, head_dim]`."""
+        """Returns a view of the values, `[num_pages, page_size, num_kv_heads, head_dim]`."""
         return self._layers[layer_id][:, :, self.kv_heads(layer_id) :]
 
     def append(
@@ -224,11 +224,11 @@ class MlaCache(AttendedPages):
         self.scales = [1.0] * self.num_layers
 
     def latents(self, layer_id: int) -> torch.Tensor:
-        """View of the compressed part, `[num_pages, page_size, latent_dim]`."""
+        """Returns a view of the compressed part, `[num_pages, page_size, latent_dim]`."""
         return self._layers[layer_id][..., : self.latent_dim]
 
     def rotated(self, layer_id: int) -> torch.Tensor:
-        """View of the rotated part, `[num_pages, page_size, rope_dim]`."""
+        """Returns a view of the rotated part, `[num_pages, page_size, rope_dim]`."""
         return self._layers[layer_id][..., self.latent_dim :]
 
     def append(
@@ -244,11 +244,11 @@ class MlaCache(AttendedPages):
         slots.index_copy_(0, slot_mapping, rows)
 
     def gather(self, layer_id: int, pages: torch.Tensor) -> torch.Tensor:
-        """Pages side by side in `dtype`, `[len(pages) * page_size, latent_dim + rope_dim]`."""
+        """Returns pages side by side in `dtype`, `[len(pages) * page_size, latent_dim + rope_dim]`."""
         return self._select(layer_id, self._layers[layer_id], pages).flatten(0, 1)
 
     def gather_slots(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
-        """Single tokens in `dtype`, `[len(slots), latent_dim + rope_dim]`."""
+        """Returns single tokens in `dtype`, `[len(slots), latent_dim + rope_dim]`."""
         return self._select(layer_id, self._layers[layer_id].flatten(0, 1), slots)
 
     def _select(self, layer_id: int, stored: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,7 @@ class RadixCache:
         return self._clock
 
     def evictable_since(self, time: int) -> int:
-        """Pages of unlocked nodes that were used after a `time`."""
+        """Returns the number of pages of unlocked nodes that were used after a `time`."""
         return sum(len(node.pages) for node in self.nodes() if node.locks == 0 and node.last_access > time)
 
     def evict(self, num_pages: int, until: int | None = None) -> list[int]:
@@ -178,7 +178,7 @@ class RadixCache:
             node.state_slot = 0
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
+        """Yields every node but the roots, parents first."""
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -271,7 +271,7 @@ class RadixCache:
 
 
 def _ancestry(node: Node) -> Iterator[Node]:
-    """The node and its parents, without the root."""
+    """Yields the node and its parents, without the root."""
     current: Node | None = node
     while current is not None and current.parent is not None:
         yield current

@@ -183,7 +183,7 @@ class RequestCache:
         }
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Returns the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def probe(self, request: Request) -> PrefixHandle | None:
@@ -303,7 +303,7 @@ class RequestCache:
         return request.pages[len(self._prefix_pages(request)) :]
 
     def _prefix_pages(self, request: Request) -> tuple[int, ...]:
-        """The tree's pages that the request begins with and holds locked."""
+        """Returns the tree's pages that the request begins with and holds locked."""
         handle = self._prefixes.get(request)
         return () if handle is None else handle.pages
 

@@ -93,14 +93,14 @@ def num_state_slots(gpu: GpuConfig) -> int:
 
 
 def all_states_bytes(gpu: GpuConfig, rank_layers: Layers, dtype: torch.dtype) -> int:
-    """Bytes of all slots, that of padding included; 0 where no layer has a state."""
+    """Returns the bytes of all slots, that of padding included; 0 where no layer has a state."""
     return (num_state_slots(gpu) + 1) * state_bytes(rank_layers, dtype)
 
 
 def allocate_states(
     gpu: GpuConfig, rank_layers: Layers, dtype: torch.dtype, device: torch.device
 ) -> StateSlots | None:
-    """All slots that the settings ask for; None where no layer has a state."""
+    """Returns all slots that the settings ask for; None where no layer has a state."""
     return make_states(rank_layers, num_state_slots(gpu), dtype, device)
 
 
@@ -157,7 +157,7 @@ class RequestStates:
         self.pool.drop(slot)
 
     def take_snapshots(self, request: Request) -> Sequence[tuple[int, int]]:
-        """Those of a request, (length, slot) in ascending order; the caller keeps or forgets each."""
+        """Returns those of a request, (length, slot) in ascending order; the caller keeps or forgets each."""
         taken, request.snapshots = request.snapshots, []
         return taken
 

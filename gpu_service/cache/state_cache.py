@@ -65,7 +65,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def state_bytes(layers: Layers, dtype: torch.dtype) -> int:
-    """Bytes of one slot over all layers; 0 for a model whose layers have none."""
+    """Returns the bytes of one slot over all layers; 0 for a model whose layers have none."""
     return tensors_state_bytes((part for state in states(layers) for part in state), dtype.itemsize)
 
 

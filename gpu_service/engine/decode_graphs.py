@@ -117,7 +117,7 @@ class DecodeGraphs:
         _log.info("decode graphs are captured", sizes=self._sizes)
 
     def graph_for(self, plan: StepPlan) -> DecodeGraph | None:
-        """The graph that fits a step best; None: it has to run eagerly."""
+        """Returns the graph that fits a step best; None: it has to run eagerly."""
         if not self._graphs or not plan.is_sampling_decode or plan.num_requests > self._sizes[-1]:
             return None
         recorder = self._runner.recorder

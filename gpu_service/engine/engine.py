@@ -296,7 +296,7 @@ class Engine:
             raise self._defect
 
     def _give_turn(self) -> bool:
-        """A turn of the main lane that waits for nothing, between two layers of the lane."""
+        """Returns a turn of the main lane that waits for nothing, between two layers of the lane."""
         if self._defect is not None:
             return False
         try:
@@ -316,7 +316,7 @@ class Engine:
             return False
 
     def _plan(self, schedule: Callable[[], Batch | None]) -> tuple[Batch, StepPlan] | None:
-        """A batch and its inputs; None when there is none, or when it failed."""
+        """Returns a batch and its inputs; None when there is none, or when it failed."""
         try:
             if (batch := schedule()) is None:
                 return None

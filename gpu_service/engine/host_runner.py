@@ -47,7 +47,7 @@ class HostEvent(Pending[Result]):
         self._done.set()
 
     def query(self) -> bool:
-        """Whether the work has ended."""
+        """Returns whether the work has ended."""
         return self._done.is_set()
 
     def wait(self) -> Result:

@@ -49,7 +49,7 @@ class Model(Protocol):
         """Hidden states `[T, H]`; writes the new tokens' KV. Idempotent: may be run again unchanged."""
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[L, H]` to float32 `[L, V]`."""
+        """Maps `[L, H]` to float32 `[L, V]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class ModelRunner:
         return self.draw(resolve(plan), computed)
 
     def compute(self, plan: StepPlan) -> ComputedStep:
-        """The step as far as its logits."""
+        """Returns the step as far as its logits."""
         self.begin_step()
         self.upload(plan)
         context = self.context(self._on_device(plan), self._stream(plan))
@@ -178,7 +178,7 @@ class ModelRunner:
         return ComputedStep(logits, prompt_logprobs, pooled, context.streamed, first_overflow, kept)
 
     def draw(self, plan: StepPlan, computed: ComputedStep, sampled: Sampled | None = None) -> StepOutputs:
-        """The rest of it; `sampled` is what a graph has drawn already."""
+        """Returns the rest of it; `sampled` is what a graph has drawn already."""
         if sampled is None and computed.logits is not None:
             sampled = self.sample(plan, computed.logits)
         return StepOutputs(
@@ -212,7 +212,7 @@ class ModelRunner:
             self.token_pool.scatter(plan.drafts.slots, plan.drafts.positions, plan.drafts.token_ids)
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Hidden states `[T, H]` of all rows."""
+        """Returns hidden states `[T, H]` of all rows."""
         self.attention.plan(context.inputs)
         hidden_states = self.model.forward(context)
         if context.streamed is not None:
@@ -263,7 +263,7 @@ class ModelRunner:
     def _draft(
         self, drafter: DeviceDrafter, plan: StepPlan, computed: ComputedStep, sampled: Sampled | None
     ) -> torch.Tensor | None:
-        """What `DeviceDrafter.propose` says, of a step whose tokens are in the token pool."""
+        """Returns what `DeviceDrafter.propose` says, of a step whose tokens are in the token pool."""
         assert computed.hidden_states is not None
         pool = self.token_pool
         staged = replace(plan, input_ids=pool.gather(plan.token_slots, plan.positions))

@@ -74,7 +74,7 @@ class LaneRunner(ABC):
 
     @abstractmethod
     def mark(self) -> DeviceEvent:
-        """The end of what was launched so far."""
+        """Returns the end of what was launched so far."""
 
     @abstractmethod
     def close(self) -> None:
@@ -192,13 +192,13 @@ class PrefillLane:
         self.step = LaunchedStep(batch, self.runner.launch(plan))
 
     def take(self) -> LaunchedStep:
-        """The open step, which is the caller's from now on."""
+        """Returns the open step, which is the caller's from now on."""
         assert self.step is not None, "no step is open"
         step, self.step = self.step, None
         return step
 
     def _sight(self, oldest: Pending[StepResult] | None) -> LaneSight:
-        """What this host sees now; `oldest` in flight of the main lane."""
+        """Returns what this host sees now; `oldest` in flight of the main lane."""
         return LaneSight(
             lane_has_ended=self.step is not None and self.step.pending.query(),
             main_has_ended=oldest is not None and oldest.query(),

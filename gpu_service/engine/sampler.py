@@ -94,7 +94,7 @@ class Sampler:
         return other
 
     def greedy(self, logits: torch.Tensor) -> Sampled:
-        """The likeliest token of each row of float32 `[R, V]` logits; may be captured in a graph."""
+        """Returns the likeliest token of each row of float32 `[R, V]` logits; may be captured in a graph."""
         token_ids, finite = argmax_and_finite(logits)
         return Sampled(token_ids, finite, None)
 
@@ -167,7 +167,7 @@ class Sampler:
 
 
 def _all_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Bool `[R]`: no NaN and no Inf in a row of `[R, V]`."""
+    """Returns bool `[R]`: no NaN and no Inf in a row of `[R, V]`."""
     if logits.is_cuda:  # one kernel for both
         return argmax_and_finite(logits)[1]
     return torch.isfinite(logits.amax(dim=-1)) & torch.isfinite(logits.amin(dim=-1))

@@ -116,7 +116,7 @@ class Launched(Protocol):
     """One run of a plan on the device."""
 
     def query(self) -> bool:
-        """Whether it has ended."""
+        """Returns whether it has ended."""
 
     def finish(self) -> StepResult:
         """Blocks until it has ended; the host values, which mean nothing if experts failed meanwhile."""
@@ -228,7 +228,7 @@ class StepsInFlight:
             step.error = error
 
     def query(self, step: StepInFlight) -> bool:
-        """Whether `settle` would not block: neither for the device nor for servers to return."""
+        """Returns whether `settle` would not block: neither for the device nor for servers to return."""
         if step.settled:
             return True
         if step.plan.awaits_masks or step is not self._steps[0] or isinstance(step.error, ExpertUnavailable):

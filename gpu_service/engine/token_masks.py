@@ -103,7 +103,7 @@ class MaskBuilder:
         return constraint.ahead
 
     def plan(self, batch: Batch, sampling: SamplingPlan) -> SamplingPlan:
-        """The same with the batch's masks, or awaiting them."""
+        """Returns the same with the batch's masks, or awaiting them."""
         rows = _constrained(batch)
         if not rows:
             return sampling
@@ -194,7 +194,7 @@ def _constrained(batch: Batch) -> Rows:
 
 
 def _sampled_positions(batch: Batch) -> Sequence[int]:
-    """Which output token each row of the logits becomes."""
+    """Returns which output token each row of the logits becomes."""
     return [
         position for position, samples in zip(batch.output_positions, batch.samples, strict=True) if samples
     ]

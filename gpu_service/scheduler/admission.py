@@ -46,7 +46,7 @@ def next_chunk(
 
 
 def least_chunk(request: Request, start: int) -> int:
-    """The fewest tokens that can be computed from `start` on."""
+    """Returns the fewest tokens that can be computed from `start` on."""
     return 1 if request.vision is None else request.vision.uncut(start, 1, request.total_len)
 
 
@@ -186,7 +186,7 @@ def _waits_for_end(request: Request, limits: SchedulerLimits) -> bool:
 
 
 def shares_prompt(request: Request, cache: RequestCache) -> bool:
-    """Whether outputs of one request can start from the prompt that one of them computed."""
+    """Returns whether outputs of one request can start from the prompt that one of them computed."""
     shares = cache.prefix_caching and request.params.prompt_logprobs is None
     return shares and request.prompt_len > cache.page_size
 

@@ -56,11 +56,11 @@ class PrefillLaneState:
         self.most_tokens = min(chunk_max, self.step_tokens) if decodes and self.step_tokens else chunk_max
 
     def is_due(self, request: Request, need: int) -> bool:
-        """Whether the main lane leaves a prompt with `need` tokens to compute to the lane."""
+        """Returns whether the main lane leaves a prompt with `need` tokens to compute to the lane."""
         return self.is_ready and need >= self.worth and is_plain_text(request)
 
     def excludes(self, request: Request, need: int) -> bool:
-        """Whether a running request is none of the main lane's."""
+        """Returns whether a running request is none of the main lane's."""
         return request.in_lane or self.is_due(request, need)
 
     def choose(self, prompts: Sequence[Prompt]) -> list[Prompt]:

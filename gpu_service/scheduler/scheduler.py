@@ -114,7 +114,7 @@ class Scheduler:
     def _schedule_main(
         self, is_due: Callable[[Request, int], bool], excludes: Callable[[Request, int], bool]
     ) -> Batch | None:
-        """A step without the waiting and the running requests that are another step's."""
+        """Returns a step without the waiting and the running requests that are another step's."""
         cache = self.cache
         division = divide_budget(
             self.running,
@@ -147,7 +147,7 @@ class Scheduler:
         return None
 
     def _schedule_long(self) -> Batch | None:
-        """A step of long prompts alone, in the main lane."""
+        """Returns a step of long prompts alone, in the main lane."""
         cache = self.cache
         division = Division({}, [], self.turns.chunk or self.limits.prefill_chunk_max)
         prompts, rank = self._prompts_of(self._long_prompts), self.shares.rank
@@ -350,7 +350,7 @@ class Scheduler:
         self.lane.weigh(self._decodes(), self.limits.prefill_chunk_max)
 
     def _prompts_of(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
-        """Those that `choose` takes of the running requests' prompts and those that may start now."""
+        """Returns those that `choose` takes of the running requests' prompts and those that may start now."""
         needs = [request.planned_len - request.scheduled_len for request in self.running]
         prompts = [Prompt(self.running[index], need, index) for index, need in enumerate(needs) if need > 1]
 

@@ -64,7 +64,7 @@ class ClientShares:
             self._accounts[request.fairness_id] += self._promised(request)
 
     def _promised(self, request: Request) -> float:
-        """Tokens that a request is likely to take from where it stands."""
+        """Returns the tokens that a request is likely to take from where it stands."""
         output = min(float(request.params.max_tokens), self._output) - len(request.output_token_ids)
         return max(0, request.prompt_len - max(request.scheduled_len, request.charged_len)) + max(0.0, output)
 

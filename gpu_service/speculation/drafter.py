@@ -29,7 +29,7 @@ class DeviceDrafter(Protocol):
     """
 
     def make_buffer(self, num_rows: int) -> Tensor:
-        """Memory `[num_rows, H]` that captured graphs leave the hidden states of decode steps in."""
+        """Returns memory `[num_rows, H]` that captured graphs leave the hidden states of decode steps in."""
 
     def propose(
         self,

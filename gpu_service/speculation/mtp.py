@@ -41,7 +41,7 @@ class MtpDrafter:
         self._num_heads = model.config.num_mtp_heads
 
     def make_buffer(self, num_rows: int) -> torch.Tensor:
-        """Zeros `[num_rows, H]`."""
+        """Returns zeros `[num_rows, H]`."""
         shape = num_rows, self._model.config.hidden_size
         return torch.zeros(shape, dtype=self._model.dtype, device=self._pool.tokens.device)
 
@@ -68,13 +68,13 @@ class MtpDrafter:
         return self._parallel.world_group.broadcast(found, self._parallel.sampling_rank)
 
     def _best(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The ids int64 `[Q]` that the head finds most likely after some rows."""
+        """Returns the ids int64 `[Q]` that the head finds most likely after some rows."""
         return self._model.compute_logits(hidden_states[rows]).argmax(-1)
 
     def _chain(
         self, context: ForwardContext, plan: StepPlan, hidden_states: torch.Tensor, last_rows: torch.Tensor
     ) -> list[torch.Tensor]:
-        """A draft of each head, which all see all rows; `hidden_states`: of the first."""
+        """Returns a draft of each head, which all see all rows; `hidden_states`: of the first."""
         slots, end = plan.token_slots, self._pool.tokens.shape[1] - 1
         drafts = [self._best(hidden_states, last_rows)]
         for head in range(1, self._num_heads):
@@ -154,12 +154,12 @@ class WithHeads:
         self._model = model
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """The model's hidden states `[T, H]`."""
+        """Returns the model's hidden states `[T, H]`."""
         hidden_states = made = self._model.forward(context)
         for head in range(self._model.config.num_mtp_heads):
             made = self._model.predict_further(head, made, context.inputs.input_ids, context)
         return hidden_states
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[L, H]` to float32 `[L, V]`."""
+        """Maps `[L, H]` to float32 `[L, V]`."""
         return self._model.compute_logits(hidden_states)

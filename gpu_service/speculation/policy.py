@@ -73,7 +73,7 @@ class StepCosts:
         return less + (seconds - less) * (rows - below) / (above - below)
 
     def most_rows(self, rows: int) -> int:
-        """What may be tried: twice what was. `rows`: of requests alone."""
+        """Returns what may be tried: twice what was. `rows`: of requests alone."""
         if not self.is_measured:
             return sys.maxsize
         tried = self._verifying[-1][0] if self._verifying else rows
@@ -111,7 +111,7 @@ class Speculation:
         self.costs.update(plain, verifying)
 
     def waits(self, running: Sequence[Request]) -> bool:
-        """Whether no step is to be planned before the one in flight is committed."""
+        """Returns whether no step is to be planned before the one in flight is committed."""
         if self._awaited is not None:
             return True
         if self._drafter is None or not all(map(_decodes, running)):
@@ -230,5 +230,5 @@ class Speculation:
 
 
 def _decodes(request: Request) -> bool:
-    """Whether it has no more than one token to compute, or is the prefill lane's for now."""
+    """Returns whether it has no more than one token to compute, or is the prefill lane's for now."""
     return request.in_lane or request.planned_len - request.scheduled_len <= 1

@@ -25,7 +25,9 @@ class ExpertShape:
     top_k: int
 
     def operations(self, pairs: int) -> int:
-        """Multiplications and additions when `pairs` (row, expert) pairs are computed: gate, up and down."""
+        """Returns multiplications and additions when `pairs` (row, expert) pairs are computed: gate, up and
+        down.
+        """
         return 2 * 3 * self.hidden_size * self.intermediate_size * pairs
 
 
@@ -42,7 +44,7 @@ SHAPES = {
 
 
 def parse_shape(text: str) -> ExpertShape:
-    """A shape by its name, or HxIxExK: hidden size, intermediate size, experts, experts per row.
+    """Returns a shape by its name, or HxIxExK: hidden size, intermediate size, experts, experts per row.
 
     Raises:
         UserError: neither of the two, or more experts per row than there are.
@@ -63,7 +65,7 @@ def parse_shape(text: str) -> ExpertShape:
 
 
 def parse_shapes(text: str) -> list[ExpertShape]:
-    """Comma-separated shapes, or "all" for every named one. Raises UserError."""
+    """Returns comma-separated shapes, or "all" for every named one. Raises UserError."""
     return list(SHAPES.values()) if text == "all" else [parse_shape(part) for part in text.split(",")]
 
 

@@ -148,7 +148,7 @@ def _fixed(engine: EngineUnderTest, servers: ExpertServers, pages: int) -> Exper
 
 
 def stream_tokens(engine: EngineUnderTest) -> int:
-    """Tokens that a stream is allowed to make."""
+    """Returns the number of tokens that a stream is allowed to make."""
     return min(engine.built.context_limit - _STREAM_PROMPT - 1, _MOST_TOKENS)
 
 

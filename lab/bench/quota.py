@@ -165,7 +165,10 @@ def own_group() -> str:
 
 
 def make_group(parent: Path, settings: dict[str, str]) -> Path:
-    """A child of `parent` with these files written. Raises OSError when the system refuses any of it."""
+    """Returns a child of `parent` with these files written.
+
+    Raises OSError when the system refuses any of it.
+    """
     group = parent / f"moebius-quota-{os.getpid()}"
     group.mkdir()
     try:

@@ -84,7 +84,7 @@ class GlmShape(RandomShape):
     has_gguf: ClassVar[bool] = False
 
     def _hf_moe(self) -> dict[str, Any]:
-        """Keys of config.json for the router and the expert of all tokens."""
+        """Returns the keys of config.json for the router and the expert of all tokens."""
         return {
             "moe_intermediate_size": self.moe_intermediate_size,
             "n_group": 1,
@@ -158,7 +158,7 @@ class Glm5Shape(GlmShape):
     fewest_layers: ClassVar[int] = 4
 
     def attends(self, layer: int) -> bool:
-        """Whether a layer has latent attention, not linear attention."""
+        """Returns whether a layer has latent attention, not linear attention."""
         return layer % 4 == 3
 
     def _hf_keys(self) -> dict[str, Any]:

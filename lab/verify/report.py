@@ -147,7 +147,7 @@ class VerifyResult:
     deferral: DeferralResult | None = None
 
     def checks(self) -> list[Check]:
-        """Every threshold that applies, the worst layer for all."""
+        """Returns every threshold that applies, the worst layer for all."""
         found: list[Check] = []
         for layer in self.layers:
             for where, error in (("servers", layer.cpu_error), ("GPU", layer.gpu_error)):
@@ -176,7 +176,7 @@ class VerifyResult:
         return all(check.passed for check in self.checks())
 
     def document(self) -> dict[str, Any]:
-        """The result as the JSON file has it."""
+        """Returns the result as the JSON file has it."""
         found = asdict(self)
         for layer, written in zip(self.layers, found["layers"], strict=True):
             worst = layer.worst_expert

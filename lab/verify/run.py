@@ -248,7 +248,7 @@ class Comparison:
 
 
 def _head(stage: LoadedStage, hidden_states: torch.Tensor) -> torch.Tensor | None:
-    """float32 `[T, V]` on the CPU after the last stage, else None."""
+    """Returns float32 `[T, V]` on the CPU after the last stage, else None."""
     if not stage.model.parallel.is_last_stage:
         return None
     parts = torch.split(hidden_states, _LOGITS_ROWS)

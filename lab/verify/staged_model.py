@@ -69,7 +69,7 @@ class StagedModel:
         return StagedModel(directory, model, config.gpu, device, _most_stages(model))
 
     def layers(self, stage: int) -> range:
-        """Decoder layers of a stage, by their index in the checkpoint."""
+        """Returns decoder layers of a stage, by their index in the checkpoint."""
         return stage_layers(self.config, self._parallel(stage, _HandOver()))
 
     def load(self, stage: int) -> LoadedStage:

@@ -91,7 +91,7 @@ def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
 def _named_layouts(
     index: CheckpointIndex, layouts: tuple[str, ...]
 ) -> Iterator[tuple[LocatedLayout, TensorInfo]]:
-    """Those of which there is an up matrix, with the tensor of one."""
+    """Yields those of which there is an up matrix, with the tensor of one."""
     for layout in (EXPERT_TENSOR_LAYOUTS[name] for name in layouts):
         below = _up_pattern(layout.up.name)
         for prefix in LAYER_PREFIXES:
@@ -120,7 +120,7 @@ def _is_shaped(found: LocatedLayout, up: TensorInfo) -> bool:
 
 
 def _up_pattern(name: str) -> str:
-    """The tensor that holds up, or its codes where it is quantised."""
+    """Returns the tensor that holds up, or its codes where it is quantised."""
     stem = re.escape(name.removesuffix(".weight")).replace(r"\{expert\}", r"\d+")
     if name.endswith(".weight"):
         return stem + r"\.(?:weight|weight_packed|qweight|\w+_codes)"

@@ -259,5 +259,5 @@ def every_nth_full(num_layers: int, period: int) -> list[str]:
 
 
 def read_mtp_layers(hf: HfKeys, *names: str) -> int:
-    """Layers of multi-token prediction after the last decoder layer."""
+    """Returns the number of layers of multi-token prediction after the last decoder layer."""
     return hf.integer(*(names or ("num_nextn_predict_layers", "num_mtp_layers")), default=0, minimum=0)

@@ -142,7 +142,7 @@ class MoeConfig:
     kinds: ExpertKindsConfig | None = None
 
     def with_top_k(self, top_k: int) -> MoeConfig:
-        """The same configuration where a token chooses `top_k` experts."""
+        """Returns the same configuration where a token chooses `top_k` experts."""
         if self.kinds is None:
             return replace(self, router=replace(self.router, top_k=top_k))
         kinds = replace(self.kinds, top_k=top_k)
@@ -406,5 +406,5 @@ class ModelConfig:
         return tuple(sorted(self.moe.layers))
 
     def is_moe_layer(self, layer_id: int) -> bool:
-        """Whether the layer routes to experts (else: dense MLP)."""
+        """Returns whether the layer routes to experts (else: dense MLP)."""
         return layer_id in self.moe.layers

@@ -190,7 +190,7 @@ class ExpertCheckpoint:
         return ExpertCheckpoint(model, layout, finder)
 
     def expert(self, layer: int, expert: int) -> ExpertMatrices:
-        """All matrices. Raises CheckpointError as `matrix` does, or when gate and up differ."""
+        """Returns all matrices. Raises CheckpointError as `matrix` does, or when gate and up differ."""
         gate = self.matrix(layer, expert, "gate") if self.model.is_gated else None
         found = ExpertMatrices(gate, self.matrix(layer, expert, "up"), self.matrix(layer, expert, "down"))
         if gate is not None and gate.packed_format != found.up.packed_format:

@@ -59,12 +59,12 @@ class MoeGeometry:
         return self.kinds.stored_place(expert)
 
     def limit_of(self, layer: int) -> float:
-        """Where the experts of a decoder layer clamp."""
+        """Returns where the experts of a decoder layer clamp."""
         return self.layer_limits[layer] if self.layer_limits else self.limit
 
     @staticmethod
     def of(config: ModelConfig) -> MoeGeometry:
-        """The geometry of the whole model, not of a rank's part."""
+        """Returns the geometry of the whole model, not of a rank's part."""
         moe = config.moe
         return MoeGeometry(
             model_type=config.model_type,

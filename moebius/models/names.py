@@ -19,7 +19,7 @@ class RenameRule:
     canonical: str | None  # The same names here, with as many stars; None: left out on purpose.
 
     def apply(self, name: str) -> tuple[bool, str | None]:
-        """Whether the rule matches, and the new name."""
+        """Returns whether the rule matches, and the new name."""
         match = re.fullmatch(_pattern(self.stored), name)
         if match is None or self.canonical is None:
             return match is not None, None

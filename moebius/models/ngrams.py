@@ -37,7 +37,7 @@ def hash_factors(sizes: NGramConfig, place: int, vocab_size: int) -> list[int]:
 
 
 def hash_primes(sizes: NGramConfig, place: int) -> list[int]:
-    """Rows of each hash of that layer: the next primes after those of the layers before."""
+    """Returns the rows of each hash of that layer: the next primes after those of the layers before."""
     found: list[int] = []
     candidate = sizes.vocab_base
     while len(found) < (place + 1) * sizes.num_hashes:

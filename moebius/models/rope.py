@@ -105,7 +105,7 @@ class SectionDefaults:
 
 
 def _numbers(hf: HfKeys, rope: HfKeys, scaling: RopeScaling) -> dict[str, float]:
-    """What the kind needs, defaults filled in."""
+    """Returns what the kind needs, defaults filled in."""
     by_lengths = scaling.factor_by_lengths and rope.is_null("factor")
     numbers = {name: rope.number(name) for name in scaling.required if not (name == "factor" and by_lengths)}
     if scaling.original_length:
@@ -129,7 +129,7 @@ PairFactors = tuple[tuple[float, ...], ...]
 
 
 def _pair_factors(rope: HfKeys, scaling: RopeScaling, num_pairs: int) -> PairFactors:
-    """A number for each pair, twice; none where the kind has none."""
+    """Returns a number for each pair, twice; none where the kind has none."""
     found = tuple(rope.numbers(name) for name in scaling.pair_factors or ())
     for name, factors in zip(scaling.pair_factors or (), found, strict=True):
         if len(factors) != num_pairs:

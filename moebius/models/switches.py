@@ -63,7 +63,7 @@ def check_switches(config: ModelConfig) -> None:
 
 
 def _switches(config: ModelConfig) -> Iterator[str]:
-    """Names of the fields that are set; those of the experts begin with `moe.`."""
+    """Yields the names of the fields that are set; those of the experts begin with `moe.`."""
     sections: tuple[tuple[str, ModelConfig | MoeConfig], ...] = (("", config), ("moe.", config.moe))
     for prefix, section in sections:
         for field in fields(section):

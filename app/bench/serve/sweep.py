@@ -168,7 +168,7 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """Numbers above 0 or "inf", separated by commas. Raises UserError."""
+    """Returns numbers above 0 or "inf", separated by commas. Raises UserError."""
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -191,7 +191,7 @@ def parse_concurrencies(text: str) -> tuple[int | None, ...]:
 
 
 def parse_extra_body(text: str) -> dict[str, Any]:
-    """A JSON object; empty: none. Raises UserError."""
+    """Returns a JSON object; empty: none. Raises UserError."""
     try:
         found = json.loads(text or "{}")
     except ValueError as error:
@@ -260,7 +260,7 @@ def _bounded(row: SweepRow, weights: WeightBytes | None, bandwidth: float | None
 
 
 def arrivals(rate: float, count: int, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start at which requests arrive, the first at 0.
+    """Returns the seconds from the start at which requests arrive, the first at 0.
 
     The pauses are drawn from a gamma distribution (exponential with `burstiness` 1), then stretched so that
     the requests together take count / rate seconds: short runs, too, have the rate that was asked for.

@@ -63,7 +63,7 @@ class Streams:
             return self.events[-1].at
 
     def outputs(self) -> list[list[int]]:
-        """Token ids of every stream so far."""
+        """Returns token ids of every stream so far."""
         return [
             [token for event in self.events if event.stream == stream for token in event.token_ids]
             for stream in range(self.count)

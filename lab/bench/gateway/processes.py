@@ -110,20 +110,20 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_prompt_process(pid: int) -> bool:
-    """Whether it is one of those that read requests."""
+    """Returns whether it is one of those that read requests."""
     with contextlib.suppress(OSError):
         return _PROMPT_PROCESS in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """Processor time that the processes have taken, all their threads together."""
+    """Returns processor time that the processes have taken, all their threads together."""
     # How the kernel numbers the clocks of other processes: include/linux/posix-timers_types.h.
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
 def http_processes(pid: int) -> list[int]:
-    """Those below the gateway's first process, itself included, that speak HTTP."""
+    """Returns those below the gateway's first process, itself included, that speak HTTP."""
     return [one for one in descendants(pid) if not is_prompt_process(one)]
 
 

@@ -24,7 +24,7 @@ _SCHEDULE = ("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 
 
 def _listed_kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
-    """The kinds of layers in the order in which the keys outrank one another; none: empty."""
+    """Returns the kinds of layers in the order in which the keys outrank one another; none: empty."""
     name = "indexer_types"
     kinds = hf.strings(name)
     if kinds:
@@ -67,7 +67,7 @@ def _read_indexer(hf: HfKeys, kinds: tuple[str, ...], rope_dim: int, *, interlea
 
 
 def _read_sparse(hf: HfKeys, *, shares: bool, interleaved: bool) -> ModelConfig:
-    """Either family; `shares`: whether layers may take over what an earlier one chose."""
+    """Returns either family; `shares`: whether layers may take over what an earlier one chose."""
     hf.refuse("mlp_bias")
     if not hf.boolean("rope_interleave", default=True):
         raise hf.error("rope_interleave", False, "true")

@@ -84,7 +84,7 @@ def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
 
 
 def _rates(hf: HfKeys) -> dict[str, int]:
-    """Tokens of an entry, by the kind of attention."""
+    """Returns the tokens of an entry, by the kind of attention."""
     section = hf.section("compress_rates")
     found = {}
     for kind, default in _RATES.items():

@@ -78,7 +78,7 @@ _RELEASED = (
 
 
 def _one_of(hf: HfKeys, name: str, default: int) -> int:
-    """A number, or the same for both kinds of experts."""
+    """Returns a number, or the same for both kinds of experts."""
     found = set(hf.integers(name)) or {default}
     if len(found) != 1 or min(found) < 1:
         raise hf.error(name, sorted(found), "one integer >= 1, for both kinds of experts")

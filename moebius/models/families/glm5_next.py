@@ -161,7 +161,7 @@ def _read_moe(hf: HfKeys, num_layers: int, limit: float) -> MoeConfig:
 
 
 def read_glm5_next(hf: HfKeys) -> ModelConfig:
-    """The language model of GLM-5.3-Flash."""
+    """Returns the language model of GLM-5.3-Flash."""
     hf.skip(*_HARMLESS)
     for name in _ALWAYS:
         if not hf.boolean(name, default=True):

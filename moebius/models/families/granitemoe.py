@@ -48,7 +48,7 @@ def read_experts(hf: HfKeys, common: dict[str, Any], shared_size: int) -> MoeCon
 
 
 def read_granitemoe(hf: HfKeys) -> ModelConfig:
-    """Granite 3, with shared experts where `shared_intermediate_size` is above 0."""
+    """Returns Granite 3, with shared experts where `shared_intermediate_size` is above 0."""
     common = read_common(hf)
     shared = hf.integer("shared_intermediate_size", default=0, minimum=0)
     return ModelConfig(
@@ -62,7 +62,7 @@ def read_granitemoe(hf: HfKeys) -> ModelConfig:
 
 
 def _layer_ropes(hf: HfKeys, rope: RopeConfig, num_layers: int) -> tuple[RopeConfig | None, ...]:
-    """The base of each layer's rotation, 0 where nothing is rotated; empty where all are the same."""
+    """Returns the base of each layer's rotation, 0 where nothing is rotated; empty where all are the same."""
     bases: Any = hf.value("layer_rope_theta")
     if bases is None:
         return ()

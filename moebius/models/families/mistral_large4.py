@@ -42,7 +42,7 @@ _VISION = (
 
 
 def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
-    """Which layers choose, in the order in which the keys outrank one another."""
+    """Returns which layers choose, in the order in which the keys outrank one another."""
     name = "indexer_types"
     kinds = hf.strings(name)
     every, offset = hf.value("index_topk_freq"), hf.value("index_skip_topk_offset")

@@ -163,7 +163,7 @@ RULES_3_5 = (
 
 
 def linear_of_three(keys: MetadataKeys, config: Config) -> Config:
-    """The same with positions in time, height and width; files have room for a fourth part."""
+    """Returns the same with positions in time, height and width; files have room for a fourth part."""
     found, name = gguf_linear_attention(keys, config), "rope.dimension_sections"
     keys.skip(name)
     listed = keys.model.value(name)

@@ -96,7 +96,7 @@ def _check_fixed(hf: HfKeys) -> None:
 
 
 def _per_layer(hf: HfKeys, name: str, num_layers: int) -> tuple[Any, ...]:
-    """A list without its entries of MTP layers; empty where there is none."""
+    """Returns a list without its entries of MTP layers; empty where there is none."""
     value = hf.value(name) if hf.has(name) else None
     if value is None:
         return ()
@@ -106,7 +106,7 @@ def _per_layer(hf: HfKeys, name: str, num_layers: int) -> tuple[Any, ...]:
 
 
 def _numbers(hf: HfKeys, name: str, num_layers: int, default: float) -> tuple[float, ...]:
-    """A number above zero for each layer; one number is that of all."""
+    """Returns a number above zero for each layer; one number is that of all."""
     if hf.has(name) and not isinstance(hf.value(name), list):
         return (hf.number(name),) * num_layers
     values = _per_layer(hf, name, num_layers) or (default,) * num_layers
@@ -117,7 +117,7 @@ def _numbers(hf: HfKeys, name: str, num_layers: int, default: float) -> tuple[fl
 
 
 def _ropes(hf: HfKeys, kinds: tuple[str, ...], head_dim: int) -> tuple[RopeConfig, ...]:
-    """Rotary embedding of each layer; those that slide have no scaling."""
+    """Returns rotary embedding of each layer; those that slide have no scaling."""
     by_kind = hf.section("rope_parameters")
     if by_kind is not None and all(by_kind.has(kind) for kind in kinds):
         # As transformers writes it, with what other keys have said before.
@@ -141,7 +141,7 @@ def _ropes(hf: HfKeys, kinds: tuple[str, ...], head_dim: int) -> tuple[RopeConfi
 
 
 def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: dict[str, Any]) -> tuple[int, ...]:
-    """Query heads of each layer; keys and values are alike in all."""
+    """Returns query heads of each layer; keys and values are alike in all."""
     plain = common["num_heads"]
     other = hf.section("attention_other_setting")
     if other is None:
@@ -200,7 +200,7 @@ def _read_moe(hf: HfKeys, num_layers: int) -> MoeConfig:
 
 
 def clamp_limits(hf: HfKeys, name: str, num_layers: int) -> tuple[float, ...]:
-    """Where each layer clamps gate and up, infinite where it does not (null or 0); no list: empty."""
+    """Returns where each layer clamps gate and up, infinite where it does not (null or 0); no list: empty."""
     limits = []
     for value in _per_layer(hf, name, num_layers):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):

@@ -30,7 +30,7 @@ class FeedForward(ABC):
 
     @abstractmethod
     def on_rank(self, rank: int, num_ranks: int) -> Self:
-        """The part of one of `num_ranks` tensor-parallel ranks."""
+        """Returns the part of one of `num_ranks` tensor-parallel ranks."""
 
     @property
     @abstractmethod
@@ -39,11 +39,11 @@ class FeedForward(ABC):
 
     @abstractmethod
     def row_bytes(self, activation_bytes: int) -> int:
-        """Bytes of one token that live at once, without products of experts."""
+        """Returns the bytes of one token that live at once, without products of experts."""
 
     @abstractmethod
     def weight_elements(self, hidden_size: int) -> int:
-        """Elements of the weights that a token meets, chosen experts' included."""
+        """Returns the number of elements of the weights that a token meets, chosen experts' included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Routed(FeedForward):
         return _MIXED_CHOICES if self.router.num_zero_experts else ""
 
     def expert_input_size(self, hidden_size: int) -> int:
-        """Elements that an expert is given of a token."""
+        """Returns the number of elements that an expert is given of a token."""
         return hidden_size
 
 

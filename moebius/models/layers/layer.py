@@ -69,7 +69,7 @@ class Layer:
         return self.residual.late_refusal or ("" if self.ffn is None else self.ffn.late_refusal)
 
     def on_rank(self, rank: int, num_ranks: int) -> Layer:
-        """The part of one of `num_ranks` tensor-parallel ranks."""
+        """Returns the part of one of `num_ranks` tensor-parallel ranks."""
         residual = self.residual
         if isinstance(residual, Shortcut):
             residual = replace(residual, dense=residual.dense.on_rank(rank, num_ranks))
@@ -85,28 +85,28 @@ Layers = Sequence[Layer]
 
 
 def mixers(layers: Layers) -> Iterator[Mixer]:
-    """All mixers, in order."""
+    """Yields all mixers, in order."""
     for layer in layers:
         yield from layer.mixers
 
 
 def routed(layers: Layers) -> dict[int, Routed]:
-    """The blocks with routed experts by their layer."""
+    """Returns the blocks with routed experts by their layer."""
     return {i: layer.ffn for i, layer in enumerate(layers) if isinstance(layer.ffn, Routed)}
 
 
 def cached(layers: Layers) -> list[tuple[Mixer, CacheTensor]]:
-    """Whatever is attended to, with its mixer, in order: a layer of the cache each."""
+    """Returns whatever is attended to, with its mixer, in order: a layer of the cache each."""
     return [(mixer, part) for mixer in mixers(layers) for part in mixer.cache if not part.is_index]
 
 
 def indexed(layers: Layers) -> list[CacheTensor]:
-    """Keys that tokens are chosen by, in order."""
+    """Returns the keys that tokens are chosen by, in order."""
     return [part for mixer in mixers(layers) for part in mixer.cache if part.is_index]
 
 
 def states(layers: Layers) -> list[tuple[StateTensor, ...]]:
-    """The states of all parts that have one, in order."""
+    """Returns the states of all parts that have one, in order."""
     return [state for layer in layers for state in layer.states]
 
 

@@ -34,7 +34,7 @@ class Mixer(ABC):
 
     @abstractmethod
     def on_rank(self, rank: int, num_ranks: int) -> Self:
-        """The part of one of `num_ranks` tensor-parallel ranks."""
+        """Returns the part of one of `num_ranks` tensor-parallel ranks."""
 
     @abstractmethod
     def indivisible(self, num_ranks: int) -> str:
@@ -67,7 +67,7 @@ class Mixer(ABC):
 
     @abstractmethod
     def weight_elements(self, hidden_size: int) -> int:
-        """Elements of its projections: a token costs two operations for each."""
+        """Returns the number of elements of its projections: a token costs two operations for each."""
 
     @property
     def score_width(self) -> int:
@@ -75,9 +75,9 @@ class Mixer(ABC):
         return 0
 
     def choice_bytes(self, hidden_size: int, max_model_len: int, activation_bytes: int) -> int:
-        """Bytes of one token while it is chosen what it attends to."""
+        """Returns the bytes of one token while it is chosen what it attends to."""
         return 0
 
     def num_block_scores(self, max_model_len: int) -> int:
-        """Scores of one token's blocks before the choice, float32; 0: none are chosen."""
+        """Returns the scores of one token's blocks before the choice, float32; 0: none are chosen."""
         return 0

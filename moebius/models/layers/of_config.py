@@ -53,7 +53,7 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
 
 
 def norm_of(config: ModelConfig) -> Norm:
-    """The norm that the model's layers and heads have."""
+    """Returns the norm that the model's layers and heads have."""
     if not config.mean_norms:
         return RMSNorm(config.rms_norm_eps, config.one_plus_weight_norms)
     if config.one_plus_weight_norms:
@@ -73,7 +73,7 @@ def _refuse(config: ModelConfig, switch: str, **others: object) -> None:
 
 
 def _rms_norm(config: ModelConfig, switch: str) -> RMSNorm:
-    """The model's norm where `switch` has no other."""
+    """Returns the model's norm where `switch` has no other."""
     norm = norm_of(config)
     if not isinstance(norm, RMSNorm):
         raise _refusal(config, switch, "mean_norms")

@@ -15,7 +15,7 @@ class ShardRange:
 
     @staticmethod
     def whole(total: int) -> ShardRange:
-        """The range of an axis that is not divided."""
+        """Returns the range of an axis that is not divided."""
         return ShardRange(0, total, total)
 
     @property
@@ -29,7 +29,7 @@ class ShardRange:
         return self.size == self.total
 
     def scaled(self, factor: int) -> ShardRange:
-        """The same part of a dimension whose every element is `factor` wide."""
+        """Returns the same part of a dimension whose every element is `factor` wide."""
         return ShardRange(self.begin * factor, self.end * factor, self.total * factor)
 
     @property

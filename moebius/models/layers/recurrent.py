@@ -56,7 +56,7 @@ class Recurrent(Mixer):
         return recent, StateTensor(heads, "float32")
 
     def on_rank(self, rank: int, num_ranks: int) -> Self:
-        """A rank's key heads, and the value heads that they serve."""
+        """Returns a rank's key heads, and the value heads that they serve."""
         heads = even_shard(self.num_key_heads, rank, num_ranks).size
         repeats = self.num_value_heads // self.num_key_heads
         return replace(self, num_key_heads=heads, num_value_heads=heads * repeats)
