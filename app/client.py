@@ -180,7 +180,9 @@ class ApiClient:
 
 
 def _served_here(base_url: str) -> str:
-    """Of systems that this user runs on this host, where nothing answers at `base_url`; empty: none."""
+    """Returns the addresses of systems that this user runs on this host, where nothing answers at `base_url`;
+    empty: none.
+    """
     from app.supervisor.plan import default_state_dir
 
     if urlsplit(base_url).hostname not in LOOPBACK_HOSTS:

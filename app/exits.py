@@ -82,7 +82,9 @@ class EndingSignals:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """In the main thread, where Python runs handlers; what is ignored (nohup) stays ignored."""
+        """Handles signals in the main thread, where Python runs handlers; what is ignored (nohup) stays
+        ignored.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -213,7 +213,7 @@ def _listed(model: HubModel, revision: str) -> Any:
 
 
 def _missing(model: HubModel, commit: str, sizes: dict[str, int]) -> dict[str, int]:
-    """Of files those that are not in the cache yet."""
+    """Returns those files that are not in the cache yet."""
     from huggingface_hub import try_to_load_from_cache
 
     return {

@@ -96,19 +96,19 @@ class _Renewing(ABC):
         """Closes a channel without calls."""
 
     def unary_unary(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
+        """Returns what the method of gRPC's channel does."""
         return _Call(self, "unary_unary", arguments, named)
 
     def unary_stream(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
+        """Returns what the method of gRPC's channel does."""
         return _Call(self, "unary_stream", arguments, named)
 
     def stream_unary(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
+        """Returns what the method of gRPC's channel does."""
         return _Call(self, "stream_unary", arguments, named)
 
     def stream_stream(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
+        """Returns what the method of gRPC's channel does."""
         return _Call(self, "stream_stream", arguments, named)
 
     def _enter(self) -> _Opened:
@@ -156,15 +156,15 @@ class _Call:
         self._blocks = kind.endswith("_unary") and isinstance(channel, RenewingChannel)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """As the same method of gRPC's."""
+        """Calls the same method of gRPC's."""
         return self._run("__call__", self._blocks, arguments, named)
 
     def future(self, *arguments: Any, **named: Any) -> Any:
-        """As the same method of gRPC's."""
+        """Calls the same method of gRPC's."""
         return self._run("future", False, arguments, named)
 
     def with_call(self, *arguments: Any, **named: Any) -> Any:
-        """As the same method of gRPC's."""
+        """Calls the same method of gRPC's."""
         return self._run("with_call", True, arguments, named)
 
     def _run(self, name: str, blocks: bool, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -213,11 +213,11 @@ class RenewingChannel(_Renewing, grpc.Channel):
         threading.Thread(target=channel.close, name="close-channel", daemon=True).start()
 
     def subscribe(self, callback: Any, try_to_connect: bool | None = False) -> None:
-        """Of the channel that is used now."""
+        """Subscribes to the channel that is used now."""
         self._now.channel.subscribe(callback, try_to_connect=try_to_connect)
 
     def unsubscribe(self, callback: Any) -> None:
-        """Of the channel that is used now."""
+        """Unsubscribes from the channel that is used now."""
         self._now.channel.unsubscribe(callback)
 
     def close(self) -> None:
@@ -244,16 +244,16 @@ class RenewingAioChannel(_Renewing, grpc.aio.Channel):
             await opened.channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Of the channel that is used now."""
+        """Returns the state of the channel that is used now."""
         state: grpc.ChannelConnectivity = self._now.channel.get_state(try_to_connect)
         return state
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Of the channel that is used now."""
+        """Waits for a change of the channel that is used now."""
         await self._now.channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Of the channel that is used now."""
+        """Waits until the channel that is used now is ready."""
         await self._now.channel.channel_ready()
 
     async def __aenter__(self) -> RenewingAioChannel:
@@ -352,7 +352,7 @@ def handshake_problem(address: str, tls: GrpcTls) -> str:
 
 
 def _refused(tls: GrpcTls) -> str:
-    """For servers that close without an alert, as gRPC's do."""
+    """Returns the reason for servers that close without an alert, as gRPC's do."""
     shown = tls.renewed.current().subject
     if not shown:
         return "the server refuses clients without a certificate, and grpc_cert_file is empty"

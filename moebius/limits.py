@@ -69,7 +69,7 @@ def _thread_limits(root: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def _threads_of(proc: Path, user: int) -> int:
-    """Of all processes of a user."""
+    """Returns the threads of all processes of a user."""
     count = 0
     for process in proc.glob("[0-9]*"):
         try:
@@ -142,7 +142,7 @@ def out_of_memory_kills(root: Path = Path("/")) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """None: there is no such file, or it says "max"."""
+    """Returns the number in a file; None: there is no such file, or it says "max"."""
     try:
         text = path.read_text().strip()
     except OSError:

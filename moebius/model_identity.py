@@ -222,7 +222,7 @@ def changes(expected: Parts, found: Parts) -> str:
 
 
 def _changes(expected: Parts, found: Parts) -> dict[str, str]:
-    """In words, by name."""
+    """Returns the changes in words, by name."""
     words = {}
     for name, value in found.items():
         if name.endswith(CHECKPOINT) or expected.get(name, value) == value:

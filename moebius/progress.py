@@ -44,7 +44,7 @@ class Progress:
         self._begin = time.monotonic()
 
     def advance(self, count: int = 1) -> None:
-        """So much more is done."""
+        """Counts `count` more as done."""
         with self._lock:
             self._done += count
 

@@ -108,7 +108,7 @@ def _expectation(
 
 
 def _thread_findings(config: MoebiusConfig) -> list[Finding]:
-    """On which cores an instance that starts now computes, and why there are as many threads."""
+    """Returns on which cores an instance that starts now computes, and why there are as many threads."""
     from app.doctor.checks import Finding, check_threads
     from app.supervisor.core_division import divided_cores
     from app.supervisor.plan import place_servers
@@ -159,7 +159,10 @@ def _model_findings(config: MoebiusConfig) -> list[Finding]:
 
 
 def _shortages(config: MoebiusConfig) -> list[Shortage]:
-    """As `moebius serve` finds them. Raises UserError or ValueError for settings that cannot be."""
+    """Returns the shortages as `moebius serve` finds them.
+
+    Raises UserError or ValueError for settings that cannot be.
+    """
     from app.cli_options import check_device
     from app.supervisor.core_division import known_cores
     from app.supervisor.plan import expert_placements

@@ -202,7 +202,7 @@ class LogView(StartView):
 
 
 def processor_line(isa: str, cost: str) -> str:
-    """For people: the level as the kernels name it, and its cost."""
+    """Returns a line for people: the level as the kernels name it, and its cost."""
     return f"CPU kernels: {isa}" + (f": {cost}" if cost else "")
 
 

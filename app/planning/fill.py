@@ -90,7 +90,9 @@ def with_filled_gpus(config: MoebiusConfig) -> MoebiusConfig:
 
 
 def _dropped(config: MoebiusConfig) -> MoebiusConfig:
-    """Of an engine on a CPU, which exchanges nothing: its experts need not be in RAM twice."""
+    """Returns the settings of an engine on a CPU, which exchanges nothing: its experts need not be in RAM
+    twice.
+    """
     if config.placement.drop_resident != "auto":
         return config
     placement = config.placement.model_copy(update={"drop_resident": "drop"})

@@ -181,7 +181,7 @@ def parse_gpus(text: str) -> tuple[int, GpuModel | None]:
 
 
 def _counted(part: str) -> tuple[int, str]:
-    """Of "2x4090" 2 and "4090"; of "4090" 1 and "4090"."""
+    """Splits "2x4090" into 2 and "4090", "4090" into 1 and "4090"."""
     if matched := re.fullmatch(r"\s*(\d+)\s*[x*×]\s*(.+)", part, re.IGNORECASE):
         return int(matched[1]), matched[2]
     return 1, part

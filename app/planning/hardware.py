@@ -207,7 +207,7 @@ def _isa(options: HardwareOptions) -> str:
 
 
 def _multiplies_bfloat16(options: HardwareOptions) -> bool:
-    """As this host's oneDNN says, or as the given instruction set has it."""
+    """Returns whether bfloat16 is multiplied, as this host's oneDNN or the given instruction set says."""
     if options.isa != "auto":
         return options.isa not in ("avx2", "scalar")
     from gpu_service.ops.linear import multiplies_bfloat16

@@ -93,7 +93,9 @@ def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> Store
 
 
 def _declared_format(scheme: WeightScheme, geometry: MoeGeometry) -> str:
-    """With scales in bfloat16: in float16, which only headers tell, they take as many bytes."""
+    """Returns the format with scales in bfloat16: in float16, which only headers tell, they take as many
+    bytes.
+    """
     return geometry.dtype if scheme is PLAIN else scheme.packed_format.format(scale="")
 
 

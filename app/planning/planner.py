@@ -169,7 +169,7 @@ class Planner:
         fill: bool,
         explain: bool,
     ) -> CapacityPlan:
-        """With these residents, beside which there is room for `kv_tokens`."""
+        """Returns the plan with these residents, beside which there is room for `kv_tokens`."""
         context, concurrency = wish.tokens(self.model.max_model_len)
         if self.on_gpu:
             ledgers = self._ledgers(hardware, residency, explain)
@@ -282,7 +282,7 @@ class Planner:
         return with_rings if mode == "stream" else held
 
     def _ring_bytes(self, rank: int, residency: Residency, hardware: Hardware) -> tuple[int, int]:
-        """Of the ring, and of slots that decode steps fetch to."""
+        """Returns the bytes of the ring, and of slots that decode steps fetch to."""
         from gpu_service.experts.fetching.make import plan_fetching
         from gpu_service.experts.streaming.make import StoredFormats, ring_of, served_parts
 
@@ -339,7 +339,7 @@ class Planner:
         return KvPool(pages, settings.page_size, self._token_bytes())
 
     def _token_bytes(self) -> float:
-        """Of the rank whose layers take most."""
+        """Returns the bytes of a token on the rank whose layers take most."""
         return max(rank.page_bytes for rank in self.forecast.ranks) / self.config.gpu.page_size
 
     def _gpu_parts(
@@ -488,7 +488,9 @@ def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: b
 
 
 def _name(config: MoebiusConfig) -> str:
-    """Of the checkpoint's directory; where that is a version in the hub's cache, of the repository."""
+    """Returns the name of the checkpoint's directory; where that is a version in the hub's cache, of the
+    repository.
+    """
     path = Path(config.model.model)
     named = config.model.served_model_name if path.parent.name == "snapshots" else ""
     return named.rpartition("/")[2] or path.name

@@ -135,7 +135,10 @@ class MailboxLiveness(Liveness):
         return answered or found.progress
 
     def requests_served(self, pid: int) -> int | None:
-        """As the mailbox says, which outlives the process. Answers of one that was sent away do not count."""
+        """Returns what the mailbox says, which outlives the process.
+
+        Answers of a server that was refused do not count.
+        """
         found = self._state()
         if found is None or found.pid not in (pid, 0):
             return None
@@ -144,7 +147,7 @@ class MailboxLiveness(Liveness):
         return found.calls if found.pid == pid else None
 
     def _state(self) -> ServerState | None:
-        """None when there is no such mailbox, or no such server."""
+        """Returns the server's state; None when there is no such mailbox, or no such server."""
         from moebius.mailbox import MailboxError, server_health
 
         try:
@@ -293,7 +296,7 @@ class Silence:
         self._stopped = stopped
 
     def verdict(self) -> Hang | None:
-        """None while it may still be alive."""
+        """Returns the hang; None while the process may still be alive."""
         if self._idle_s >= self._limit_s:
             what = "it is stopped, as by SIGSTOP" if self._stopped else "it does not compute either"
             return Hang(self._silent_s, what)

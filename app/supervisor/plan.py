@@ -279,7 +279,7 @@ def base_url(config: MoebiusConfig) -> str:
 
 
 def _bracketed(host: str) -> str:
-    """As URLs have an address."""
+    """Returns an address as URLs have it."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -254,7 +254,7 @@ class ManagedProcess:
             self._watch.stop()
 
     def _signal(self, number: signal.Signals) -> None:
-        """To its whole group for SIGKILL, else to the process alone."""
+        """Sends the signal to the whole group for SIGKILL, else to the process alone."""
         if self._popen is None:
             return
         with contextlib.suppress(ProcessLookupError):

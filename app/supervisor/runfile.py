@@ -110,7 +110,8 @@ class RunRecord:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot (proc_pid_stat(5), field 22); None: no such one.
+    """Returns when the process started, in clock ticks since boot (proc_pid_stat(5), field 22); None: no such
+    one.
 
     Together with the pid it names a process for ever: pids are reused, pairs are not.
     """

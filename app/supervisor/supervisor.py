@@ -325,7 +325,9 @@ class Supervisor:
                 process.kill()
 
     def _await_leader(self, members: Sequence[ManagedProcess]) -> None:
-        """While those that a leader on another host ends still run; a second signal, or its end, hurries."""
+        """Waits while those that a leader on another host ends still run; a second signal, or its end,
+        hurries.
+        """
         end = time.monotonic() + self._timing.stop_timeout_s
         while time.monotonic() < end and self._signals_seen < 2:
             led = [process for process in members if process.spec.ends_with_leader]
@@ -334,7 +336,7 @@ class Supervisor:
             self._pause()
 
     def _update_record(self) -> None:
-        """While serving, a directory without room is no reason to end."""
+        """Writes the record; while serving, a directory without room is no reason to end."""
         try:
             self._record()
         except StartupError as error:

@@ -112,7 +112,10 @@ def print_layers(source: Source, interval_s: float, as_json: bool) -> None:
 
 
 def watch(source: Source, interval_s: float, console: Console | None = None) -> None:
-    """Until `q` or Ctrl-C; a server that goes away is waited for. Raises UserError for what stays."""
+    """Shows figures until `q` or Ctrl-C; a server that goes away is waited for.
+
+    Raises UserError for what stays.
+    """
     console = console or Console(highlight=False)
     before: dict[str, Any] | None = None
     now: dict[str, Any] | None = None

@@ -140,7 +140,7 @@ def _copies(now: Mapping[str, Any], figures: Figures) -> str:
 
 
 def _placement(figures: Figures, rows: int) -> list[RenderableType]:
-    """Of each layer; where there is no room, of those whose experts take longest."""
+    """Returns the placement of each layer; where there is no room, of those whose experts take longest."""
     by_time = sorted(figures.placement, key=lambda rate: -(rate.call_microseconds or 0.0))
     chosen = sorted(by_time[:rows], key=lambda rate: rate.layer)
     total = len(figures.placement)

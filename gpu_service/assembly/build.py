@@ -209,7 +209,9 @@ def _step_runners(
     memory: KvMemory,
     undo: ExitStack,
 ) -> tuple[StepRunner, PrefillLane | None]:
-    """Of the main lane, and of the prefill lane where there is one. Residents are watched from then on."""
+    """Returns the step runners of the main lane and, where there is one, of the prefill lane; residents are
+    watched from then on.
+    """
     assert isinstance(runner.model, CausalLM)
     if runner.experts is None and runner.model.model.deferral is not None:
         _log.warning("defer_experts changes answers and saves no time: no layer asks an expert server")
@@ -229,7 +231,9 @@ def _step_runners(
 def _plan_memory(
     config: MoebiusConfig, model: CausalLM, moe: RankMoe | None, group: RankGroup
 ) -> tuple[KvMemory, MoebiusConfig, StreamingPlan | None]:
-    """Before anything is loaded. Also the settings with what is chosen, and what will be streamed."""
+    """Plans memory before anything is loaded; also returns the settings with what is chosen, and what will be
+    streamed.
+    """
     device, dtype = model.device, TORCH_DTYPES[model.config.dtype]
     streaming = rank_streaming(config, moe, device)
     held = expert_memory(config, moe, dtype, group, streaming)
@@ -305,7 +309,7 @@ def _num_pages(
     lane_stream: DeviceStream | None,
     group: RankGroup,
 ) -> int:
-    """Of the KV pool, the same on all ranks."""
+    """Returns the number of pages of the KV pool, which is the same on all ranks."""
     geometry = None if moe is None else moe.geometry
     wanted = memory.num_pages(model, geometry, resident, states, streamed, lane_stream)
     return group.minimum("num_pages", wanted)

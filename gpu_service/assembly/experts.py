@@ -49,7 +49,7 @@ class RankMoe:
 
 
 def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> RankMoe | None:
-    """None for a model without MoE layers."""
+    """Returns this rank's part of the MoE layers; None for a model without them."""
     if not model.moe_layer_ids:
         return None
     geometry = read_served_geometry(config)
@@ -96,7 +96,9 @@ def load_fetcher(
     streaming: StreamingPlan | None,
     streamer: ExpertStreamer | None,
 ) -> ExpertFetcher | None:
-    """With its slots, before graphs are captured, which hold its kernels; None: decode steps copy nothing."""
+    """Returns the fetcher with its slots, made before graphs are captured, which hold its kernels; None:
+    decode steps copy nothing.
+    """
     if moe is None or streaming is None or streamer is None:
         return None
     plan = _fetch_plan(config, moe, streaming)
@@ -112,7 +114,7 @@ def load_streamer(
     resident: ResidentExperts | None,
     group: RankGroup,
 ) -> ExpertStreamer | None:
-    """With its ring; None: nothing is streamed. Ranks decide alike."""
+    """Returns the streamer with its ring; None: nothing is streamed. All ranks decide alike."""
     streamer = None
     if moe is not None and streaming is not None:
         shared = group.parallel, group.elementwise_largest, moe.costs

@@ -194,12 +194,14 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _tables(model: CausalLM) -> list[nn.Parameter]:
-    """Of n-grams."""
+    """Returns the tables of n-grams."""
     return [module.weight for module in model.modules() if isinstance(module, NGramRows)]
 
 
 def _largest_tensor_bytes(model: CausalLM) -> int:
-    """Of what a checkpoint stores as one: tables of n-grams are in parts."""
+    """Returns the bytes of the largest tensor that a checkpoint stores as one; tables of n-grams are in
+    parts.
+    """
     tables = [module for module in model.modules() if isinstance(module, NGramRows)]
     known = {id(table.weight) for table in tables}
     sizes = [_nbytes(tensor) for tensor in model.parameters() if id(tensor) not in known]

@@ -48,7 +48,10 @@ class EngineIdentity:
         return identity_digest(self.text)
 
     def confirm(self) -> None:
-        """To be called once everything is loaded. Raises WrongIdentity when files were written meanwhile."""
+        """Compares the files again once everything is loaded.
+
+        Raises WrongIdentity when they were written meanwhile.
+        """
         check_unchanged(self.parts, lambda: _parts(self.model, self.index, self.expert_index))
 
 

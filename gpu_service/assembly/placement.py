@@ -65,7 +65,9 @@ def make_adaptive(
     record: RoutingRecord | None,
     known: Known,
 ) -> AdaptivePlacement | None:
-    """Before graphs are captured, which hold the counting; None: residents stay what they are."""
+    """Makes the placement before graphs are captured, which hold the counting; None: residents stay what they
+    are.
+    """
     if moe is None or resident is None or record is None:
         return None
     changing = [layer for layer in resident.slots if resident.share(layer) is Share.SOME]

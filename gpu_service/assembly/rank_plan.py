@@ -161,7 +161,7 @@ def _apply(trial: Trial, settings: Sequence[_Setting], changed: dict[int, int]) 
 
 
 def _settings(trial: Trial, longest: int) -> list[_Setting]:
-    """In the order in which they are proposed."""
+    """Returns the settings in the order in which they are proposed."""
     config, gpu = trial.config, trial.config.gpu
     tokens = gpu.num_batched_tokens
     kinds: list[tuple[str, Sequence[Any]]] = [
@@ -367,7 +367,8 @@ def make_kv_memory(
     device: torch.device,
     vision: VisionMemory | None = None,
 ) -> tuple[KvMemory, MoebiusConfig]:
-    """Before anything is loaded: `model` is on the meta device. Also the settings with what is chosen.
+    """Plans KV memory before anything is loaded, with `model` on the meta device; also returns the settings
+    with what is chosen.
 
     Ranks choose alike. Raises UserError when it cannot fit.
     """

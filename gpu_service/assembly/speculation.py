@@ -19,8 +19,10 @@ from moebius.models.layers.layer import mixers
 
 
 def check_speculation(gpu: GpuConfig, parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Before anything is loaded. Raises UserError where a step can not take back a wrong draft, or where the
-    model's MTP layers cannot be run.
+    """Checks the settings before anything is loaded.
+
+    Raises UserError where a step cannot take back a rejected draft token, or where the model's MTP layers
+    cannot be run.
     """
     method = gpu.speculative_method
     if method == "off":
@@ -42,7 +44,9 @@ def check_speculation(gpu: GpuConfig, parallel: ParallelConfig, model: ModelConf
 
 
 def make_drafter(model: CausalLM, token_pool: TokenPool, parallel: ParallelContext) -> DeviceDrafter | None:
-    """Of a model that serves its MTP layers; None: drafts come from elsewhere, if at all."""
+    """Returns the drafter of a model whose MTP layers are served; None: drafts come from elsewhere, if at
+    all.
+    """
     if not model.config.num_mtp_heads:
         return None
     return MtpDrafter(model, token_pool, parallel)

@@ -37,7 +37,7 @@ def make_check(
     stream: DeviceStream,
     dtype: torch.dtype,
 ) -> StepCheck:
-    """Around the observer that metrics hang on."""
+    """Returns a check of step times that wraps the observer of metrics."""
     experts, resident, streamer = runner.experts, runner.resident, runner.streamer
     if moe is None:
         return StepCheck(observer, ExpertCosts(1, 1.0), StepFacts(0, 0.0))
@@ -67,7 +67,9 @@ def make_check(
             runner.placement.budget.observe(rows, seconds, has_copies)
 
     def measure_again() -> None:
-        """For all ranks at once, with no step in flight; steps choose by the new costs from then on."""
+        """Measures costs on all ranks at once, with no step in flight; steps choose by the new costs from
+        then on.
+        """
         check.forget()
         moe.costs.forget()
         measure_while_serving(config, streamer, experts, stream, dtype)

@@ -88,7 +88,10 @@ def may_have_lane(config: MoebiusConfig, model: ModelConfig, device: torch.devic
 def make_lane_stream(
     config: MoebiusConfig, device: torch.device, parallel: ParallelContext
 ) -> DeviceStream | None:
-    """Of the prefill lane; None: there is none. Made before memory is measured, which is the stream's own."""
+    """Returns the stream of the prefill lane; None: there is none.
+
+    It is made before memory is measured, which includes the stream's own.
+    """
     if device.type != "cuda" or not has_lane(config.gpu, parallel):
         return None
     return CudaDeviceStream(device)
@@ -160,7 +163,7 @@ def lane_min_tokens(gpu: GpuConfig, break_even_rows: int) -> tuple[int, int]:
 def attention_that_runs(
     gpu: GpuConfig, rank_layers: Layers, cache: PagedCache, limits: SchedulerLimits
 ) -> Attention:
-    """Of the backends that the configuration allows, the best whose kernels run on this device.
+    """Returns the best backend of those that the configuration allows whose kernels run on this device.
 
     Every kind of step is tried, with sequences as long as the service takes. Raises UserError as
     `attention.registry.make_attention`.

@@ -60,7 +60,7 @@ class PlannedAttention(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be captured in a graph")
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
-        """Before replaying the graph captured for as many requests: `inputs` are its refilled tensors."""
+        """Prepares a replay of the graph captured for as many requests; `inputs` are its refilled tensors."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured in a graph")
 
 

@@ -125,7 +125,7 @@ def _bytes(num_tiles: int, rows: int, num_heads: int, head_dim: int) -> int:
 
 
 def eager_bytes(num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> int:
-    """Of results of split requests, for any step that is not captured.
+    """Returns the bytes for results of split requests, for any step that is not captured.
 
     FlashInfer's kernels hand out tiles of rows; where keys are split, every tile's results are kept as
     float32 with one more number per row. The planner refuses a plan that does not fit, so the memory is sized
@@ -284,7 +284,10 @@ class PageBounds:
 def page_bounds(
     seq_lens: Sequence[int], page_size: int, device: torch.device, pinned: bool = True
 ) -> PageBounds:
-    """From the lengths alone; an empty sequence has no page. Pinned where a device copies from it."""
+    """Returns the bounds of pages from the lengths alone; an empty sequence has no page.
+
+    They are pinned where a device copies from them.
+    """
     counts = [-(-length // page_size) for length in seq_lens]
     indptr = list(accumulate(counts, initial=0))
     last = [length - (count - 1) * page_size for length, count in zip(seq_lens, counts, strict=True)]

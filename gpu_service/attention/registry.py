@@ -84,7 +84,10 @@ ATTENTION_BACKENDS: dict[str, BackendEntry] = {
 
 
 def check_attention_backend(name: str, device: torch.device | str) -> None:
-    """Before a model is loaded: raises UserError when what is asked for by name cannot be there."""
+    """Checks the name before a model is loaded.
+
+    Raises UserError when a backend that is named cannot be used.
+    """
     if name == "auto":
         return
     reason = _entry(ATTENTION_BACKENDS, name).missing(torch.device(device))

@@ -105,13 +105,13 @@ class FirstSeen:
         return self.window is None and self.chunk is None
 
     def __call__(self, position: int) -> int:
-        """Of one query."""
+        """Returns the first position that one query sees."""
         if self.chunk is not None:
             return position // self.chunk * self.chunk
         return 0 if self.window is None else max(0, position + 1 - self.window)
 
     def of_rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of several, int64."""
+        """Returns the first positions that several queries see, int64."""
         if self.chunk is not None:
             return positions // self.chunk * self.chunk
         return positions * 0 if self.window is None else (positions + 1 - self.window).clamp_(min=0)

@@ -177,7 +177,9 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 
 def _blocks(layer: AttentionLayer) -> tuple[torch.Tensor | None, int, int]:
-    """Of chosen blocks: a byte for each, how many a row has, and a block's tokens; 0: all are read."""
+    """Returns the chosen blocks, a byte for each, how many a row has, and a block's tokens; 0: all
+    are read.
+    """
     kept = layer.kept_blocks
     return (None, 0, 0) if kept is None else (kept.view(torch.uint8), kept.shape[-1], layer.block_size)
 

@@ -83,7 +83,7 @@ def with_smaller(tile: Tile, fewest_rows: int) -> tuple[Tile, ...]:
 
 
 def streaming_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; where there is none (Triton's interpreter), as many as an H200 has."""
+    """Returns the number of multiprocessors of a GPU; without one (Triton's interpreter), that of an H200."""
     return device_limits(device).num_sms
 
 

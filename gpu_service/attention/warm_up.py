@@ -97,7 +97,7 @@ def _attend(attention: AttentionBackend, num_rows: int) -> None:
 
 
 def _attend_latents(attention: MlaAttentionBackend, num_rows: int) -> None:
-    """In the form that the planned step takes in a model."""
+    """Attends in the form that the planned step takes in a model."""
     cache, sizes = attention.cache, attention.dimensions
 
     def zeros(*shape: int) -> torch.Tensor:

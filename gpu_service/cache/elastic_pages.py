@@ -42,7 +42,7 @@ class ElasticPages:
         self._tensors: list[_Tensor] = []
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As `kv_cache.Allocate`: no page has memory yet. One chunk of the pool has to be free."""
+        """Allocates as `kv_cache.Allocate`: no page has memory yet. One chunk of the pool has to be free."""
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         if not row_bytes:
             return torch.zeros(tuple(shape), dtype=dtype, device=device)

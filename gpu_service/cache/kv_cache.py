@@ -152,7 +152,7 @@ class AttendedPages(LayerPages):
         self._describe(layers)
 
     def _describe(self, layers: Layers) -> None:
-        """Called once the pages are there: notes what readers ask the kind of cache."""
+        """Notes what readers ask the kind of cache; called once the pages are there."""
 
     def _tensors(self) -> Iterable[torch.Tensor]:
         return self._layers if self.index_keys is None else (*self._layers, *self.index_keys._tensors())
@@ -274,7 +274,7 @@ class CompressedCache(AttendedPages):
         self._index_layers = {layer: index for index, layer in enumerate(choosing)}
 
     def index_pages(self, layer_id: int) -> torch.Tensor:
-        """Of a layer with an indexer, `[num_pages, places, index_head_dim]`."""
+        """Returns the pages of a layer with an indexer, `[num_pages, places, index_head_dim]`."""
         assert self.index_keys is not None, "asked only of layers that choose"
         return self.index_keys.pages(self._index_layers[layer_id])
 

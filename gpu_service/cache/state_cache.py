@@ -52,12 +52,14 @@ class StateSlots:
         return sum(tensor.nbytes for state in self._parts for tensor in state)
 
     def of(self, place: int) -> tuple[torch.Tensor, ...]:
-        """Of the `place`-th part with a state, all slots of each tensor in the order of its `state`."""
+        """Returns all slots of each tensor of the `place`-th part with a state, in the order of its
+        `state`.
+        """
         return self._parts[place]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU, memory that the system hands over only where it is first written: most slots never are."""
+    """Returns zeros; on a CPU, memory that the system provides only where it is first written."""
     if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)

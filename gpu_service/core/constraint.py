@@ -221,7 +221,7 @@ class ConstraintCompiler:
         return -(-self._tokenizer.vocab_size // 32)
 
     def make(self, constraint: Constraint, count: int = 1) -> list[OutputConstraint]:
-        """For `count` outputs. Raises GrammarError when it cannot be enforced."""
+        """Returns the constraints of `count` outputs. Raises GrammarError when it cannot be enforced."""
         if constraint.WhichOneof("kind") is None:
             return [OutputConstraint(constraint, None, self._eos, self.num_words) for _ in range(count)]
         beginning = self._matcher(constraint)
@@ -273,7 +273,7 @@ class ConstraintCompiler:
 
 
 def make_compiler(model: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> ConstraintCompiler | None:
-    """For a checkpoint; None, with a warning, where it has no tokenizer."""
+    """Returns the compiler for a checkpoint; None, with a warning, where it has no tokenizer."""
     try:
         with phase("reading the tokenizer"):
             return ConstraintCompiler(read_backend(model), vocab_size, frozenset(eos_token_ids))

@@ -202,17 +202,17 @@ class NullObserver:
     """Observes nothing."""
 
     def submitted(self, request: Request) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def launched(self, batch: Batch) -> Context | None:
         """Never traced."""
         return None
 
     def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def ended(self, deltas: list[OutputDelta]) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def loaded(self, load: EngineLoad) -> None:
         """Ignored."""

@@ -127,7 +127,7 @@ class ExpertClient(ABC):
 
     @abstractmethod
     def recover(self, timeout_s: float) -> None:
-        """After ExpertUnavailable: forget all tickets and wait until every server is ready again.
+        """Forgets all tickets after ExpertUnavailable, and waits until every server is ready again.
 
         Servers that are lost again meanwhile are waited for, too, however often. Raises ExpertUnavailable
         when one is not ready within the time, and ExpertRefused at once where no wait would help.

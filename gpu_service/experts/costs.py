@@ -77,7 +77,8 @@ class Estimate:
     seen: tuple[float, ...] = ()
 
     def toward(self, shown: float, weight: float = 1.0) -> Estimate:
-        """After a sample; `weight` in [0, 1]: what of the way to the median it is taken.
+        """Returns the estimate after a sample; `weight` in [0, 1]: what part of the way to the median it is
+        taken.
 
         What is no positive finite number is not a sample.
         """
@@ -150,11 +151,11 @@ class LayerCosts:
     left: tuple[float, ...] = ()
 
     def seconds(self, rows: int, share: int) -> float:
-        """With `share` of SHARES streamed."""
+        """Returns the seconds of a layer with `share` of SHARES streamed."""
         return max(self.parts(rows, share))
 
     def parts(self, rows: int, share: int) -> tuple[float, float, float]:
-        """Of link, servers and GPU."""
+        """Returns the seconds of link, servers and GPU."""
         streamed = share / SHARES
         served = 1 - streamed
         left = self.left[share] if self.left else served
@@ -176,7 +177,7 @@ class LayerCosts:
         return chosen
 
     def step_tokens(self, most: int, wait_s: float) -> int:
-        """Of a step that streams all, at most `most` and at least one unit of `_TOKENS`.
+        """Returns the tokens of a step that streams all, at most `most` and at least one unit of `_TOKENS`.
 
         As many as the GPU multiplies in `wait_s` a layer, which is the least that others wait for, or while
         the link copies a layer: with fewer the link would be all that a step waits for, and prompts slower.
@@ -187,7 +188,7 @@ class LayerCosts:
         return max(_TOKENS, _TOKENS * bisect.bisect_right(sizes, bound, key=self.gpu.at))
 
     def servers_off(self, rows: int, share: int, seconds: float, copying: float) -> float | None:
-        """By what factor servers took longer than expected; None: the step does not show it.
+        """Returns the factor by which servers took longer than expected; None: the step does not show it.
 
         Where the link was idle they took the step's time: with their answers a layer ends, and its other
         kernels count as theirs. Where it never was they may have waited for it, for an unknown time: they

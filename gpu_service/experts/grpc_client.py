@@ -160,7 +160,7 @@ class GrpcExpertClient(ExpertClient):
         return self._all_damages
 
     def wait_ready(self, timeout_s: float) -> None:
-        """As `GrpcServers.wait_ready`."""
+        """Waits as `GrpcServers.wait_ready`."""
         self._instances = self._servers.wait_ready(timeout_s)
 
     def newcomers(self) -> tuple[int, ...]:

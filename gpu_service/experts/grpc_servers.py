@@ -99,7 +99,9 @@ class GrpcServers:
         self._interrupted.set()
 
     def _look(self, timeout_s: float, expects: bool = False) -> list[Look]:
-        """At all servers; with `expects` those seen for the first time are what is expected from then on."""
+        """Looks at all servers; with `expects` those seen for the first time are what is expected from then
+        on.
+        """
         healths = [_ask_health(channel, min(timeout_s, _PROBE_S)) for channel in self._channels]
         infos: list[Any] = []
         for channel, health in zip(self._channels, healths, strict=True):

@@ -108,7 +108,8 @@ class LocalExpertClient(ExpertClient):
         intermediate_range: tuple[int, int] | None = None,
         expert_checkpoint: str = "",
     ) -> None:
-        """Not `keeps`: an expert is read at every use and freed after it, so that one is held at a time.
+        """Unless it `keeps` them, an expert is read at every use and freed after it, so that one is held at a
+        time.
 
         `intermediate_range` `[begin, end)`: compute only these channels of every expert, as a server that
         holds just these, in the order in which it packs them. `expert_checkpoint`: see

@@ -215,7 +215,9 @@ START, STOP = "start recorder", "stop recorder"
 
 
 def recorder_operations(recorder: ExpertRecorder) -> dict[str, Callable[[str], None]]:
-    """For `Engine.call`: recording may make steps run eagerly, which all ranks must do alike."""
+    """Returns the operations for `Engine.call`: recording may make steps run eagerly, which all ranks must do
+    alike.
+    """
     return {START: recorder.start, STOP: lambda argument: recorder.stop()}
 
 

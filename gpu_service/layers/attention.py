@@ -91,7 +91,7 @@ class MeanBlockIndexer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable, backend: AttentionBackend, inputs: ForwardInputs
     ) -> torch.Tensor | None:
-        """As `BlockIndexer`; keys are normed and rotated once their block is whole."""
+        """Chooses blocks as `BlockIndexer`; keys are normed and rotated once their block is whole."""
         assert not rope.interleaved, "the family's reader refuses it"
         heads = self.index_qk_proj(hidden_states).view(-1, self._num_heads + 1, self._head_dim)
         query = apply_rope(self.q_layernorm(heads[:, : self._num_heads].contiguous()), rope)
@@ -293,7 +293,7 @@ class GQAttention(nn.Module):
         return rms_norm(heads.contiguous(), self._head_ones, self._spec.eps)
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the norms that have weights, where the model has them; shapes stay."""
+        """Returns query and key after the norms that have weights, where the model has them; shapes stay."""
         q_norm, k_norm = self.q_norm, self.k_norm
         if isinstance(q_norm, FullWidthNorm) and isinstance(k_norm, FullWidthNorm):
             return norm_full_width(query, key, q_norm, k_norm, self._group)

@@ -43,7 +43,9 @@ class StepTables:
         self._inverse: dict[int, tuple[RopeTable, RopeTable]] = {}
 
     def of_entries(self, table: RopeTable, positions: torch.Tensor, rate: int) -> RopeTable:
-        """Of the first token of the entry that each row ends; `table` is of the rows' own `positions`."""
+        """Returns the rotation of the first token of the entry that each row ends; `table` is of the rows'
+        own `positions`.
+        """
         if self._pass is not table:
             self._pass, self._entries = table, {}
         if rate not in self._entries:
@@ -94,7 +96,7 @@ class Compressor(nn.Module):
         table: RopeTable,
         backend: CompressedAttentionBackend,
     ) -> None:
-        """Of `[T, H]`; entries are in the pages, the latest rows in the slots that the step writes."""
+        """Compresses `[T, H]`: entries go to the pages, the latest rows to the slots that the step writes."""
         how = Compression(self.rate, self.ape, self.norm.weight, self.norm.eps, table)
         backend.compress(self.projections(hidden_states), recent, pages, how)
 

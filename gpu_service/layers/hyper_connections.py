@@ -71,7 +71,7 @@ class HyperStreams(ResidualStream):
 
     @classmethod
     def embedded(cls, hidden_states: torch.Tensor, num_streams: int) -> Self:
-        """Of embedded tokens `[T, H]`: all streams are alike."""
+        """Returns the streams of embedded tokens `[T, H]`, which are all alike."""
         return cls(hidden_states.repeat(1, num_streams), num_streams)
 
     def normed(self, norm: Norm) -> torch.Tensor:

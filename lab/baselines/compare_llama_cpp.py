@@ -296,7 +296,7 @@ def compare(options: Options, results: Results, prompts: Prompts) -> list[str]:
 
 
 def parse() -> tuple[Options, Path | None]:
-    """From the command line."""
+    """Returns the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="GGUF file of `moebius models random --head chain`")

@@ -146,7 +146,7 @@ class Baseline:
         return call.output
 
     def relative_error(self, routing: Routing) -> float:
-        """Of one row, on the first layer."""
+        """Returns the relative error of one row, on the first layer."""
         form, hidden_size = FORMATS[self._job.format], self._shape.hidden_size
         hidden_states = random_hidden_states(1, hidden_size)
         given = from_bfloat16(self.forward(0, hidden_states, Call.of(routing, hidden_size))[0])

@@ -112,7 +112,7 @@ class BenchFigures:
 
 
 def parse_bench(output: str) -> BenchFigures:
-    """From the lines that llama-bench printed, all of them or the first."""
+    """Returns the figures in the lines that llama-bench printed, all of them or the first."""
     prefill: dict[int, float] = {}
     decode = 0.0
     for line in output.splitlines():

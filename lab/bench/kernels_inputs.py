@@ -180,7 +180,8 @@ def uniform(rows: int, num_experts: int, top_k: int, random: np.random.Generator
 
 
 def exact(rows_per_expert: int, num_experts: int, top_k: int, random: np.random.Generator) -> Routing:
-    """As many rows as give each expert exactly `rows_per_expert` of them, `top_k` distinct experts a row.
+    """Returns as many rows as give each expert exactly `rows_per_expert` of them, `top_k` distinct experts a
+    row.
 
     Experts are dealt out in turn, so two of one row never meet; where the last row would have too many, it
     chooses fewer.

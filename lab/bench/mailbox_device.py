@@ -158,7 +158,7 @@ class DoorbellLayers:
         return layer
 
     def begin(self) -> None:
-        """Before each replay, as the engine does."""
+        """Begins the step before each replay, as the engine does."""
         self.client.begin_step()
 
     def check(self, rows: int) -> None:

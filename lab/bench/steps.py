@@ -161,7 +161,7 @@ class StepsReport:
 
 
 def summarise(spans: Sequence[Span], steps: int) -> StepsReport:
-    """Of the last `steps` whole steps, each from its graph's first work to the next one's.
+    """Summarises the last `steps` whole steps, each from its graph's first work to the next one's.
 
     Raises UserError when the trace has too few graph launches.
     """

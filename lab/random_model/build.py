@@ -171,7 +171,7 @@ def write_random_model(
 
 
 def _replay(shape: RandomShape, options: RandomModelOptions) -> Replay | None:
-    """None without a trace. Raises UserError for one that does not fit the shape."""
+    """Returns the replay; None without a trace. Raises UserError for one that does not fit the shape."""
     if not options.routing_from:
         return None
     words = shape.vocab_size - FIRST_WORD
@@ -201,7 +201,7 @@ def _layer_of(draw: ModelDraw) -> Callable[[int], Iterator[TensorGroup]]:
 
 
 def _fitting(shape: RandomShape, options: RandomModelOptions) -> RandomShape:
-    """As many layers of the shape as `max_gb` allows. Raises UserError when those are too few."""
+    """Returns as many layers of the shape as `max_gb` allows. Raises UserError when those are too few."""
     if options.max_gb <= 0:
         return shape
     outside, layers = _layer_bytes(shape, options.weight_format)

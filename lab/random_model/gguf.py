@@ -300,7 +300,7 @@ def _number(key: str, value: float) -> tuple[str, int, bytes]:
 
 
 def _merges(tokens: Sequence[str]) -> list[str]:
-    """As many as a published vocabulary has, so that the file takes as long to read.
+    """Returns as many merges as a published vocabulary has, so that the file takes as long to read.
 
     They join made-up words to longer ones. No text is cut otherwise by them: none gives the shortest words.
     """

@@ -104,7 +104,7 @@ def _latent_attention(draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str) 
 def _matrices(
     draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str, sizes: dict[str, tuple[int, int]]
 ) -> Iterator[TensorGroup]:
-    """Of an attention; what ends in o_proj is added to the residual streams."""
+    """Yields the matrices of an attention; what ends in o_proj is added to the residual streams."""
     for number, (name, (rows, cols)) in enumerate(sizes.items()):
         is_added = name == "o_proj"
         std = (added_std(shape) if is_added else 1.0) / math.sqrt(cols)

@@ -40,7 +40,7 @@ class RandomShape:
         return config if quantization is None else config | {"quantization_config": quantization}
 
     def _hf_keys(self) -> dict[str, Any]:
-        """Of family qwen3_moe, every layer MoE, no tied embeddings."""
+        """Returns the keys of family qwen3_moe: every layer is MoE, embeddings are not tied."""
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -106,7 +106,7 @@ class Glm4Shape(GlmShape):
     num_mtp_layers: ClassVar[int] = 1
 
     def _hf_keys(self) -> dict[str, Any]:
-        """Of family glm4_moe."""
+        """Returns the keys of family glm4_moe."""
         return self._hf_moe() | {
             "architectures": ["Glm4MoeForCausalLM"],
             "model_type": "glm4_moe",
@@ -162,7 +162,7 @@ class Glm5Shape(GlmShape):
         return layer % 4 == 3
 
     def _hf_keys(self) -> dict[str, Any]:
-        """Of family glm5_next, without a tower."""
+        """Returns the keys of family glm5_next, without a tower."""
         kinds = [_INDEXED if self.attends(layer) else _LINEAR for layer in range(self.num_layers)]
         mlps = ["dense" if layer < self.dense_layers else "sparse" for layer in range(self.num_layers)]
         text = self._hf_moe() | {

@@ -137,7 +137,7 @@ class PackedExperts(ExpertClient):
 
 
 def _array(rows: torch.Tensor) -> FloatArray:
-    """As kernels take rows: bfloat16 as its bits."""
+    """Returns rows as kernels take them: bfloat16 as its bits."""
     if rows.dtype == torch.bfloat16:
         return rows.view(torch.uint16).numpy()
     array: FloatArray = rows.numpy()
@@ -221,7 +221,7 @@ class LayerExperts:
         return _answer(self.reference, self.layer, rows, ids, weights)
 
     def on_servers(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Of our servers' experts among those chosen; as `wanted`."""
+        """Returns the sum of our servers' experts among those chosen; as `wanted`."""
         if self.share is Share.ALL:
             return torch.zeros(rows.shape, dtype=torch.float32)
         return _answer(self.ours, self.layer, rows, self.cpu_ids(ids), weights)

@@ -114,7 +114,7 @@ class MatrixFinder:
         return self._targets.applying(self._module(name))
 
     def _module(self, name: str) -> str:
-        """As the checkpoint spells it, which is what targets are matched with."""
+        """Returns the name as the checkpoint spells it, which is what targets are matched with."""
         for suffix in dict.fromkeys(scheme.codes.suffix for scheme in self.schemes):
             codes = self.tensors.get(side_name(name, suffix))
             if codes is not None:

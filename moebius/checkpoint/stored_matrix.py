@@ -158,7 +158,7 @@ class StoredMatrix:
         )
 
     def _read_reordered(self, reader: SliceReader, rows: range, cols: range) -> SourceMatrix:
-        """In floats: a group's columns are anywhere, which no layout of kernels has."""
+        """Returns the part in floats: a group's columns are anywhere, which no layout of kernels has."""
         group = self._groups_of_columns(reader)[cols.start : cols.stop]
         scales = self._array("scales")
         assert scales is not None
@@ -287,7 +287,9 @@ class StoredMatrix:
         return None
 
     def _codes(self, reader: SliceReader, rows: range, cols: range) -> Array:
-        """As their layout has them: `[out, in]` for plain ones, whatever way they are stored."""
+        """Returns the codes as their layout has them: `[out, in]` for plain ones, whatever way they are
+        stored.
+        """
         array = self.arrays[0]
         stored, transposed = array.read(reader, rows, cols), array.role.transposed
         check_values(stored, array.tensor.dtype, array.tensor.name)

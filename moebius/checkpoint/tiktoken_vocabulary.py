@@ -89,7 +89,7 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _special_tokens(path: Path, numbers: range) -> dict[int, AddedToken]:
-    """By id, ascending, for each of `numbers`. Raises CheckpointError naming the file."""
+    """Returns the tokens by id, ascending, for each of `numbers`. Raises CheckpointError naming the file."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         named = {int(number): token for number, token in content.get("added_tokens_decoder", {}).items()}

@@ -253,7 +253,7 @@ def _names_in(alternatives: Alternatives) -> Iterator[str]:
 
 
 def _one_character(item: Item) -> Item:
-    """Of a repeated class of characters one, which may be repeated by itself."""
+    """Returns one of a repeated class of characters, which may be repeated by itself."""
     if item.atom.kind != "regex":
         return item
     expression, _ = _expression(item.atom)

@@ -132,7 +132,7 @@ class BudgetedCompiler:
         self._quick, self._patient = GrammarProcess(), GrammarProcess()
 
     def compiled(self, constraint: Constraint) -> str:
-        """As `GrammarProcess.compiled`, within `MOST_S`."""
+        """Returns what `GrammarProcess.compiled` does, within `MOST_S`."""
         try:
             return self._quick.compiled(constraint, QUICK_S)
         except OverBudget:

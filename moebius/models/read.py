@@ -97,7 +97,7 @@ def check_described(directory: str | Path) -> None:
 
 
 def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
-    """From the configuration alone: no tensor is read."""
+    """Reads the configuration alone, and no tensor."""
     source = str(directory if is_gguf(directory) else directory / "config.json")
     try:
         hf = HfKeys(source, read_config(directory))

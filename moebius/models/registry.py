@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _families() -> dict[str, Family]:
-    """Of all modules in `families`, in the order of their names."""
+    """Returns the families of all modules in `families`, in the order of their names."""
     found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(families.__path__):
         for family in import_module(f"{families.__name__}.{module.name}").FAMILIES:

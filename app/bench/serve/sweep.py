@@ -248,7 +248,9 @@ async def _sweep(
 
 
 def _bounded(row: SweepRow, weights: WeightBytes | None, bandwidth: float | None) -> SweepRow:
-    """With its limit: no more is answered than is asked, and no token is made without reading weights."""
+    """Returns the row with its limit: no more is answered than is asked, and no token is made without reading
+    weights.
+    """
     limit: tuple[str, float, float] | None = None
     if not math.isinf(row.request_rate):
         limit = ("request rate", row.request_rate, len(row.good) / row.duration)

@@ -216,7 +216,7 @@ def compress_rows(
     inputs: ForwardInputs,
     page_size: int,
 ) -> None:
-    """As `CompressedAttentionBackend.compress`, without what is left for the next step."""
+    """Computes `CompressedAttentionBackend.compress`, without what is left for the next step."""
     rotary_dim, block = how.table.cos.shape[-1], next_power_of_2(-(-how.size // 2))
     _compress_kernel[(rows.shape[0],)](
         rows, recent, pages, how.offsets, how.norm_weight, how.table.cos, how.table.sin, inputs.state_reads,
@@ -240,7 +240,8 @@ def compressed_attention(
     softmax_scale: float,
     tile: Tile,
 ) -> torch.Tensor:
-    """As `CompressedAttentionBackend.attend`, without what is left for the next step; `tile` as `mla_tile`'s.
+    """Computes `CompressedAttentionBackend.attend`, without what is left for the next step; `tile` as
+    `mla_tile`'s.
 
     entries `[num_pages, places, head_dim]`, None where the layer has none.
     """

@@ -128,7 +128,8 @@ def _mla_combine_kernel(  # type: ignore[no-untyped-def]
 
 
 def mla_tile(dtype: torch.dtype, num_rows: int, num_heads: int, num_sms: int) -> Tile:
-    """For latents of 512 elements: heads of one row, which read a latent once for all of them, and keys.
+    """Returns the tile for latents of 512 elements: heads of one row, which read a latent once for all of
+    them, and keys.
 
     16 heads and 32 keys, or 16 where there are no tensor cores. 64 heads, as many rows as Hopper's widest
     products have, where so few programs fill the device and no row's keys have to be divided.

@@ -109,7 +109,9 @@ class SlotSupply:
             self._exchange_layers(rates, copy_price)
 
     def give_up_now(self, rates: Rates) -> None:
-        """As `advance` for what pages claim, and waits until it is done: while no step is in flight."""
+        """Gives up what pages claim, as `advance`, and waits until it is done; called while no step is in
+        flight.
+        """
         self._exchanges.wait()
         while self.pool.claimed > self.pool.free or self._retiring:
             if not self._retiring:
@@ -280,6 +282,6 @@ class SlotSupply:
 def make_supply(
     resident: ResidentExperts, exchanges: SlotExchanges, device: TransferDevice
 ) -> SlotSupply | None:
-    """None: the memory of all slots stays."""
+    """Returns the supply of slots; None: the memory of all slots stays."""
     pools = [slots.memory.pool for slots in resident.slots.values() if slots.memory is not None]
     return SlotSupply(resident, exchanges, device, pools[0]) if pools else None

@@ -84,7 +84,7 @@ class Watch:
             quiet = 0 if self.look() or begun else quiet + 1
 
     def _sleep(self, seen: int) -> None:
-        """Until another step than the last of `seen` has begun."""
+        """Waits until another step than the last of `seen` has begun."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._steps != seen, LOOK_AGAIN_S)
 

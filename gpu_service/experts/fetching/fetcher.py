@@ -87,7 +87,10 @@ class ExpertFetcher:
         return FetchedExperts(self.state.layers, self._kernels, self._streamer.kernels)
 
     def begin(self) -> FetchedStep:
-        """Before a step of decoding rows is launched; its `launched` has to follow. Waits for nothing."""
+        """Begins a step of decoding rows before it is launched; its `launched` has to follow.
+
+        Waits for nothing.
+        """
         now = time.monotonic()
         damages = self.damages()
         if damages != self._known_damages:
@@ -182,7 +185,7 @@ class ExpertFetcher:
             _log.info("decode steps may fetch experts", experts=int((addresses[:, 0] != 0).sum()))
 
     def _set_prices(self, segments: ExpertSegments | None) -> None:
-        """Of copies from these; None: nothing is worth a copy now."""
+        """Sets the prices of copies from these segments; None: nothing is worth a copy now."""
         server, link = self._costs.figures.cpu_expert_seconds, self._costs.link
         prices = dict.fromkeys(self.state.layers, (0.0, 0.0))
         if segments is not None and server is not None:

@@ -114,7 +114,8 @@ def addresses_of(
     stored: Sequence[tuple[StoredExperts, int | None]],
     num_experts: int,
 ) -> list[list[int]]:
-    """By group and expert where the host has it, 0 where it must not be copied: `[groups][num_experts]`.
+    """Returns by group and expert where the host has it, 0 where it must not be copied:
+    `[groups][num_experts]`.
 
     `stored`: a layer's parts, each with the address of its first expert, None where the device cannot read
     it. Parts of the same format that have different experts are one group; an expert that lacks a part is

@@ -37,7 +37,7 @@ PAIRS_BYTES = 512 * 2**20
 
 
 def pair_bytes(intermediate_columns: int, hidden_size: int, item: int) -> int:
-    """Of one (row, choice) pair: its activations and, in float32, its output."""
+    """Returns the bytes of one (row, choice) pair: its activations and, in float32, its output."""
     return intermediate_columns * item + hidden_size * 4
 
 

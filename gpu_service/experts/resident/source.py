@@ -86,7 +86,7 @@ class PackedExpertSource:
         return PackedExpert(packed, error, reference)
 
     def _formats_of(self, found: ExpertMatrices) -> tuple[str, str]:
-        """Of gate and up, and of down, as they are packed here."""
+        """Returns the formats of gate and up, and of down, as they are packed here."""
         gate_up, down = found.formats
         return self._format(gate_up), self._format(down)
 

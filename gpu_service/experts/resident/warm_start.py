@@ -13,7 +13,8 @@ _PRIOR_TOKENS = 32.0
 
 
 def most_chosen(placed: Residents, known: Mapping[int, NDArray[np.int64]]) -> dict[int, tuple[int, ...]]:
-    """As many experts of each layer as `placed` has, those that were chosen most; of equals those placed.
+    """Returns as many experts of each layer as `placed` has, those that were chosen most; of equals those
+    placed.
 
     known: counts int64 `[num_experts]` by layer; a layer without counts keeps what is placed.
     """

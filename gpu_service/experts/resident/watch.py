@@ -130,7 +130,7 @@ class ResidentWatch:
             self._quiet_until[layer] = end + (end - begin) * (1 / VERIFY_SHARE - 1)
 
     def begin_step(self) -> None:
-        """Before each step: returns once no slot is known to be damaged.
+        """Returns once no slot is known to be damaged; called before each step.
 
         Raises ResidentDamaged when one cannot be filled again; the next step may try.
         """

@@ -87,7 +87,8 @@ def served_parts(
     group: int,
     resident: Mapping[int, Sequence[int]],
 ) -> dict[int, tuple[ServedPart, ...]]:
-    """By layer of `stored`, as the servers divide it. `group`: channels that stay together, over all layers.
+    """Returns the parts by layer of `stored`, as the servers divide it. `group`: channels that stay together,
+    over all layers.
 
     Raises ValueError naming the setting for a division that cannot be.
     """
@@ -115,7 +116,7 @@ def served_parts(
 def read_parts(
     config: MoebiusConfig, geometry: MoeGeometry, layers: Sequence[int]
 ) -> dict[int, tuple[ServedPart, ...]]:
-    """Of this rank's layers. Raises CheckpointError, and ValueError as `served_parts`."""
+    """Returns the parts of this rank's layers. Raises CheckpointError, and ValueError as `served_parts`."""
     checkpoint = ExpertCheckpoint.open(config.model.model, geometry, config.model.expert_checkpoint)
     first = {layer: checkpoint.expert(layer, 0) for layer in geometry.moe_layers}
     target = REQUANTISED.get(config.experts.expert_dtype)
@@ -170,7 +171,10 @@ class StreamingPlan:
 def plan_streaming(
     config: MoebiusConfig, geometry: MoeGeometry, layers: Sequence[int], device: torch.device
 ) -> StreamingPlan | None:
-    """Of this rank; None: it streams nothing. Raises UserError naming a setting, CheckpointError."""
+    """Returns the plan of this rank; None: it streams nothing.
+
+    Raises UserError naming a setting, CheckpointError.
+    """
     if not layers or not streams(config, device.type):
         return None
     total = None
@@ -192,7 +196,7 @@ def make_streamer(
     largest: Callable[[torch.Tensor], torch.Tensor],
     costs: ExpertCosts,
 ) -> ExpertStreamer | None:
-    """With its ring, and kernels that are warmed up; None, with a warning: these do not run here.
+    """Returns a streamer with its ring and warmed-up kernels; None, with a warning: these do not run here.
 
     Raises UserError naming a setting.
     """
@@ -295,7 +299,7 @@ def _measured(
     stream: DeviceStream,
     dtype: torch.dtype,
 ) -> MeasuredCosts | None:
-    """None: the settings choose, or a server was lost."""
+    """Returns the measured costs; None: the settings choose, or a server was lost."""
     if config.gpu.prefill_experts != "auto" or experts is None or streamer.products is None:
         return None
     rows = config.gpu.num_batched_tokens

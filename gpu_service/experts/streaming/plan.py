@@ -164,7 +164,7 @@ def plan_layer(
     counts: Sequence[int] = (),
     unrouted: Collection[int] = (),
 ) -> LayerStream:
-    """Of one layer, `stored` being its part in each segment; `rank` of `ranks` tensor-parallel ones.
+    """Plans one layer, `stored` being its part in each segment; `rank` of `ranks` tensor-parallel ones.
 
     `unrouted`: experts that will probably have no rows.
 

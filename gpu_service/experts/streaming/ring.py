@@ -81,7 +81,7 @@ class TransferDevice(ABC):
 
     @abstractmethod
     def seconds_between(self, begin: Any, end: Any) -> float:
-        """By the device's clock, of two events that have passed."""
+        """Returns the seconds, by the device's clock, between two events that have passed."""
 
     def time_copy(self, target: torch.Tensor, source: torch.Tensor) -> float:
         """Returns the seconds of a `copy` while there is no other. Not for the thread that launches steps."""
@@ -197,7 +197,7 @@ class CudaTransfers(TransferDevice):
 
 
 def transfer_device(device: torch.device) -> TransferDevice:
-    """Of the device that computes."""
+    """Returns the transfers of the device that computes."""
     return CudaTransfers(device) if device.type == "cuda" else HostTransfers()
 
 

@@ -65,7 +65,7 @@ class RecentRouting:
         self._left: npt.NDArray[np.float64] | None = None
 
     def counts(self, layer: int) -> Sequence[int]:
-        """For `chosen_experts`: those with the largest numbers are streamed."""
+        """Returns the counts for `chosen_experts`: those with the largest numbers are streamed."""
         used: list[int] = self._used[self.layers.index(layer)].tolist()
         return used
 

@@ -37,7 +37,7 @@ class ShareChooser:
         _log.info("experts are streamed by what was measured", **describe(layer))
 
     def may_stream(self, rows: int, is_decode: bool) -> bool:
-        """By the settings alone, so that all ranks say the same."""
+        """Returns whether a step may stream, by the settings alone, so that all ranks agree."""
         if self.min_rows is not None:
             return rows >= self.min_rows
         if is_decode:
@@ -63,7 +63,7 @@ class ShareChooser:
         return None if layer is None else self.num_layers * layer.seconds(rows, share)
 
     def step_tokens(self, most: int, wait_s: float | None) -> int:
-        """As `LayerCosts.step_tokens`; `most` while too little is known."""
+        """Returns what `LayerCosts.step_tokens` does; `most` while too little is known."""
         layer = self.costs.layer
         return most if layer is None or wait_s is None else layer.step_tokens(most, wait_s)
 
@@ -91,7 +91,7 @@ class ShareChooser:
 
 
 def describe(costs: LayerCosts) -> dict[str, object]:
-    """For the log: milliseconds a layer, and what follows from them."""
+    """Returns milliseconds a layer for the log, and what follows from them."""
     break_even = next((rows for rows in _STEPS if costs.best_share(rows) > 0), None)
     return {
         "copy_ms": round(costs.copy * 1e3, 3),

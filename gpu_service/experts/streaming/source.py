@@ -42,7 +42,7 @@ class Registrar(ABC):
         """Takes it back; copies from it must have ended."""
 
     def active(self) -> AbstractContextManager[Any]:
-        """In which the thread that opens segments works."""
+        """Returns the context in which the thread that opens segments works."""
         return nullcontext()
 
 
@@ -80,7 +80,7 @@ class CudaRegistrar(Registrar):
 
 
 def registrar(device: torch.device) -> Registrar:
-    """Of the device that computes."""
+    """Returns the registrar of the device that computes."""
     return CudaRegistrar(device) if device.type == "cuda" else NullRegistrar()
 
 

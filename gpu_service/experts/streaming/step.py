@@ -19,7 +19,7 @@ class ShareChooser(Protocol):
         """Returns whether a step of `rows` token rows may stream; all ranks agree."""
 
     def share(self, rows: int) -> int:
-        """Of `SHARES`, 0 being none, for a step that may; ranks may differ."""
+        """Returns the share in `SHARES`, 0 being none, of a step that may stream; ranks may differ."""
 
     def predict(self, rows: int, share: int) -> float | None:
         """Returns the seconds of a step that streams such a share; None: nothing was measured."""

@@ -133,11 +133,11 @@ class ExpertStreamer:
         self._whole: StreamedStep | None = None
 
     def open(self, source: ExpertSource) -> None:
-        """Where experts come from; until then nothing is streamed."""
+        """Sets where experts come from; until then nothing is streamed."""
         self._source = source
 
     def begin(self, rows: int, is_decode: bool = False) -> StreamedExperts | None:
-        """For a step of `rows` token rows; `is_decode`: every request computes one token.
+        """Begins a step of `rows` token rows; `is_decode`: every request computes one token.
 
         All ranks call it for the same steps, and get alike. Not while a graph is captured.
         """
@@ -155,7 +155,8 @@ class ExpertStreamer:
         return self._begin(segments, self._plan(segments, chosen, unrouted), rows)
 
     def begin_whole(self, rows: int, wait_until: WaitUntil) -> StreamedStep | None:
-        """For a lane of its own; None: not everything can be streamed now, or another has not ended yet.
+        """Begins a step of a separate lane; None: not everything can be streamed now, or another has not
+        ended yet.
 
         All ranks call it for the same steps, and get alike. `wait_until`: while layers are launched.
         """

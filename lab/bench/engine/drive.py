@@ -168,7 +168,7 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
 
 
 def wait_until_streaming(streamer: ExpertStreamer, timeout_s: float = _READY_S) -> None:
-    """Until the servers' memory is registered; the engine must be idle. Raises UserError."""
+    """Waits until the servers' memory is registered; the engine must be idle. Raises UserError."""
     deadline = time.monotonic() + timeout_s
     while not streamer.can_stream:
         if time.monotonic() > deadline:

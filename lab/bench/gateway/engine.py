@@ -123,7 +123,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
     async def GenerateWithImages(
         self, messages: AsyncIterator[pb.GenerateWithImagesRequest], context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Such a call whose images are thrown away."""
+        """Answers such a call, whose images are thrown away."""
         gathered = GatheredRequest()
         async for message in messages:
             gathered.take(message)

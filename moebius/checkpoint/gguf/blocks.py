@@ -55,7 +55,7 @@ class BlockType:
         return self.name in INTEGER_TYPES
 
     def pieces(self, count: int) -> Iterator[slice]:
-        """Of `count` blocks, such that arithmetic on one stays in a core's cache."""
+        """Yields slices of `count` blocks, such that arithmetic on one stays in a core's cache."""
         step = max(1, _CHUNK // self.weights)
         yield from (slice(begin, begin + step) for begin in range(0, count, step))
 

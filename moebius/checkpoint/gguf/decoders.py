@@ -54,7 +54,8 @@ def _q2_0(blocks: Bytes) -> Floats:
 
 
 def _scales_and_mins(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Of Q4_K and Q5_K, `[blocks, 8]` each: what codes are multiplied by, and less by then.
+    """Returns the scales and mins of Q4_K and Q5_K, `[blocks, 8]` each: what codes are multiplied by, and
+    less by then.
 
     Products of the two factors and of whole numbers 6 bits wide, exact in float32. Of these 12 bytes hold
     the first four whole, and of the others two bits next to them.
@@ -85,7 +86,8 @@ def _q4_k(blocks: Bytes) -> Floats:
 
 
 def _q5_k_codes(blocks: Bytes) -> Bytes:
-    """As Q4_K, with the codes' fifth bits of all groups in 32 bytes before them: 0 to 31.
+    """Returns the codes of Q5_K, 0 to 31: those of Q4_K, with the fifth bits of all groups in 32 bytes before
+    them.
 
     `[blocks, 8, 32]`.
     """

@@ -151,7 +151,10 @@ GRID_PARTS: Mapping[str, GridParts] = {
 
 
 def take_grid_part(kind: str, role: str, blocks: Bytes, output: NDArray[np.generic]) -> None:
-    """As `block_parts.take_part`, of a type in `GRID_PARTS`. Raises ValueError for arrays of other sizes."""
+    """Fills `output` as `block_parts.take_part`, of a type in `GRID_PARTS`.
+
+    Raises ValueError for arrays of other sizes.
+    """
     nbytes = quants._type_traits[GGMLQuantizationType[kind]].type_size
     if blocks.shape[1] % nbytes:
         raise ValueError(f"rows of {blocks.shape[1]} bytes; they have to be whole blocks of {nbytes} bytes")

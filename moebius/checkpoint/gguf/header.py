@@ -92,7 +92,7 @@ class _Cursor:
         return self.take(self.number("<Q")).decode(errors="replace")
 
     def texts(self, count: int) -> list[str]:
-        """As many strings one after the other: a vocabulary has hundreds of thousands."""
+        """Returns `count` strings that follow one another: a vocabulary has hundreds of thousands."""
         content, position = self._content, self.position
         found: list[str] = []
         for _ in range(count):

@@ -115,7 +115,7 @@ def _scale(model: GgufModel, rules: tuple[GgufRule, ...], stored: StoredBlocks) 
 def _scaled(
     model: GgufModel, rules: tuple[GgufRule, ...], stored: StoredBlocks, info: TensorInfo
 ) -> TensorInfo:
-    """With the scale that files of NVFP4 have besides: one for each matrix.
+    """Returns the tensor with the scale that files of NVFP4 have besides: one for each matrix.
 
     Raises CheckpointError naming a scale that is not of float32, or not as many.
     """

@@ -154,7 +154,7 @@ class MergedHeads:
     values: TensorInfo  # [heads, value, rank].
 
     def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
-        """In float32."""
+        """Returns the values in float32."""
         size = self.keys.shape[2] + self.values.shape[1]
         heads = range(rows.start // size, -(-rows.stop // size))
         parts: list[NDArray[np.float32]] = []

@@ -96,7 +96,10 @@ def _rates(hf: HfKeys) -> dict[str, int]:
 
 
 def _read_ropes(hf: HfKeys, head_dim: int) -> dict[bool, RopeConfig]:
-    """By whether a layer compresses. Scaling is of those that do, and changes frequencies only."""
+    """Returns rotations by whether a layer compresses.
+
+    Scaling is of those that do, and changes frequencies only.
+    """
     by_kind = hf.section("rope_parameters")
     theta = hf.number("rope_theta", default=10000.0)
     compressed_theta = hf.number("compress_rope_theta", default=160000.0)

@@ -64,7 +64,10 @@ _ALWAYS = ("index_kpool_compress", "mhc", "mla_use_nope")
 
 
 def _attending_layers(hf: HfKeys, num_layers: int) -> tuple[int, ...]:
-    """Of `layer_types`, by default every fourth. Raises ModelConfigError unless there are both kinds."""
+    """Returns those of `layer_types`, by default every fourth.
+
+    Raises ModelConfigError unless there are both kinds.
+    """
     default = tuple(_INDEXED[0] if layer % 4 == 3 else _LINEAR for layer in range(num_layers))
     kinds = hf.strings("layer_types") or default
     attending = tuple(layer for layer, kind in enumerate(kinds) if kind in _INDEXED)
@@ -76,7 +79,7 @@ def _attending_layers(hf: HfKeys, num_layers: int) -> tuple[int, ...]:
 
 
 def _read_linear(hf: HfKeys, linear: frozenset[int]) -> LinearAttentionConfig:
-    """In a section, or among the others with a prefix. A bound may be switched off by null."""
+    """Reads a section, or keys with a prefix among the others. A bound may be switched off by null."""
     section = hf.section("linear_attn_config")
     read = partial(read_from_section, hf, section)
     heads = read("num_heads", "linear_num_heads", 64)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def read_factors(hf: HfKeys) -> dict[str, Any]:
-    """Of embeddings, of what layers add, of scores and of logits."""
+    """Returns the factors of embeddings, of what layers add, of scores and of logits."""
     return {
         "embedding_scale": hf.number("embedding_multiplier", default=1.0),
         "residual_scale": hf.number("residual_multiplier", default=1.0),

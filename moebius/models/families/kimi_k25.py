@@ -17,7 +17,7 @@ _VISION = (drop("vision_tower.**"), drop("mm_projector.**"), drop("model.mm_proj
 
 
 def _kimi_block(theirs: str, ours: str) -> RenameRule:
-    """Of a tensor of each encoder layer."""
+    """Returns the rule for a tensor of each encoder layer."""
     return rename(f"vision_tower.encoder.blocks.*.{theirs}.**", f"vision_tower.layers.*.{ours}.**")
 
 

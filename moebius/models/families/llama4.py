@@ -44,7 +44,7 @@ def _rotating(hf: HfKeys, num_layers: int) -> list[bool]:
 
 
 def _chunks(hf: HfKeys, rotating: list[bool]) -> tuple[int | None, ...]:
-    """By `layer_types`; without it, layers that rotate see their own chunk."""
+    """Returns chunks by `layer_types`; without it, layers that rotate see their own chunk."""
     kinds = hf.strings("layer_types") or tuple(_CHUNKED if rotates else FULL for rotates in rotating)
     if len(kinds) != len(rotating) or not set(kinds) <= {FULL, _CHUNKED}:
         raise hf.error("layer_types", list(kinds), f"{len(rotating)} of {FULL} and {_CHUNKED}")

@@ -33,7 +33,7 @@ _PUBLISHED = {
 
 
 def _linear_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """Of names or of the published numbers; without a list every second layer.
+    """Returns layers by names or by the published numbers; without a list every second layer.
 
     Raises ModelConfigError unless there are layers of both kinds.
     """

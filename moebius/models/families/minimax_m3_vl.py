@@ -60,7 +60,7 @@ def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
 
 
 def _read_blocks(hf: HfKeys, num_layers: int, kv_heads: int) -> BlockIndexerConfig | None:
-    """In a section as published, or among the others as transformers writes it; None: no layer chooses."""
+    """Reads a section as published, or keys as transformers writes them; None: no layer chooses."""
     section = hf.section("sparse_attention_config")
     kinds = hf.strings("layer_types") or (FULL,) * num_layers
     own, names = hf, ("index_n_heads", "index_head_dim", "index_block_size")

@@ -126,7 +126,9 @@ class Places:
 
 
 def places(layers: Layers) -> list[list[Places]]:
-    """By layer, the places of its parts: of its mixers, then, where a state is left, of its n-grams."""
+    """Returns the places of each layer's parts: of its mixers, then, where a state is left, of its
+    n-grams.
+    """
     found: list[list[Places]] = []
     num_cached = num_indexed = num_states = 0
     for index, layer in enumerate(layers):

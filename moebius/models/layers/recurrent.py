@@ -76,7 +76,7 @@ class Recurrent(Mixer):
         return self.conv_size + self.value_size
 
     def weight_elements(self, hidden_size: int) -> int:
-        """Of queries, keys and values, their gates, decays and steps, and of the outputs."""
+        """Returns those of queries, keys and values, their gates, decays and steps, and of the outputs."""
         rows = self.conv_size + 2 * self.value_size + 2 * self.num_value_heads
         return hidden_size * rows + self.conv_width * self.conv_size
 

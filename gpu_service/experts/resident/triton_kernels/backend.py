@@ -129,7 +129,7 @@ class TritonResidentKernels(ResidentKernels):
         partial: torch.Tensor | None,
         result: torch.Tensor,
     ) -> None:
-        """Of `count` slots from `first`, whose weights are unpacked before all rows meet them."""
+        """Computes `count` slots from `first`, whose weights are unpacked before all rows meet them."""
         matrices = _unpack(slots, first, count, hidden_states.dtype)
         for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
             x, ids = hidden_states[rows], topk_ids[rows]

@@ -154,7 +154,7 @@ def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int) 
 
 
 def unpacked_bytes(kind: LayerFormat) -> int:
-    """Of one expert, in 16 bits."""
+    """Returns the bytes of one expert, in 16 bits."""
     gate_up = kind.gate_up_columns * kind.gate_up.k_padded
     return 2 * (gate_up + 16 * kind.layout.down_panels * kind.down.k_padded)
 
