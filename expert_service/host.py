@@ -92,7 +92,7 @@ class Packing(Protocol):
 
     @property
     def has_bias(self) -> bool:
-        """Whether experts have biases."""
+        """Returns whether experts have biases."""
 
 
 def make_engine(
@@ -128,7 +128,7 @@ def make_engine(
 
 
 def packed_layouts(plan: Packing, part: ExpertSlice) -> tuple[PackedExpertLayout, ...]:
-    """How an expert of each decoder layer is packed in this slice."""
+    """Returns how an expert of each decoder layer is packed in this slice."""
     model = plan.model
     formats = zip(plan.gate_up_formats, plan.down_formats, strict=True)
     return tuple(
@@ -222,12 +222,12 @@ class ExpertHost:
 
     @property
     def is_serving(self) -> bool:
-        """Whether `forward` computes."""
+        """Returns whether `forward` computes."""
         return self._loaded is not None and not self._draining
 
     @property
     def problem(self) -> str:
-        """Which damaged expert cannot be packed again, and why; empty: there is none."""
+        """Returns which damaged expert cannot be packed again, and why; empty: there is none."""
         return "" if self._watch is None else self._watch.problem
 
     @property

@@ -178,7 +178,7 @@ class WeightsWatch:
             self._on_problem(text)
 
     def _repacked(self, layer: int, expert: int) -> str:
-        """Why it is not; empty: it is."""
+        """Returns why it is not; empty: it is."""
         try:
             with self._source.read(layer, expert) as matrices:
                 if self._engine.repair_expert(layer, expert, *matrices):

@@ -87,7 +87,7 @@ class ApiKeys:
 
     @property
     def required(self) -> bool:
-        """Whether clients need a key at all."""
+        """Returns whether clients need a key at all."""
         return bool(self._fixed or self._path)
 
     @property
@@ -247,8 +247,11 @@ def _counts(line: str) -> bool:
 
 
 def _replace(file: Path, lines: Sequence[str]) -> None:
-    """At once, so that a gateway never reads half of it. Owner and mode stay: a gateway that may not read the
-    new file would go on with the keys of the old one. A file that is new is its maker's alone."""
+    """Replaces the file at once, so that a gateway never reads half of it.
+
+    Owner and mode stay: a gateway that may not read the new file would go on with the keys of the old one. A
+    file that is new is its maker's alone.
+    """
     file = file.resolve()
     try:
         before = file.stat() if file.exists() else None

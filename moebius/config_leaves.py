@@ -45,7 +45,7 @@ class Leaf:
 
     @property
     def is_list(self) -> bool:
-        """Whether the value is a list (comma separated on the command line)."""
+        """Returns whether the value is a list (comma separated on the command line)."""
         return typing.get_origin(self.annotation) is tuple
 
     @property
@@ -58,7 +58,7 @@ class Leaf:
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in `--help`."""
+        """Returns what stands for the value in `--help`."""
         if typing.get_origin(self.annotation) is Literal:
             return "|".join(map(str, typing.get_args(self.annotation)))
         if _is_union(self.annotation):

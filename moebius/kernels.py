@@ -290,7 +290,7 @@ class ExpertEngine:
 
     @property
     def segment_difference(self) -> str:
-        """Why what the segment held is replaced; empty: it is not."""
+        """Returns why what the segment held is replaced; empty: it is not."""
         found = self._engine.segment_found
         return found[1] if found is not None and found[0] == "replaced" else ""
 
@@ -472,5 +472,5 @@ class ExpertEngine:
 
     @property
     def spin_microseconds(self) -> int:
-        """How long threads without work spin before they sleep; longer while a device calls."""
+        """Returns how long threads without work spin before they sleep; longer while a device calls."""
         return self._engine.spin_microseconds

@@ -416,7 +416,7 @@ class Mailbox:
 
     @property
     def identity(self) -> str:
-        """What all servers have agreed on, lines "name=value"; empty before the first one."""
+        """Returns what all servers have agreed on, lines "name=value"; empty before the first one."""
         return self.kernel.identity
 
     def shut_down(self) -> None:

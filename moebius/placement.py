@@ -60,7 +60,7 @@ class Placement:
 
     @property
     def covers_everything(self) -> bool:
-        """Whether no layer needs an expert server."""
+        """Returns whether no layer needs an expert server."""
         return all(len(experts) == self.num_experts for experts in self.resident.values())
 
     def is_whole(self, layer: int) -> bool:

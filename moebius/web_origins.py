@@ -73,7 +73,7 @@ class Sender:
 
     @property
     def asks_first(self) -> bool:
-        """Whether a browser asks before it sends what a page wants to (a preflight)."""
+        """Returns whether a browser asks before it sends what a page wants to (a preflight)."""
         return self.method == "OPTIONS" and bool(self.origin)
 
 

@@ -165,17 +165,19 @@ class WeightSegment:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every expert is packed; read from the segment each time."""
+        """Returns whether every expert is packed; read from the segment each time."""
         return bool(self._header["complete"])
 
     @property
     def is_checked(self) -> bool:
-        """Whether its server has packed each expert, or compared its checksum; read each time."""
+        """Returns whether its server has packed each expert, or compared its checksum; read each time."""
         return bool(self._header["checked"])
 
     @property
     def load_record(self) -> str:
-        """What its server noted for a successor; empty: it has not ended to load, or the text is damaged."""
+        """Returns what its server noted for a successor; empty: it has not ended to load, or the text is
+        damaged.
+        """
         if not self.is_complete:
             return ""
         begin, size = int(self._header["load_record_offset"]), int(self._header["load_record_bytes"])

@@ -46,7 +46,7 @@ class Answer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of it came."""
+        """Returns whether nothing of it came."""
         return not (self.text or self.reasoning or self.tool_calls)
 
     def take(self, piece: StreamPiece, seconds: float) -> None:
@@ -96,7 +96,7 @@ class Printer:
         self._part = ""  # of what the latest output was: "reasoning", "text" or a tool call
 
     def piece(self, piece: StreamPiece) -> None:
-        """What is new."""
+        """Shows what is new."""
         if piece.reasoning and self._is_terminal:
             self._write("reasoning", piece.reasoning)
         if piece.text:

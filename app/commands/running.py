@@ -92,7 +92,7 @@ class StartView(ABC):
 
     @abstractmethod
     def on_waiting(self, waiting: Mapping[str, str]) -> None:
-        """Which processes are not ready yet, and what they do; called several times a second."""
+        """Shows which processes are not ready yet, and what they do; called several times a second."""
 
 
 class LineView(StartView):

@@ -32,7 +32,7 @@ class Volume:
 
     @property
     def in_memory(self) -> bool:
-        """Whether what is written there lies in memory."""
+        """Returns whether what is written there lies in memory."""
         return self.kind in ("tmpfs", "hugetlbfs", "ramfs")
 
 

@@ -80,7 +80,7 @@ class Wish:
 
     @property
     def is_demanded(self) -> bool:
-        """Whether a plan that has no room for it is refused."""
+        """Returns whether a plan that has no room for it is refused."""
         return self.context is not None or self.concurrency is not None
 
     def tokens(self, max_model_len: int) -> tuple[int, int]:

@@ -331,7 +331,7 @@ class Residency:
 
     @property
     def is_everything(self) -> bool:
-        """Whether all experts are resident, so that no expert server is needed."""
+        """Returns whether all experts are resident, so that no expert server is needed."""
         return all(count == self.num_experts for count in self.by_layer.values())
 
 

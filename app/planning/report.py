@@ -202,7 +202,7 @@ def run(
 
 
 def _refuse_incomplete(config: MoebiusConfig) -> None:
-    """What services prove of their tensors before they read one, in their words, where there are any.
+    """Checks what services prove of their tensors before they read one, in their words, where there are any.
 
     Raises CheckpointError or ModelConfigError.
     """

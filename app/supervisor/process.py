@@ -94,7 +94,7 @@ class ManagedProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended (negative: by that signal); None while it runs or before the first start."""
+        """Returns how it ended (negative: by that signal); None while it runs or before the first start."""
         return self._popen.poll() if self._popen is not None else None
 
     @property
@@ -122,12 +122,14 @@ class ManagedProcess:
 
     @property
     def can_not_heal(self) -> bool:
-        """Whether it has ended in a way that another start cannot fix."""
+        """Returns whether it has ended in a way that another start cannot fix."""
         return self._user_errors_in_a_row >= USER_ERRORS_ALLOWED
 
     @property
     def last_words(self) -> str:
-        """Why it ended, by its own words if it had any, else the last line it logged that is not empty."""
+        """Returns why it ended, by its own words if it had any, else the last line it logged that is not
+        empty.
+        """
         if self._forwarder is not None:
             self._forwarder.join(timeout=1.0)
         if self.cause:

@@ -115,7 +115,7 @@ class Supervisor:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal asked for the end."""
+        """Returns whether a signal asked for the end."""
         return self._signals_seen > 0
 
     def __enter__(self) -> Supervisor:

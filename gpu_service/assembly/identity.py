@@ -44,7 +44,7 @@ class EngineIdentity:
 
     @property
     def digest(self) -> str:
-        """What requests bring that were made for this model."""
+        """Returns what requests bring that were made for this model."""
         return identity_digest(self.text)
 
     def confirm(self) -> None:

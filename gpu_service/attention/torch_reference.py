@@ -101,7 +101,7 @@ class FirstSeen:
 
     @property
     def is_first(self) -> bool:
-        """Whether every query sees the first position."""
+        """Returns whether every query sees the first position."""
         return self.window is None and self.chunk is None
 
     def __call__(self, position: int) -> int:

@@ -88,7 +88,7 @@ class LayerPages:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether readers must convert what they gather."""
+        """Returns whether readers must convert what they gather."""
         return self.storage_dtype != self.dtype
 
     def pages(self, layer_id: int) -> torch.Tensor:

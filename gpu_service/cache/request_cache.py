@@ -230,12 +230,14 @@ class RequestCache:
 
     @property
     def has_free_state(self) -> bool:
-        """Whether one request more can be in the next step, as far as its state matters."""
+        """Returns whether one request more can be in the next step, as far as its state matters."""
         return self.states is None or self.states.pool.available > 0
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a state is worth computing where a prompt's whole pages end: others can start from it."""
+        """Returns whether a state is worth computing where a prompt's whole pages end: others can start from
+        it.
+        """
         return self.prefix_caching and self.states is not None and self.states.max_snapshots > 0
 
     def keep_state(self, request: Request, slot: int) -> None:

@@ -142,7 +142,7 @@ class RequestStates:
 
     @property
     def is_full(self) -> bool:
-        """Whether one snapshot more needs another one forgotten."""
+        """Returns whether one snapshot more needs another one forgotten."""
         return self.num_snapshots >= self.max_snapshots
 
     def snapshot(self, request: Request, slot: int, length: int) -> None:

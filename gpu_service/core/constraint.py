@@ -89,7 +89,7 @@ class OutputConstraint:
 
     @property
     def follows_grammar(self) -> bool:
-        """Whether the mask is the matcher's; `finish_mask` comes after it all the same."""
+        """Returns whether the mask is the matcher's; `finish_mask` comes after it all the same."""
         is_undecided = self.phase is Phase.OPENING and self._place == 0
         return self.matcher is not None and (self.phase is Phase.GRAMMAR or is_undecided)
 

@@ -215,7 +215,7 @@ class NullObserver:
         """Does nothing."""
 
     def loaded(self, load: EngineLoad) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def corrupted(self, error: AssertionError) -> None:
-        """Ignored: the engine logs it."""
+        """Does nothing: the engine logs it."""

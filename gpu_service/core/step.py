@@ -292,7 +292,7 @@ class SamplingPlan:
 
     @property
     def takes_argmax(self) -> bool:
-        """Whether every row's token is that of its largest logit, and nothing else is asked."""
+        """Returns whether every row's token is that of its largest logit, and nothing else is asked."""
         changed = (self.bias, self.banned, self.penalties, self.allowed, self.bad_words, self.masks)
         is_plain = not self.awaits_masks and all(change is None for change in changed)
         return self.random_rows.numel() == 0 and not self.logprob_rows and is_plain
@@ -336,7 +336,7 @@ class StepPlan(ForwardInputs):
 
     @property
     def awaits_masks(self) -> bool:
-        """Whether the step is launched in two parts, what is sampled after its masks are known."""
+        """Returns whether the step is launched in two parts, what is sampled after its masks are known."""
         return self.sampling is not None and self.sampling.awaits_masks
 
     def with_masks(self, masks: TokenMasks | None) -> StepPlan:
@@ -348,7 +348,7 @@ class StepPlan(ForwardInputs):
 
     @property
     def is_sampling_decode(self) -> bool:
-        """Whether every request computes exactly one token, which is text, and samples the next."""
+        """Returns whether every request computes exactly one token, which is text, and samples the next."""
         rows = len(self.seq_lens)
         one_each = self.query_start_loc[-1] == len(self.sample_batch_indices) == rows
         return one_each and not (self.prompt_logprobs or self.pooled) and self.images is None

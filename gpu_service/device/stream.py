@@ -50,7 +50,7 @@ class DeviceStream(ABC):
     @property
     @abstractmethod
     def is_current(self) -> bool:
-        """Whether the calling thread is in `active` of this stream, and of no other since."""
+        """Returns whether the calling thread is in `active` of this stream, and of no other since."""
 
     @abstractmethod
     def record(self) -> DeviceEvent:

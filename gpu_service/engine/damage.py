@@ -30,7 +30,7 @@ class DamageWatch:
         self.known, self.trusted_from = runner.damages, 0
 
     def look(self, nonfinite_layers: Collection[int] = ()) -> bool:
-        """After a step's end, before its tokens are given out: whether all was forgotten here and now.
+        """Checks a step before its tokens are given out; returns whether all was forgotten here and now.
 
         `nonfinite_layers`: made values in the step that are not finite, so that their experts are suspect.
         Of several ranks, all have to forget at one place, which is after the step: by an operation.

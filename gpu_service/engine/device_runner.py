@@ -56,7 +56,7 @@ class LaunchedStep:
             self._take(outputs)
 
     def _take(self, outputs: StepOutputs) -> None:
-        """With the stream active: the copies follow what computes the outputs."""
+        """Starts the copies while the stream is active: they follow what computes the outputs."""
         self._outputs = outputs
         self._download = Download(self._runner.stream, self._runner.results, tensors_of(outputs))
 
@@ -69,7 +69,7 @@ class LaunchedStep:
             return True
 
     def finish(self) -> StepResult:
-        """Of a run that still awaits masks there is no result, only an end."""
+        """Waits for the step; a run that still awaits masks has no result, only an end."""
         try:
             (self._download.event if self._computed is None else self._computed_event).wait()
         except RuntimeError as error:

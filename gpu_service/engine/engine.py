@@ -148,12 +148,12 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it computes what is submitted. Any thread may ask."""
+        """Returns whether it computes what is submitted. Any thread may ask."""
         return self._thread.is_alive() and not self._stopping
 
     @property
     def is_recovering(self) -> bool:
-        """Whether steps wait for lost expert servers. Any thread may ask."""
+        """Returns whether steps wait for lost expert servers. Any thread may ask."""
         return self._runner.is_recovering
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -346,7 +346,7 @@ class Engine:
                 self.call(_STEP_COSTS, costs)
 
     def _supply_masks(self, step: LaunchedStep) -> None:
-        """What a step awaits follows from the tokens of the one before it, which is committed now."""
+        """Supplies what a step awaits, which follows from the tokens of the one before it, now committed."""
         masks = None
         try:
             masks = self._builder.masks(step.batch)

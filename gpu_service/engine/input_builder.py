@@ -123,7 +123,7 @@ class InputBuilder:
         )
 
     def masks(self, batch: Batch) -> TokenMasks | None:
-        """Of a step whose plan awaits them, once all steps before it are committed."""
+        """Returns the masks that a step's plan awaits, once all steps before it are committed."""
         return self.token_masks.build(as_rows(batch))
 
     def _sampling(

@@ -129,7 +129,7 @@ class ModelRunner:
 
     @property
     def notes_overflow(self) -> bool:
-        """Whether steps say after which layer rows first were not finite."""
+        """Returns whether steps say after which layer rows first were not finite."""
         return self.is_float16 or self.watch is not None
 
     @property
@@ -193,7 +193,7 @@ class ModelRunner:
         )
 
     def begin_step(self) -> None:
-        """Before every step, replayed or not: experts move between the device and expert servers.
+        """Moves experts between device and expert servers before every step, replayed or not.
 
         Raises ResidentDamaged.
         """
@@ -231,11 +231,13 @@ class ModelRunner:
         return self.fetch(rows) if planned is None and is_decode else planned
 
     def fetch(self, rows: int) -> FetchedStep | None:
-        """For a step of `rows` decoding rows that is about to be launched; None: it copies nothing."""
+        """Returns the copies of a step of `rows` decoding rows before its launch; None: it copies nothing."""
         return self.fetcher.begin() if self.fetcher is not None and rows <= MOST_ROWS else None
 
     def context(self, inputs: ForwardInputs, streamed: StreamedExperts | None = None) -> ForwardContext:
-        """What the model's layers may touch in this step; a captured one streams nothing that is planned."""
+        """Returns what the model's layers may touch in this step; a captured one streams nothing that is
+        planned.
+        """
         return ForwardContext(
             inputs,
             self.kv_cache,
@@ -336,7 +338,7 @@ class LaneModelRunner(ModelRunner):
 
 @contextmanager
 def launching(plan: StepPlan) -> Iterator[None]:
-    """What every launch of a step runs in: no gradients, and the span its expert spans hang under."""
+    """Runs every launch of a step: without gradients, and in the span its expert spans hang under."""
     token = otel_context.attach(plan.trace_context) if plan.trace_context is not None else None
     try:
         with torch.inference_mode():

@@ -62,7 +62,7 @@ class LaneRunner(ABC):
     @property
     @abstractmethod
     def is_ready(self) -> bool:
-        """Whether a step can be computed now: all experts that the device lacks can be streamed."""
+        """Returns whether a step can be computed now: all experts that the device lacks can be streamed."""
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
@@ -109,7 +109,7 @@ class LanePace:
 
     @property
     def wait_s(self) -> float | None:
-        """What may be added between two tokens of those who decode; None: that is not known yet."""
+        """Returns what may be added between two tokens of those who decode; None: that is not known yet."""
         return self._idle.get(self._order) if self._max_added_s is None else self._max_added_s
 
     def opened(self) -> None:
@@ -215,7 +215,7 @@ class PrefillLane:
         self._wait_until(self._may_go_on)
 
     def _wait_until(self, has_come: Callable[[], bool]) -> None:
-        """With turns of the main lane, on other ranks as many as on the first one, which alone asks."""
+        """Waits with turns of the main lane, as many on other ranks as on the first one, which alone asks."""
         if not self._inbox.is_entry:
             while self._inbox.is_to_drain():
                 self._turn()

@@ -193,7 +193,7 @@ def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, scored_ids: torch.Tensor | None = None
 ) -> Logprobs:
-    """From raw logits float32 `[L, V]`, before bias, penalties and temperature; chosen ids int64 `[L]`.
+    """Returns log-probabilities of raw logits float32 `[L, V]`, before bias, penalties and temperature.
 
     Returns the chosen tokens' natural log-probabilities `[L]`, and the `num_top` best ids and
     log-probabilities `[L, num_top]`, best first, followed by `scored_ids` `[L, M]` and theirs.

@@ -124,7 +124,7 @@ class StepCheck(EngineObserver):
         self.forget()
 
     def forget(self) -> None:
-        """What steps took so far says nothing of later ones; the sums stay."""
+        """Forgets what steps took so far, which says nothing of later ones; the sums stay."""
         self._kinds: dict[tuple[int, int], _Kind] = {}
         # Decayed sums of predicted and measured seconds.
         self._recent = 0.0, 0.0
@@ -164,7 +164,7 @@ class StepCheck(EngineObserver):
         return seconds / tokens if tokens else None
 
     def _predict_plain(self, batch: Batch, seconds: float, busy: float) -> float | None:
-        """Before the step is learnt from; None: there were too few of the kind."""
+        """Returns the prediction before the step is learnt from; None: there were too few of the kind."""
         rows, servers = batch.num_tokens, 0.0
         if rows <= DECODE_ROWS:
             left = 1.0 - min(1.0, max(0.0, self._facts.hit_share()))

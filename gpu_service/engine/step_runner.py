@@ -41,10 +41,15 @@ class Pending(ABC, Generic[Result]):
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether `wait` would not block. False after a loss of experts, whose recovery takes its time."""
+        """Returns whether `wait` would not block.
+
+        False after a loss of experts, whose recovery takes its time.
+        """
 
     def supply(self, masks: TokenMasks | None) -> None:
-        """Of a step whose plan awaits them, before it is waited for; None: no row has one."""
+        """Supplies the masks that the step's plan awaits, before the step is waited for; None: no row has
+        one.
+        """
         raise AssertionError("the step was launched with its masks")
 
 
@@ -78,7 +83,7 @@ class StepRunner(ABC):
 
     @property
     def is_recovering(self) -> bool:
-        """Whether steps wait for lost expert servers. Any thread may ask."""
+        """Returns whether steps wait for lost expert servers. Any thread may ask."""
         return False
 
     @property
@@ -192,7 +197,7 @@ class StepsInFlight:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether steps wait for lost expert servers. Any thread may ask."""
+        """Returns whether steps wait for lost expert servers. Any thread may ask."""
         return self._recovery.is_running
 
     def launch(self, plan: StepPlan) -> StepInFlight:
@@ -262,7 +267,9 @@ class StepsInFlight:
                 self._recovery.is_due = True
 
     def _failure_of(self, step: StepInFlight) -> ExpertFailure | None:
-        """What makes a step that has ended worthless; a later step's failure may show here already."""
+        """Returns what makes a step that has ended worthless; a later step's failure may show here
+        already.
+        """
         if self._experts is None:
             return None
         if isinstance(step.error, ExpertUnavailable):

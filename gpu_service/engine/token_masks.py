@@ -53,7 +53,7 @@ class MaskBuilder:
         )
 
     def message(self, running: Collection[Request]) -> str | None:
-        """Who is to sit out from now on, for `read` of all ranks; None: nothing has changed.
+        """Returns who is to skip steps from now on, for `read` of all ranks; None: nothing has changed.
 
         Depends on time, so it is asked on the rank where messages enter only.
         """
@@ -64,11 +64,13 @@ class MaskBuilder:
         return json.dumps(sorted(held))
 
     def read(self, message: str) -> None:
-        """What `message` has said, at the same place on every rank. Raises ValueError for anything else."""
+        """Applies `message`, at the same place on every rank. Raises ValueError for anything else."""
         self._held = frozenset(json.loads(message))
 
     def holds(self, request: Request) -> bool:
-        """Whether the request sits out: its mask takes long, and was being computed when that was said."""
+        """Returns whether the request sits out: its mask takes long, and was being computed when that was
+        said.
+        """
         if request.key not in self._held or request.constraint is None:
             return False
         if request.inflight_tokens == 0:

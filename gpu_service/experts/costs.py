@@ -239,7 +239,7 @@ class ExpertCosts:
 
     @property
     def layer(self) -> LayerCosts | None:
-        """What a layer costs by all that is known now; None: it was not measured."""
+        """Returns what a layer costs by all that is known now; None: it was not measured."""
         with self._lock:
             return self._layer_now()
 
@@ -271,7 +271,7 @@ class ExpertCosts:
 
     @property
     def link_is_unseen(self) -> bool:
-        """Whether no copy was timed for so long that one should be, whatever it seems to cost.
+        """Returns whether no copy was timed for so long that one should be, whatever it seems to cost.
 
         A link that seems too slow to be used would seem so for ever.
         """
@@ -292,7 +292,7 @@ class ExpertCosts:
         return _EXCHANGE_MARGIN * nbytes / link / saved if saved > 0 else math.inf
 
     def measured(self, layer: LayerCosts, layer_bytes: float) -> None:
-        """What a measurement found, instead of everything before.
+        """Takes what a measurement found, instead of everything before.
 
         `layer_bytes`: what is copied in `layer.copy` seconds.
         """

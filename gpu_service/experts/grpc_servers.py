@@ -134,7 +134,10 @@ class GrpcServers:
         return Look(problem, True, found)
 
     def _expect(self, index: int, found: expert_pb2.InfoResponse) -> None:
-        """What the server is from now on. Raises WrongIdentity if it does not fit engine or other servers."""
+        """Notes what the server is from now on.
+
+        Raises WrongIdentity if it does not fit engine or other servers.
+        """
         problem = _other_version(found) or self.newcomers.problem_of(found.identity)
         for other, known in self._expected.items():
             differs = difference(known.identity, found.identity)

@@ -79,12 +79,14 @@ class ExpertRecorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps count. Any thread may ask."""
+        """Returns whether steps count. Any thread may ask."""
         return self._active
 
     @property
     def needs_eager_steps(self) -> bool:
-        """Whether replayed graphs would miss what is to be recorded: they were captured without this mode."""
+        """Returns whether replayed graphs would miss what is to be recorded: they were captured without this
+        mode.
+        """
         return self._active and self._mode != self._captured
 
     def start(self, mode: str) -> None:

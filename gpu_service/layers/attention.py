@@ -175,7 +175,7 @@ class GQAttention(nn.Module):
             yield CheckpointPart("", "sinks", self._query_heads, None)
 
     def pack(self) -> None:
-        """What is used but not loaded; the loader calls it once."""
+        """Makes what is used but not loaded; the loader calls it once."""
         if self._spec.value_norm or self._spec.unit_norm:
             kind: dict[str, Any] = {"dtype": self._dtype, "device": self.o_proj.weight.device}
             self._value_ones = torch.ones(self._value_dim, **kind)

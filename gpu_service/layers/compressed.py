@@ -192,7 +192,7 @@ class CompressedAttention(nn.Module):
         yield CheckpointPart("", "sinks", self._heads, None)
 
     def pack(self) -> None:
-        """What is used but not loaded; the loader calls it once."""
+        """Makes what is used but not loaded; the loader calls it once."""
         weight = self.kv_norm.weight
         self._ones = torch.ones(self._spec.head_dim, dtype=weight.dtype, device=weight.device)
 

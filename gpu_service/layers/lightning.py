@@ -74,7 +74,10 @@ class LightningAttention(StateLayer):
         yield CheckpointPart("", "slope_rate", self._heads, ShardRange.whole(1), rest=(1,))
 
     def pack(self) -> None:
-        """What is used but not loaded; the loader calls it once. Raises CheckpointError for rates below 0."""
+        """Makes what is used but not loaded; the loader calls it once.
+
+        Raises CheckpointError for rates below 0.
+        """
         rates = self._used_rates(self.slope_rate.flatten().tolist())
         count = len(rates)
         rows = [[math.log(rate) for rate in rates], [_UNIT_STEP] * count, [0.0] * count]
@@ -120,6 +123,6 @@ class LightningAttention(StateLayer):
 
 
 def decay_rates(num_heads: int, layer: int, num_layers: int) -> list[float]:
-    """Of each head: a power of two to start with, and less in later layers."""
+    """Returns the rate of each head: a power of two to start with, and less in later layers."""
     factor = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
     return [2.0 ** (-8 * (head + 1) / num_heads) * factor for head in range(num_heads)]

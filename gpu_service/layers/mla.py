@@ -215,7 +215,7 @@ class MLAttention(nn.Module):
         )
 
     def _gates(self, made: Composition) -> FusedLinear | None:
-        """Of elements or heads; None: there are none."""
+        """Returns the gates of elements or heads; None: there are none."""
         if self._sizes.gate is None:
             return None
         of_elements = self._sizes.gate == "element"

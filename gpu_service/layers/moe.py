@@ -241,7 +241,7 @@ class MoE(nn.Module):
         self.on_routed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
-        """With weights and ids of the chosen, of a model with one router; see `ReadsSeam`."""
+        """Returns weights and ids of the chosen, of a model with one router; see `ReadsSeam`."""
         return self.gate.read_seam(seam, inputs) if isinstance(self.gate, Router) else None
 
     def forward(

@@ -61,7 +61,7 @@ class OnePlusWeightRMSNorm(RMSNorm):
         super().__init__(size, eps, dtype=torch.float32)
 
     def pack(self) -> None:
-        """From the checkpoint's weight to the factor; the loader calls it once."""
+        """Turns the checkpoint's weight into the factor; the loader calls it once."""
         self.weight = nn.Parameter(self.weight + 1.0, requires_grad=False)
 
 
@@ -72,7 +72,7 @@ class ScaledRMSNorm(RMSNorm):
         super().__init__(size, eps, dtype=torch.float32)
 
     def pack(self) -> None:
-        """From the checkpoint's weight to the factor; the loader calls it once."""
+        """Turns the checkpoint's weight into the factor; the loader calls it once."""
         self.weight = nn.Parameter(self.weight * self.weight.shape[0] ** -0.5, requires_grad=False)
 
 

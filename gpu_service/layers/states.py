@@ -101,7 +101,7 @@ class LayerStates(NamedTuple):
     def recur(
         self, update: Callable[..., torch.Tensor], extend: Callable[..., torch.Tensor], *rows: Any
     ) -> torch.Tensor:
-        """By either op of a recurrence, both of which begin with the arguments `rows`."""
+        """Computes either op of a recurrence, both of which begin with the arguments `rows`."""
         own = *rows, self.recurrent, *self.slots
         return update(*own) if self.sequences is None else extend(*own, self.sequences)
 

@@ -85,7 +85,7 @@ def find_sources(
 
 
 def listed(items: Iterable[str]) -> str:
-    """For messages: the first names in order, and how many more there are."""
+    """Returns the first names in order, and how many more there are, for messages."""
     names = sorted(items)
     more = f", and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
@@ -277,7 +277,7 @@ def _held_bytes(model: CausalLM) -> int:
 
 
 def _row_bytes(target: Target) -> int:
-    """Of the parameter, the part that this process has of a row."""
+    """Returns the bytes of the part that this process has of a row of the parameter."""
     parameter = target.module.get_parameter(target.parameter)
     return parameter.nbytes // target.shape[0] if _is_packed(target) else parameter[:1].nbytes
 

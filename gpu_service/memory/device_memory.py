@@ -47,7 +47,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def device_allocations(self) -> int:
-        """As in `use`, from any thread, without waiting for the device."""
+        """Returns the allocations as in `use`, from any thread, without waiting for the device."""
 
     @abstractmethod
     def reset_peak(self) -> None:
@@ -90,5 +90,5 @@ class CudaMemory(DeviceMemory):
 
 
 def make_device_memory(device: torch.device) -> DeviceMemory | None:
-    """None for a CPU, whose memory is shared with the expert servers and not ours to divide."""
+    """Returns the memory of a GPU; None for a CPU, whose memory is shared with the expert servers."""
     return CudaMemory(device) if device.type == "cuda" else None

@@ -57,7 +57,7 @@ class MemoryLedger:
         show(f"GPU memory, before loading\n{render(plan)}")
 
     def reached(self, part: str) -> None:
-        """What was allocated since the last call belongs to `part`."""
+        """Counts what was allocated since the last call as that of `part`."""
         now = self._memory.use()
         self.measured[part] = self.measured.get(part, 0) + now.allocated - self._last.allocated
         self._last = now
@@ -71,7 +71,7 @@ class MemoryLedger:
         )
 
     def activations(self, nbytes: int, part: str = ACTIVATIONS) -> None:
-        """What `profile_activations` measured: no tensor of it lives, but its blocks stay reserved."""
+        """Notes what `profile_activations` measured: no tensor of it lives, but its blocks stay reserved."""
         self.measured[part] = nbytes
         self._last = self._memory.use()
 

@@ -60,7 +60,9 @@ class StepSize:
 
     @staticmethod
     def streaming(gpu: GpuConfig) -> StepSize:
-        """Of a step of prompts whose experts are streamed: the lane's, or without one the main lane's."""
+        """Returns the size of a step of prompts whose experts are streamed: the lane's, or without one the
+        main lane's.
+        """
         tokens = max(gpu.num_batched_tokens, gpu.prefill_chunk_max or 0)
         return StepSize(tokens, min(gpu.num_rows, tokens))
 
@@ -149,7 +151,9 @@ _ROUTING_PAIR, _ROUTING_EXPERT = 16, 1024
 
 
 def _experts_bytes(ffn: Routed, tokens: int, ranks: int, hidden_size: int, item: int) -> int:
-    """Of products of experts that are on the device, resident or streamed: bounded, whatever the tokens."""
+    """Returns the bytes of products of experts that are on the device, resident or streamed: bounded,
+    whatever the tokens.
+    """
     router, inner = ffn.router, ffn.experts.intermediate_size // ranks
     size = ffn.expert_input_size(hidden_size)
     pairs = tokens * router.top_k

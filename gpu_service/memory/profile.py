@@ -109,7 +109,7 @@ def profile_activations(
 
 
 def _earlier_tokens(attention: Attention, page_size: int) -> list[int]:
-    """In whole pages, of each step that has to be measured."""
+    """Returns the earlier tokens, in whole pages, of each step that has to be measured."""
     if not isinstance(attention, MlaAttentionBackend):
         return [0]
     index = attention.dimensions.index

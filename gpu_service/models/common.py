@@ -133,7 +133,7 @@ class Backbone(nn.Module):
         return stream.normed(norm)
 
     def _begin(self, inputs: ForwardInputs) -> ResidualStream:
-        """Of embedded tokens and images, or of what the previous stage sent."""
+        """Returns the stream of embedded tokens and images, or of what the previous stage sent."""
         ids, kind, num_streams = inputs.input_ids, self._streams, self._num_streams
         if not self._parallel.is_first_stage:
             shape = ids.shape[0], num_streams * self._hidden_size
@@ -153,7 +153,7 @@ class Backbone(nn.Module):
     def predict_further(
         self, head: int, hidden_states: torch.Tensor, next_ids: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """As `CausalLM.predict_further`."""
+        """Computes what `CausalLM.predict_further` says."""
         index = self._num_passed + head
         layer, rotary = self.layers[index], self._rotary_of[self._first_layer + index]
         assert isinstance(layer, MtpLayer)

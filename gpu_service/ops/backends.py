@@ -149,7 +149,7 @@ def install(
 
 
 def _install_host_kernels() -> dict[str, str]:
-    """As `install`; nothing is to be tried, since nothing is compiled."""
+    """Installs the host's kernels as `install`; nothing is to be tried, since nothing is compiled."""
     from gpu_service.ops.host_kernels import dense_threads, implementations
 
     found = implementations(dense_threads(torch.get_num_threads()))

@@ -72,7 +72,9 @@ def _products(
     first_row: int,
     one_row_each: bool,
 ) -> torch.Tensor:
-    """Of each row's queries with the keys of its request at positions `at`, float32 `[n, H, len(at)]`."""
+    """Returns the products of each row's queries with the keys of its request at positions `at`, float32 `[n,
+    H, len(at)]`.
+    """
     page_size = pages.shape[1]
     columns, within = (at // page_size).clamp(max=block_table.shape[1] - 1), at % page_size
     if one_row_each:

@@ -87,7 +87,7 @@ class _Maker:
         return self._random(3, 5, size), torch.cat((pages, pages[..., :4]), dim=2), *rest
 
     def mean_keys(self) -> tuple[Any, ...]:
-        """As `pool_keys`; some elements of a key are rotated."""
+        """Returns what `pool_keys` does; some elements of a key are rotated."""
         slots, offsets, *rest = self.pool_keys()
         size = self._sizes.index_dim
         return slots[:, : size + 8].contiguous(), offsets[0], 1e-6, offsets.shape[0], *rest
@@ -187,7 +187,7 @@ class _Maker:
         return *tokens, *self._slots(), torch.tensor(starts, dtype=torch.int32, device=device), *table, 2
 
     def table_rows(self) -> tuple[Any, ...]:
-        """Of a table in the host's memory, which has not all of the rows."""
+        """Returns arguments for a table in the host's memory, which has not all of the rows."""
         rows = torch.tensor([[0, 11, 7], [12, -1, 3]], device=self._device)
         table = self._random(12, 20)
         if table.device.type == "cuda":
@@ -204,7 +204,9 @@ class _Maker:
         return self._random(self._sizes.tokens, router.num_choices, dtype=logits_dtype), bias, router
 
     def choose_by_kind(self) -> tuple[Any, ...]:
-        """Of two kinds of five experts, in three parts and in one; a third of the tokens is of the second."""
+        """Returns choices of two kinds of five experts, in three parts and in one; a third of the tokens is
+        of the second.
+        """
         tokens, top_k = self._sizes.tokens, min(4, self._sizes.router.top_k)
         ids = torch.arange(tokens * top_k, dtype=torch.int32, device=self._device).view(tokens, top_k) % 5
         ids[-1] = -1

@@ -136,7 +136,7 @@ def _finished(
 
 
 def _valid(ids: torch.Tensor, valid_rows: torch.Tensor | None) -> torch.Tensor:
-    """As int32, -1 where rows are padding."""
+    """Returns the ids as int32, -1 where rows are padding."""
     ids = ids.int()
     return ids if valid_rows is None else ids.masked_fill_(~valid_rows.unsqueeze(1), -1)
 

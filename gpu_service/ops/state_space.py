@@ -38,8 +38,8 @@ def state_space_rows(
     state_dim: int,
     head_dim: int,
 ) -> StateSpaceRows:
-    """From what the layer projects and convolves: xbc `[T, H * head_dim + 2 * groups * state_dim]`,
-    dt `[T, H]` (any strides), a_log, dt_bias and d float32 `[H]`.
+    """Returns the rows of what the layer projects and convolves: xbc `[T, H * head_dim + 2 * groups *
+    state_dim]`, dt `[T, H]` (any strides), a_log, dt_bias and d float32 `[H]`.
     """
     tokens, heads = dt.shape
     inner = heads * head_dim

@@ -80,7 +80,7 @@ class _SecuredFrames:
         self._socket.sendall(self._outgoing.read())
 
     def send_bytes(self, buf: bytes) -> None:
-        """As `_Frames`."""
+        """Sends a frame as `_Frames`."""
         content = memoryview(struct.pack("!Q", len(buf)) + buf)
         for begin in range(0, len(content), _CHUNK_BYTES):
             with self._using:
@@ -89,7 +89,7 @@ class _SecuredFrames:
             self._socket.sendall(secured)
 
     def recv_bytes(self, maxlength: int) -> bytes:
-        """As `_Frames`."""
+        """Receives a frame as `_Frames`."""
         (length,) = struct.unpack("!Q", self._exactly(8))
         if length > maxlength:
             raise OSError(f"a frame of {length} bytes is too long")
@@ -150,7 +150,9 @@ class RankConnection:
             raise ConnectionLost(_reason(error)) from error
 
     def set_timeout(self, timeout_s: float) -> None:
-        """By the kernel: `Connection` has no timeouts, and they must also end a frame that stops half-way."""
+        """Sets the kernel's timeout: `Connection` has none, and it must also end a frame that stops
+        half-way.
+        """
         seconds = int(timeout_s)
         value = struct.pack("ll", seconds, int((timeout_s - seconds) * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

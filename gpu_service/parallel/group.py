@@ -84,7 +84,7 @@ class RankGroup(ABC):
         """
 
     def largest(self, value: int) -> int:
-        """As `elementwise_largest`, of one number each."""
+        """Returns what `elementwise_largest` does, of one number each."""
         return int(self.elementwise_largest(torch.tensor([value])))
 
     @abstractmethod

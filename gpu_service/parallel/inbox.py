@@ -170,7 +170,7 @@ def _decode_image(sent: ranks_pb2.Image) -> PreparedImage:
 
 
 def encode_sight(sight: LaneSight) -> ranks_pb2.LaneSight:
-    """For `decode_sight`."""
+    """Returns the message for `decode_sight`."""
     min_tokens, idle_min_tokens = sight.min_tokens
     return ranks_pb2.LaneSight(
         lane_has_ended=sight.lane_has_ended,
@@ -227,7 +227,7 @@ class FollowerInbox(Inbox):
             raise RuntimeError(f"messages enter at rank 0, not here: {message!r}")
 
     def wait(self, timeout_s: float) -> None:
-        """Not at all: rank 0 has waited, and `drain` waits for it."""
+        """Returns at once: rank 0 has waited, and `drain` waits for it."""
 
     def drain(self, wait: bool) -> list[Message]:
         """Blocks until rank 0 is at the same iteration."""

@@ -74,7 +74,9 @@ class Prompt:
 
 
 def token_cost(request: Request, limits: SchedulerLimits) -> int:
-    """What a token of the request takes of the budget: more, if the head has to score every position."""
+    """Returns what a token of the request takes of the budget: more, if the head has to score every
+    position.
+    """
     scores = request.params.prompt_logprobs is not None and request.scheduled_len < request.prompt_len
     return limits.scored_token_cost if scores else 1
 
@@ -89,7 +91,7 @@ def divide_budget(
     budget: int | None = None,
     rank: Callable[[Request], Any] = seniority,
 ) -> Division:
-    """Who computes how much in the next step.
+    """Returns which request computes how much in the next step.
 
     Requests that need one token come first, least recently served first, so that a prompt never holds up
     decoding and none starves when there are more requests than budget. Of the rest the oldest prompt has
@@ -181,7 +183,9 @@ def turn(prompt: Prompt) -> tuple[int, int, tuple[int, int, int]]:
 
 
 def _waits_for_end(request: Request, limits: SchedulerLimits) -> bool:
-    """Whether the token in flight is the last by length, so that nothing after it is to be computed."""
+    """Returns whether the token in flight is the last by length, so that nothing after it is to be
+    computed.
+    """
     return request.inflight_tokens > 0 and ends_by_length(request, request.planned_len, limits)
 
 

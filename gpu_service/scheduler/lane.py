@@ -45,12 +45,12 @@ class PrefillLaneState:
         self.lacks_pages: Request | None = None
 
     def follow(self, sight: LaneSight) -> None:
-        """What the engine sees of the lane, before it plans."""
+        """Takes what the engine sees of the lane, before it plans."""
         self.is_ready, self.step_tokens = sight.is_ready, sight.step_tokens
         self.min_tokens, self.idle_min_tokens = sight.min_tokens
 
     def weigh(self, decodes: bool, chunk_max: int) -> None:
-        """Before the lane or the main lane is planned: whether any request decodes."""
+        """Notes whether any request decodes, before the lane or the main lane is planned."""
         # Streaming may pay from one token on, but a single token is the main lane's: that is decoding.
         self.worth = max(2, self.min_tokens if decodes else self.idle_min_tokens)
         self.most_tokens = min(chunk_max, self.step_tokens) if decodes and self.step_tokens else chunk_max
@@ -76,7 +76,7 @@ class PrefillLaneState:
 
     @property
     def may_open(self) -> bool:
-        """Whether a step may be planned, once nothing else is in flight."""
+        """Returns whether a step may be planned, once nothing else is in flight."""
         lacking = self.lacks_pages
         waited_for = lacking is not None and lacking.slot >= 0 and not lacking.finished
         return self.is_ready and self.batch is None and not waited_for

@@ -63,7 +63,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """Returns whether any request is unfinished."""
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
@@ -132,7 +132,9 @@ class Scheduler:
         return self._plan(division)
 
     def _take_turns(self) -> Batch | None:
-        """As `turns.py` says; None: no prompt needs a step of its own, or none of the two has anything."""
+        """Plans in turns as `turns.py` says; None: no prompt needs a step of its own, or neither has any
+        work.
+        """
         turns = self.turns
         if not self._prompts_of(self._long_prompts):
             turns.ended()
@@ -231,7 +233,7 @@ class Scheduler:
         return reported
 
     def poisoned_pages(self, batch: Batch, results: Sequence[RowResult]) -> list[int]:
-        """Before `commit`: pages with KV that is not finite, which no request has once that is done.
+        """Returns pages with KV that is not finite, before `commit`; no request has them once that is done.
 
         Of a request that ends by its own error all that only it has; else from the first failed draft on.
         """
@@ -323,7 +325,8 @@ class Scheduler:
         return wanted <= cache.available - self.limits.watermark_pages and cache.grow(request, num_tokens)
 
     def _victim(self, request: Request) -> Request | None:
-        """Who gives up pages for a request: the youngest. None: only the open step of the lane has younger.
+        """Returns the youngest request, which gives up pages. None: only the open step of the lane has
+        younger.
 
         Victims come from the young end, and a batch is filled from the old end, so none is in the batch.
         """
@@ -333,7 +336,7 @@ class Scheduler:
         return None if victim is request else victim
 
     def _budget(self) -> int | None:
-        """Of a step in the main lane; None: the usual one.
+        """Returns the token budget of a step in the main lane; None: the usual one.
 
         Where it streams experts, a longer step costs hardly more time, but those who decode would wait.
         """
@@ -344,7 +347,7 @@ class Scheduler:
         return any(request.scheduled_len >= request.prompt_len for request in self.running)
 
     def _prepare(self) -> None:
-        """What may change before a step is planned: the pages there are, and what the lane takes."""
+        """Applies what may change before a step is planned: the pages there are, and what the lane takes."""
         if self.supply is not None:
             self.supply.before_step(self)
         self.lane.weigh(self._decodes(), self.limits.prefill_chunk_max)
@@ -409,7 +412,7 @@ class Scheduler:
             left -= count * cost
 
     def _start(self, request: Request, handle: PrefixHandle | None, batch: Batch) -> None:
-        """From waiting to running, with a slot and its cached prefix."""
+        """Moves a request from waiting to running, with a slot and its cached prefix."""
         self.waiting.remove(request)
         self.cache.attach(request, handle)
         request.slot = heapq.heappop(self._free_slots)
@@ -473,7 +476,8 @@ class Scheduler:
             self.cache.store(request)
 
     def _append_drafts(self, request: Request, drafts: Sequence[int], result: RowResult) -> None:
-        """After the step's own token: those of the drafts' rows, as long as the draft was what came before.
+        """Appends the tokens of the drafts' rows after the step's own token, as long as the draft was
+        accepted.
 
         known tokens   |-- computed before --| t |
         rows                                 | t   d0   d1   d2 |     each samples the token after its own

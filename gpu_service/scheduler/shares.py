@@ -49,7 +49,7 @@ class ClientShares:
             request.charged_len = end
 
     def weigh(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
-        """Before a step is planned: what each client that waits has had, and what it was promised."""
+        """Weighs, before a step is planned, what each waiting client has had and what it was promised."""
         self._accounts = {}
         if len(self._live) < 2:
             self._shares.settle(())
@@ -77,7 +77,7 @@ class ClientShares:
         return min(candidates, key=self.rank) if self._accounts else candidates[0]
 
     def choose(self, prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-        """Of waiting requests, in order of seniority, the `count` that may start.
+        """Returns the `count` waiting requests that may start, in order of seniority.
 
         Of each client the oldest, then the shortest; of clients in turns.
         """

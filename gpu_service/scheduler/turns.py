@@ -59,7 +59,9 @@ class PromptTurns:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step is one of long prompts: to the nearest whole number of others' steps."""
+        """Returns whether the next step is one of long prompts: to the nearest whole number of
+        others' steps.
+        """
         return self.left < 0.5
 
     def took(self, is_prompts: bool, tokens_to_come: int, most: int) -> None:
@@ -82,7 +84,7 @@ class PromptTurns:
         self.left = self.owed = 0.0
 
     def read(self, message: str) -> None:
-        """What `TurnPace.message` wrote; empty: nothing is streamed."""
+        """Applies what `TurnPace.message` wrote; empty: nothing is streamed."""
         self.streams = bool(message)
         if message:
             steps, chunk = message.split()
@@ -129,7 +131,7 @@ class TurnPace:
             self._chunk = min(self._chunk_max, 2 * self._chunk)
 
     def message(self) -> str:
-        """For `PromptTurns.read` of every rank."""
+        """Returns the message for `PromptTurns.read` of every rank."""
         chunk = min(self._chunk, max(self._usual, self._useful))
         return f"{self._steps:.2f} {chunk}" if self._useful else ""
 

@@ -224,7 +224,7 @@ async def clock_offset(stub: Any) -> int:
 
 
 def boot_id() -> str:
-    """Of the running kernel; empty where it cannot be read."""
+    """Returns the id of the running kernel; empty where it cannot be read."""
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text().strip()
     return ""

@@ -193,7 +193,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return live
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: _Context) -> pb.GetMetricsResponse:
-        """Also while the model loads: what there is."""
+        """Answers with the metrics that exist, also while the model loads."""
         answer = pb.GetMetricsResponse(text=await asyncio.to_thread(registry_text))
         if self.service is not None and self.service.live is not None:
             answer.servers.extend(await self.service.live.metrics())

@@ -53,7 +53,7 @@ class MtpDrafter:
         next_ids: torch.Tensor,
         last_rows: torch.Tensor,
     ) -> torch.Tensor | None:
-        """As the protocol says; drafts are the same on all ranks."""
+        """Proposes as the protocol says; drafts are the same on all ranks."""
         # Statistics are of the model's own layers.
         context = replace(context, recorder=None)
         hidden_states = self._model.predict_further(0, hidden_states, next_ids, context)

@@ -56,11 +56,14 @@ class StepCosts:
         self.is_measured = True
 
     def plain(self, rows: int) -> float | None:
-        """Of a step without drafts; None: it has to be measured first."""
+        """Returns the time of a step without drafts; None: it has to be measured first."""
         return self._plain.get(bucket(rows)) if self.is_measured else 1.0
 
     def verifying(self, rows: int) -> float:
-        """Of a step with drafts. More rows than were ever tried cost as much as those, until they are."""
+        """Returns the time of a step with drafts.
+
+        More rows than were ever tried cost as much as those, until they are.
+        """
         if not self._verifying:
             return 1.0
         at = bisect_left(self._verifying, (rows, 0.0))
@@ -106,7 +109,7 @@ class Speculation:
         self._accepted = self._verified = 0.0
 
     def read(self, message: str) -> None:
-        """What `DraftPace.message` wrote. Raises ValueError for anything else."""
+        """Applies what `DraftPace.message` wrote. Raises ValueError for anything else."""
         plain, verifying = ({int(rows): s for rows, s in table.items()} for table in json.loads(message))
         self.costs.update(plain, verifying)
 
@@ -198,7 +201,7 @@ class Speculation:
         return self._drafter.propose(request, room + inflight)
 
     def _choose(self, offers: Sequence[tuple[Request, int]], rows: int, first: int = 1) -> list[int]:
-        """How many of its drafts each request gets in a step of `rows` rows without them.
+        """Returns how many of its drafts each request gets in a step of `rows` rows without them.
 
         `first`: draft tokens that have to be accepted for a request's first draft to be.
         """
@@ -224,7 +227,7 @@ class Speculation:
         return counts
 
     def _share(self, request: Request) -> float:
-        """Of the request's drafts, those that are right once all before them are."""
+        """Returns the share of the request's drafts that are accepted once all before them are."""
         usual = (1 + self._accepted) / (1 + self._verified)
         return (_PRIOR * usual + request.drafts_accepted) / (_PRIOR + request.drafts_verified)
 

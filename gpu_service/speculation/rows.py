@@ -31,7 +31,9 @@ def as_rows(batch: Batch) -> Batch:
 
 
 def plan_drafts(batch: Batch) -> Drafts | None:
-    """Where the drafts of a batch go before its step, and where they are verified; None: it has none."""
+    """Returns where the drafts of a batch go before its step, and where they are verified; None: it
+    has none.
+    """
     if not batch.drafts:
         return None
     requests = zip(batch.requests, batch.start_positions, batch.drafts, strict=True)

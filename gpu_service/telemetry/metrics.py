@@ -89,7 +89,7 @@ class EngineMetrics:
         gauge.labels(**self._labels, **values).set(1)
 
     def describe_limits(self, max_num_seqs: int) -> None:
-        """How many outputs run at once: what scalers divide `num_requests_running` by."""
+        """Notes how many outputs run at once: what scalers divide `num_requests_running` by."""
         text = "Outputs that may have pages on the device at once"
         gauge = Gauge("moebius:max_num_seqs", text, list(self._labels), registry=self._registry)
         gauge.labels(**self._labels).set(max_num_seqs)
@@ -180,7 +180,10 @@ class EngineTelemetry:
         return sum(tokens for at, _, tokens in list(self._starts) if at >= since) / _WINDOW_S
 
     def start_times(self) -> StartTimes | None:
-        """Of the last minute, of at most the last 4096 outputs; None: none started. Any thread may ask."""
+        """Returns the times of the last minute, of at most 4096 outputs; None: none started.
+
+        Any thread may ask.
+        """
         since = time.monotonic() - _STARTS_WINDOW_S
         seconds = sorted(wait for at, wait, _ in list(self._starts) if at >= since)
         if not seconds:

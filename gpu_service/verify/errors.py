@@ -92,7 +92,7 @@ _OUTPUT_PER_WEIGHT = 2.0
 
 
 def rows_dtype(dtype: torch.dtype) -> RowsDtype:
-    """By its name."""
+    """Returns the dtype by its name."""
     return cast(RowsDtype, dtype_name(dtype))
 
 
@@ -102,7 +102,9 @@ def coarsest_bits(formats: Sequence[str]) -> int:
 
 
 def allowed_rows(rows: RowsDtype, formats: Sequence[str]) -> float:
-    """Of experts in these packed formats (gate and up, down) against just these weights in float32."""
+    """Returns the error allowed of experts in these packed formats (gate and up, down) against just these
+    weights in float32.
+    """
     if any(weight_format(name).quantised_rows for name in formats):
         return QUANTISED_ROWS
     return ROWS[rows]
@@ -138,5 +140,7 @@ def rounded_to(expert_dtype: ExpertDtype, stored: Iterable[ExpertMatrices]) -> E
 
 
 def allowed_against_other(rows: RowsDtype, formats: Sequence[str]) -> float:
-    """Of experts in these packed formats against another checkpoint's, of which they are a rounding."""
+    """Returns the error allowed of experts in these packed formats against another checkpoint's, of which
+    they are a rounding.
+    """
     return allowed_rows(rows, formats) + WEIGHTS[coarsest_bits(formats)]

@@ -50,7 +50,9 @@ class Probe:
         )
 
     def errors(self, found: torch.Tensor, wanted: torch.Tensor) -> list[tuple[tuple[int, ...], float]]:
-        """Of each expert alone, then of rows that chose several together; both `[T, H]` on the CPU."""
+        """Returns the errors of each expert alone, then of rows that chose several together; both `[T, H]` on
+        the CPU.
+        """
         together = sorted(expert for expert in self.topk_ids[-1].tolist() if expert >= 0)
         groups: list[tuple[tuple[int, ...], int]] = [((expert,), ROWS_EACH) for expert in self.experts]
         groups.append((tuple(together), ROWS_TOGETHER))
@@ -139,7 +141,7 @@ def wrong_servers(
     expert: int,
     allowed: float,
 ) -> list[str] | None:
-    """In words, those whose part of the expert is off by more than `allowed`, and how far.
+    """Names the servers whose part of the expert is off by more than `allowed`, and how far.
 
     Empty: asked by gRPC each gives the right part, so that the fault lies between them and here. None: they
     cannot be asked.

@@ -152,7 +152,7 @@ class TileImageProcessor:
         }
 
     def _normal(self, tiles: Tensor) -> Tensor:
-        """In bfloat16, as the model was trained."""
+        """Normalises in bfloat16, as the model was trained."""
         scaled = tiles.to(torch.bfloat16) * self.rescale_factor
         mean, std = (
             torch.tensor(values, dtype=scaled.dtype).view(3, 1, 1)

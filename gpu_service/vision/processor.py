@@ -50,7 +50,9 @@ class KimiImageProcessor:
 
     @staticmethod
     def from_settings(settings: Mapping[str, Any]) -> KimiImageProcessor:
-        """From transformers' keys, or those of the published checkpoint (`media_proc_cfg`)."""
+        """Makes the processor from transformers' keys, or those of the published checkpoint
+        (`media_proc_cfg`).
+        """
         keys = dict(settings.get("media_proc_cfg") or settings)
         side = (keys.get("size") or {}).get("max_height")
         found: dict[str, Any] = {
@@ -220,7 +222,7 @@ Preprocess = Callable[..., Any]
 
 
 def _limited(processor: Any, most: int) -> Preprocess:
-    """With `most` as the limit on what the processor counts, where its own is not less."""
+    """Returns the processor with `most` as the limit on what it counts, where its own is not less."""
     most = min(processor.size["longest_edge"], most)
     least = min(processor.size["shortest_edge"], most)
     return partial(processor.preprocess, size={"shortest_edge": least, "longest_edge": most})

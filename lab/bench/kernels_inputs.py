@@ -104,7 +104,7 @@ class WorkingSet:
 
     @property
     def note(self) -> str:
-        """What a reader of the figures has to know; empty when nothing."""
+        """Returns what a reader of the figures has to know; empty when nothing."""
         notes = []
         if self.num_experts != self.model_experts:
             notes.append(f"{self.num_experts} of {self.model_experts} experts")

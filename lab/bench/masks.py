@@ -77,12 +77,12 @@ class MaskResult:
 
     @property
     def added(self) -> float:
-        """What constraints add to a step, as a share of it."""
+        """Returns what constraints add to a step, as a share of it."""
         return self.step_seconds / self.unconstrained_step_seconds - 1
 
     @property
     def added_cpu_seconds(self) -> float:
-        """What constraints add to a step in processor time."""
+        """Returns what constraints add to a step in processor time."""
         return self.cpu_step_seconds - self.unconstrained_cpu_step_seconds
 
     @property

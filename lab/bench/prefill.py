@@ -174,7 +174,7 @@ def _measure(
 
 
 def _print_costs(streamer: ExpertStreamer, when: str) -> None:
-    """What the split of a layer is chosen by."""
+    """Prints what the split of a layer is chosen by."""
     from gpu_service.experts.streaming.share import ShareChooser, describe
 
     chooser = streamer.chooser

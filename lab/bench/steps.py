@@ -156,7 +156,7 @@ class StepsReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the CPU was no part of any step."""
+        """Returns whether the CPU was no part of any step."""
         return not self.gaps_over_limit and not self.host_functions
 
 

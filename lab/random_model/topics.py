@@ -43,7 +43,7 @@ class Topics:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is any."""
+        """Returns whether there is any."""
         return self.overlap > 0
 
 

@@ -203,7 +203,7 @@ class LayerExperts:
 
     @property
     def share(self) -> Share:
-        """What of the layer is on the GPU."""
+        """Returns what of the layer is on the GPU."""
         return Share.NONE if self.resident is None else self.resident.share(self.layer)
 
     def cpu_ids(self, ids: torch.Tensor) -> torch.Tensor:
@@ -227,7 +227,7 @@ class LayerExperts:
         return _answer(self.ours, self.layer, rows, self.cpu_ids(ids), weights)
 
     def on_device(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Of our experts on the GPU among those chosen; as `wanted`."""
+        """Returns the sum of our experts on the GPU among those chosen; as `wanted`."""
         if self.resident is None or self.share is Share.NONE:
             return torch.zeros(rows.shape, dtype=torch.float32)
         return self.resident.forward(self.layer, rows, ids, weights).cpu()

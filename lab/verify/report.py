@@ -70,7 +70,7 @@ class LayerResult:
         return None if self.allowed_error is None else self.allowed_error / GAIN_SHARE
 
     def expert_checks(self) -> list[Check]:
-        """Of each expert that is beyond a threshold, the one that it exceeds most."""
+        """Returns, of each expert that is beyond a threshold, the one that it exceeds most."""
         allowed, allowed_gain = self.allowed_error, self.allowed_gain
         if allowed is None or allowed_gain is None:
             return []
@@ -172,7 +172,7 @@ class VerifyResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
+        """Returns whether every check passed."""
         return all(check.passed for check in self.checks())
 
     def document(self) -> dict[str, Any]:

@@ -88,7 +88,9 @@ def read_tokens(model: Path, text_file: Path | None, limit: int, vocab_size: int
 
 
 def _tokenizer(model: Path) -> Tokenizer | None:
-    """As the gateway looks for it: next to the weights, else in a GGUF file; None: there is none."""
+    """Returns the tokenizer that the gateway would use: next to the weights, else in a GGUF file; None: there
+    is none.
+    """
     path = companion_directory(model) / "tokenizer.json"
     if path.is_file():
         try:

@@ -101,7 +101,7 @@ class LoadedStage:
         resident: ResidentExperts | None = None,
         deferral: Deferral | None = None,
     ) -> torch.Tensor:
-        """From the hidden states `[T, H]` of the stage before (None: the first) to those after this one.
+        """Computes this stage from the hidden states `[T, H]` of the one before (None: the first).
 
         `token_ids` int64 `[T]` are one request's. `deferral` is the same for all stages; None: no expert is
         late. After the last stage: after the final norm.

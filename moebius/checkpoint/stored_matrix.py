@@ -104,12 +104,12 @@ class StoredMatrix:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether its packed format only comes near what is stored."""
+        """Returns whether its packed format only comes near what is stored."""
         return self.scheme is PLAIN and bool(self.arrays[0].tensor.packed_as)
 
     @property
     def rounding(self) -> str:
-        """What its packed format changes, for people; empty where it holds what is stored."""
+        """Returns what its packed format changes, for people; empty where it holds what is stored."""
         if not self.is_rounded:
             return ""
         return f"quantised values to {self.packed_format} (weights by about 0.17 %)"

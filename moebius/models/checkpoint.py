@@ -102,7 +102,7 @@ def _named_layouts(
 
 
 def _is_shaped(found: LocatedLayout, up: TensorInfo) -> bool:
-    """Whether fused gate and up with down have the sizes that the layout calls for.
+    """Returns whether fused gate and up with down have the sizes that the layout calls for.
 
     Shapes of one tensor alone may fit both ways round, those of the two never do: gate and up have twice as
     many outputs as down has inputs, and as many inputs as it has outputs.

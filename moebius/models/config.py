@@ -102,7 +102,7 @@ class RouterConfig:
 
     @property
     def num_choices(self) -> int:
-        """What the gate scores: experts with weights, and those without."""
+        """Returns what the gate scores: experts with weights, and those without."""
         return self.num_experts + self.num_zero_experts
 
 
@@ -363,7 +363,7 @@ class ModelConfig:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """What the model is, layer by layer; raises ModelConfigError for what no layer can be."""
+        """Returns what the model is, layer by layer; raises ModelConfigError for what no layer can be."""
         return layers_of(self)
 
     @property
@@ -388,7 +388,7 @@ class ModelConfig:
 
     @property
     def has_mrope(self) -> bool:
-        """Whether a token has positions in time, height and width."""
+        """Returns whether a token has positions in time, height and width."""
         return self.rope is not None and bool(self.rope.mrope_sections)
 
     @cached_property

@@ -45,7 +45,7 @@ class ExpertMatrices:
 
     @property
     def has_bias(self) -> bool:
-        """Whether any of them has one."""
+        """Returns whether any of them has one."""
         return any(matrix.bias is not None for matrix in self.all)
 
     @property
@@ -58,12 +58,12 @@ class ExpertMatrices:
 
     @property
     def has_order(self) -> bool:
-        """Whether gate and up are packed with their columns sorted by group."""
+        """Returns whether gate and up are packed with their columns sorted by group."""
         return any(matrix.scheme.reorders for matrix in self.all[:-1])
 
     @property
     def is_rounded(self) -> bool:
-        """Whether these formats only come near what is stored, as with most types of GGUF."""
+        """Returns whether these formats only come near what is stored, as with most types of GGUF."""
         return any(matrix.is_rounded for matrix in self.all)
 
     def check_kept(self) -> None:

@@ -44,7 +44,7 @@ class MoeGeometry:
 
     @property
     def is_gated(self) -> bool:
-        """Whether experts have three matrices: gate, up and down, not only the last two."""
+        """Returns whether experts have three matrices: gate, up and down, not only the last two."""
         return self.activation != "relu2"
 
     @property

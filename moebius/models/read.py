@@ -52,7 +52,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def read_model_config(directory: str | Path, overrides: ModelOverrides | None = None) -> ModelConfig:
-    """What the model in a directory (or GGUF file) is; `generation_config.json` counts where there is one.
+    """Returns what the model in a directory (or GGUF file) is; `generation_config.json` counts where there is
+    one.
 
     Where the head may be the embedding, the stored tensors decide. Raises ModelConfigError naming the key,
     its value and what is allowed, CheckpointError for such tensors that can not be read, and as

@@ -30,7 +30,7 @@ _ROWS = 1024
 
 
 def has_own_head(directory: Path, config: ModelConfig) -> bool:
-    """Whether a head is stored whose values, in the model's dtype, are not those of the embedding.
+    """Returns whether a head is stored whose values, in the model's dtype, are not those of the embedding.
 
     Reads the two matrices only where both are stored, and no further than to the first difference. A head of
     another shape or in unreadable parts is one of its own, which the loader then refuses by name. Raises

@@ -93,7 +93,7 @@ class SweepRow:
 
     @property
     def errors(self) -> dict[str, int]:
-        """How often each thing went wrong, the most frequent first."""
+        """Returns how often each thing went wrong, the most frequent first."""
         return dict(Counter(sample.error for sample in self.samples if sample.error).most_common())
 
     @property

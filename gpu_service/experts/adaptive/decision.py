@@ -41,7 +41,7 @@ class PlacementDecision:
         self._slots = slots
 
     def observe(self, observation: Observation, copy_price: float) -> None:
-        """What was chosen after everything that was observed before; copies cost `copy_price` reads."""
+        """Notes what was chosen after everything that was observed before; copies cost `copy_price` reads."""
         self._forecast.observe(observation, copy_price)
 
     def wanted(self, resident: NDArray[np.bool_], copy_price: float) -> list[Wanted]:

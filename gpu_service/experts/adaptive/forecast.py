@@ -85,11 +85,11 @@ class RoutingForecast:
         self._saved -= copy_price * copies
 
     def _expected(self) -> Choices:
-        """Of every half-life, within as many tokens as it remembers."""
+        """Returns the choices expected by every half-life, within as many tokens as it remembers."""
         return self._rates() * self._tokens[:, :, None]
 
     def _rates(self) -> Choices:
-        """Of every half-life, choices by a token."""
+        """Returns the choices by a token, of every half-life."""
         even = self._top_k / self._num_experts
         usual = (self._sums[-1] + _PRIOR_TOKENS * even) / (self._tokens[-1, :, None] + _PRIOR_TOKENS)
         prior = np.minimum(self._half_lives, _PRIOR_TOKENS)[:, None, None]

@@ -127,7 +127,7 @@ class AdaptivePlacement:
         self._thread.start()
 
     def begin_step(self) -> None:
-        """Before every step of the main lane; launches work and waits for nothing."""
+        """Launches work before every step of the main lane and waits for nothing."""
         now = time.monotonic()
         self._step_s += 0.1 * (min(now - self._last_step, _LONGEST_STEP_S) - self._step_s)
         self._last_step = now
@@ -162,7 +162,7 @@ class AdaptivePlacement:
 
     @property
     def wants_memory(self) -> bool:
-        """Whether some expert of a layer whose memory moves has no slot."""
+        """Returns whether some expert of a layer whose memory moves has no slot."""
         return self.supply is not None and self.supply.wants_memory
 
     @property

@@ -32,7 +32,7 @@ class Exchanges:
         return len(self.rows)
 
     def best(self, most: int) -> Exchanges:
-        """At most `most` of them, those that gain most first."""
+        """Returns at most `most` of them, those that gain most first."""
         order = np.argsort(-self.gains, kind="stable")[:most]
         return Exchanges(self.rows[order], self.newcomers[order], self.leavers[order], self.gains[order])
 

@@ -69,7 +69,7 @@ class SlotSupply:
 
     @property
     def wants_memory(self) -> bool:
-        """Whether some expert has no slot."""
+        """Returns whether some expert has no slot."""
         return any(slots.backed < slots.count for slots in self._layers.values())
 
     @property

@@ -83,7 +83,7 @@ class ExpertFetcher:
 
     @property
     def layers_side(self) -> FetchedExperts:
-        """What a captured graph holds of every step."""
+        """Returns what a captured graph holds of every step."""
         return FetchedExperts(self.state.layers, self._kernels, self._streamer.kernels)
 
     def begin(self) -> FetchedStep:

@@ -295,7 +295,7 @@ class ResidentExperts:
 
     @property
     def captures(self) -> bool:
-        """Whether `cpu_ids` and `forward` may be captured in a graph."""
+        """Returns whether `cpu_ids` and `forward` may be captured in a graph."""
         return self._kernels.captures
 
     @property

@@ -61,12 +61,14 @@ class PanelFormat(PanelLayout):
 
     @property
     def is_small_integer(self) -> bool:
-        """Whether elements are integers of fewer than 8 bits."""
+        """Returns whether elements are integers of fewer than 8 bits."""
         return self.code in CODE_MIDDLES
 
     @property
     def middle(self) -> int:
-        """What integer codes of fewer than 8 bits have subtracted, unless by zero points; 0 of others."""
+        """Returns what integer codes of fewer than 8 bits have subtracted, unless by zero points; 0 of
+        others.
+        """
         return 0 if self.mins else CODE_MIDDLES.get(self.code, 0)
 
 

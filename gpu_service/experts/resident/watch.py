@@ -106,7 +106,7 @@ class ResidentWatch:
 
     @property
     def problem(self) -> str:
-        """Why the next step fails; empty: it does not."""
+        """Returns why the next step fails; empty: it does not."""
         with self._changed:
             return next((found.problem for found in self._damaged.values() if found.problem), "")
 

@@ -110,7 +110,7 @@ class LayerStream:
 
     @cached_property
     def nbytes(self) -> int:
-        """What this rank copies of it."""
+        """Returns what this rank copies of it."""
         return sum(piece.nbytes for piece in self.pieces)
 
 

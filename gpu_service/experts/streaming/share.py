@@ -32,7 +32,7 @@ class ShareChooser:
     costs: ExpertCosts
 
     def measured(self, layer: LayerCosts, layer_bytes: float) -> None:
-        """What a layer costs, `layer_bytes` of which are copied where all of it is streamed."""
+        """Takes what a layer costs, `layer_bytes` of which are copied where all of it is streamed."""
         self.costs.measured(layer, layer_bytes)
         _log.info("experts are streamed by what was measured", **describe(layer))
 
@@ -69,7 +69,7 @@ class ShareChooser:
 
     @property
     def asks_servers(self) -> bool:
-        """Whether steps leave to expert servers what is not worth a copy."""
+        """Returns whether steps leave to expert servers what is not worth a copy."""
         return self.mode == "auto"
 
     @property

@@ -29,13 +29,13 @@ class ShareChooser(Protocol):
 
     @property
     def asks_servers(self) -> bool:
-        """Whether steps of the main lane leave to expert servers what is not worth a copy."""
+        """Returns whether steps of the main lane leave to expert servers what is not worth a copy."""
 
     def measured(self, layer: LayerCosts, layer_bytes: float) -> None:
-        """What a layer costs, and the bytes that all of it has to be copied."""
+        """Takes what a layer costs, and the bytes that all of it has to be copied."""
 
     def observe(self, rows: int, share: int, seconds: float, copying: float, nbytes: int) -> None:
-        """What a step took, how much of it the link was busy, and with how many bytes."""
+        """Takes what a step took, how much of it the link was busy, and with how many bytes."""
 
     def routed(self, left: Sequence[float]) -> None:
         """By share, 0 to SHARES, which part of earlier steps' pairs servers would have had."""

@@ -211,7 +211,7 @@ class ExpertStreamer:
 
     @property
     def source(self) -> ExpertSource | None:
-        """What is copied from; None: nothing is there yet."""
+        """Returns what is copied from; None: nothing is there yet."""
         return self._source
 
     @property
@@ -226,7 +226,7 @@ class ExpertStreamer:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something to copy now. Any thread may ask."""
+        """Returns whether there is something to copy now. Any thread may ask."""
         return self._usable() is not None
 
     @property
@@ -360,7 +360,7 @@ class ExpertStreamer:
         return bool(agreed[-1].any()), agreed[own].numpy()
 
     def routed(self, counts: Counts) -> None:
-        """What a step chose, of all layers: later ones stream those with the most rows."""
+        """Notes what a step chose, of all layers: later ones stream those with the most rows."""
         available = np.ones(counts.shape, np.bool_)
         for place, layer in enumerate(self.passed_layers):
             available[place, list(self.resident_of(layer))] = False
@@ -378,7 +378,7 @@ class ExpertStreamer:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether the host is the device."""
+        """Returns whether the host is the device."""
         return self.device.is_synchronous
 
     def close(self) -> None:

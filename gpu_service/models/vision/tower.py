@@ -15,7 +15,7 @@ from moebius.errors import UserError
 
 @contextmanager
 def transformers_needed() -> Iterator[None]:
-    """Around imports of transformers, which only models that take images need.
+    """Wraps imports of transformers, which only models that take images need.
 
     Raises UserError, where it is not installed, with what to install and how to do without.
     """

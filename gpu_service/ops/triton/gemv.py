@@ -82,7 +82,7 @@ def gemv_kernel(
 
 
 def features_per_program(num_features: int, row_bytes: int) -> int:
-    """As many rows of a weight as fit into a program's tile and leave enough programs."""
+    """Returns as many rows of a weight as fit into a program's tile and leave enough programs."""
     features = min(MAX_FEATURES, max(1, TILE_BYTES // row_bytes))
     while features > 1 and num_features < features * MIN_PROGRAMS:
         features //= 2

@@ -276,7 +276,7 @@ def kimi_delta_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """As `ops.kimi_delta.kimi_delta_extend`; single tokens are one launch of the update's kernel."""
+    """Computes `ops.kimi_delta.kimi_delta_extend`; single tokens are one launch of the update's kernel."""
     num_rows, (_, heads, _, value_dim) = qkv.shape[0], states.shape
     output = torch.empty(num_rows, heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     rows, slots = (qkv, a, b, a_log, dt_bias), (reads, writes)

@@ -305,7 +305,9 @@ class _Tile(NamedTuple):
 
 
 def _tiles(dtype: torch.dtype, value_heads: int, value_dim: int, limits: DeviceLimits) -> tuple[_Tile, ...]:
-    """For a type of rows and the sizes of a model, best first: it takes one variant of each kernel."""
+    """Returns tiles for a type of rows and the sizes of a model, best first: it takes one variant of each
+    kernel.
+    """
     if dtype == torch.float32:
         # No tensor cores: what a GEMM takes is in registers, and as many instructions as sums.
         return (_Tile(MIN_BLOCK, MIN_BLOCK, 1, 4),)
@@ -330,7 +332,9 @@ def gated_delta_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """As `ops.linear_attention.gated_delta_extend`; single tokens are one launch of the update's kernel."""
+    """Computes `ops.linear_attention.gated_delta_extend`; single tokens are one launch of the update's
+    kernel.
+    """
     num_rows, (_, heads, _, value_dim), dtype = qkv.shape[0], states.shape, qkv.dtype
     if dtype == torch.float16:
         # Rounded to float16 or TF32 between its GEMMs, a chunk would be some times less exact than its rows.

@@ -82,7 +82,7 @@ def _kept_groups(
 def _finished(
     weights: tl.tensor, used: tl.tensor, epsilon: float, scale: float, POST: tl.constexpr
 ) -> tl.tensor:
-    """What happens to the chosen scores `[K]`."""
+    """Returns what happens to the chosen scores `[K]`."""
     if POST >= 3:
         weights = 1.0 / (1.0 + tl.exp(-weights))
     if POST == 1 or POST == 4:
@@ -365,7 +365,7 @@ def route(
 
 
 def chosen_memory(logits: torch.Tensor, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """For weights and ids of all rows' choices."""
+    """Returns memory for weights and ids of all rows' choices."""
     weights = logits.new_empty((logits.shape[0], config.top_k), dtype=torch.float32)
     return weights, torch.empty_like(weights, dtype=torch.int32)
 
@@ -378,7 +378,7 @@ def route_arguments(
     weights: torch.Tensor,
     ids: torch.Tensor,
 ) -> dict[str, Any]:
-    """Of `route_row`, all but the row."""
+    """Returns the arguments of `route_row`, all but the row."""
     limits_groups = config.top_groups < config.num_groups
     # Groups that limit nothing are one group to the kernel.
     num_groups = config.num_groups if limits_groups else 1

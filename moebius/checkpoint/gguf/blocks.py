@@ -46,12 +46,12 @@ class BlockType:
 
     @property
     def is_float(self) -> bool:
-        """Whether it stores floats as they are."""
+        """Returns whether it stores floats as they are."""
         return self.name in FLOAT_TYPES
 
     @property
     def is_integer(self) -> bool:
-        """Whether it stores whole numbers as they are."""
+        """Returns whether it stores whole numbers as they are."""
         return self.name in INTEGER_TYPES
 
     def pieces(self, count: int) -> Iterator[slice]:

@@ -56,7 +56,7 @@ class PreTokenizer:
 
     @property
     def normalizer(self) -> normalizers.Normalizer | None:
-        """What is done to the text before all."""
+        """Returns what is done to the text before all."""
         return normalizers.NFC() if self.composes else None
 
     @property

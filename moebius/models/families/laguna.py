@@ -36,7 +36,10 @@ def _num_heads(hf: HfKeys, common: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _gates_heads(hf: HfKeys) -> bool:
-    """Whether a gate weighs a head, or each of its elements. Raises ModelConfigError for anything else."""
+    """Returns whether a gate weighs a head, or each of its elements.
+
+    Raises ModelConfigError for anything else.
+    """
     gating = hf.value("gating")
     allowed = (None, True, "per-head", "per-element")
     kinds = set(hf.strings("gating_types"))

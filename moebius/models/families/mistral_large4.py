@@ -69,7 +69,7 @@ def _rotating(hf: HfKeys, num_layers: int) -> tuple[bool, ...]:
 
 
 def _sources(hf: HfKeys, rotating: tuple[bool, ...]) -> tuple[int, ...]:
-    """Whose latents each layer attends to; empty: its own everywhere.
+    """Returns whose latents each layer attends to; empty: its own everywhere.
 
     The reference keeps the latest shared latents of each kind of layer: what names others is refused.
     """

@@ -25,7 +25,7 @@ class FeedForward(ABC):
 
     @property
     def late_refusal(self) -> str:
-        """Why what experts answer can not be added a layer late; empty: it can."""
+        """Returns why what experts answer can not be added a layer late; empty: it can."""
         return ""
 
     @abstractmethod

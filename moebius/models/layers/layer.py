@@ -23,7 +23,7 @@ class Layer:
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """What mixes tokens, in order: each has a cache or a state of its own."""
+        """Returns what mixes tokens, in order: each has a cache or a state of its own."""
         return () if self.mixer is None else (self.mixer,) * (2 if isinstance(self.residual, Shortcut) else 1)
 
     @property
@@ -60,12 +60,12 @@ class Layer:
 
     @property
     def passed(self) -> bool:
-        """Whether every token passes it: it is not of multi-token prediction."""
+        """Returns whether every token passes it: it is not of multi-token prediction."""
         return not isinstance(self.residual, NextToken)
 
     @property
     def late_refusal(self) -> str:
-        """Why what its experts answer can not be added a layer late; empty: it can."""
+        """Returns why what its experts answer can not be added a layer late; empty: it can."""
         return self.residual.late_refusal or ("" if self.ffn is None else self.ffn.late_refusal)
 
     def on_rank(self, rank: int, num_ranks: int) -> Layer:

@@ -24,12 +24,12 @@ class Mixer(ABC):
 
     @property
     def cache(self) -> tuple[CacheTensor, ...]:
-        """What it keeps in pages: rows that are attended to, then keys that these are chosen by."""
+        """Returns what it keeps in pages: rows that are attended to, then keys that these are chosen by."""
         return ()
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        """What it keeps in a slot of each request."""
+        """Returns what it keeps in a slot of each request."""
         return ()
 
     @abstractmethod
@@ -42,17 +42,17 @@ class Mixer(ABC):
 
     @property
     def attends_back(self) -> int:
-        """How many layers before this one the cache is that it attends to; 0: its own."""
+        """Returns how many layers before this one the cache is that it attends to; 0: its own."""
         return 0
 
     @property
     def chooses(self) -> bool:
-        """Whether it chooses what it, and maybe later layers, attend to."""
+        """Returns whether it chooses what it, and maybe later layers, attend to."""
         return any(part.is_index for part in self.cache)
 
     @property
     def awaits_choice(self) -> bool:
-        """Whether it attends to what the nearest earlier layer chose."""
+        """Returns whether it attends to what the nearest earlier layer chose."""
         return False
 
     @property

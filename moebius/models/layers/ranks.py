@@ -25,7 +25,7 @@ class ShardRange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the range covers its axis."""
+        """Returns whether the range covers its axis."""
         return self.size == self.total
 
     def scaled(self, factor: int) -> ShardRange:
