@@ -196,7 +196,7 @@ def _served_here(base_url: str) -> str:
 
 
 def _encoded(body: dict[str, Any]) -> bytes:
-    """JSON in UTF-8. Raises UserError for text that is none.
+    """Returns JSON in UTF-8. Raises UserError for text that is none.
 
     Where the locale has another encoding, Python carries the bytes of arguments and of lines as surrogates:
     they are sent as the bytes that they were.

@@ -102,7 +102,7 @@ def make_engine(
     exact: bool,
     segment: SegmentSettings | None = None,
 ) -> ExpertEngine:
-    """An engine for a slice of the plan's experts; `exact`: `LoadSettings.batch_invariant_experts`.
+    """Returns an engine for a slice of the plan's experts; `exact`: `LoadSettings.batch_invariant_experts`.
 
     Empty, or with what a predecessor has packed in `segment`. Raises SegmentError when that cannot be used.
     """
@@ -347,7 +347,7 @@ class ExpertHost:
     def _make_engine(
         self, plan: Packing, part: ExpertSlice, request: SliceRequest, identity: str, path: Path | None
     ) -> tuple[ExpertEngine, Mapping[int, Sequence[int]]]:
-        """The engine, and which experts of each layer it is to hold."""
+        """Returns the engine, and which experts of each layer it is to hold."""
         exact, model = self._settings.batch_invariant_experts, plan.model
         dropped = left_out(request.placement, model)
         held = {layer: part.held(dropped.get(layer, ())) for layer in model.moe_layers}
@@ -384,7 +384,9 @@ class ExpertHost:
         return WeightsWatch(engine, source, sizes, unchecked, interval_s, self._on_damage, self._on_problem)
 
     def _accept(self, done: LoadedLayer, engine: ExpertEngine, plan: LoadPlan) -> bool:
-        """Log the layer. Raises RequantiseError when its weights were changed too much; NaN is too much."""
+        """Logs the layer. Raises RequantiseError when its weights were changed too much; NaN is too
+        much.
+        """
         log.debug(
             "layer packed",
             layer=done.layer,
@@ -442,7 +444,7 @@ class ExpertHost:
         topk_ids: npt.NDArray[Any],
         topk_weights: npt.NDArray[Any],
     ) -> npt.NDArray[Any]:
-        """`ExpertEngine.forward` of the loaded slice.
+        """Returns `ExpertEngine.forward` of the loaded slice.
 
         Raises NotServing, DamagedExpert, or ValueError for a bad request.
         """

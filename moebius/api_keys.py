@@ -41,7 +41,7 @@ class KeyLimits:
     tokens_per_minute: int | None = None  # of prompts and outputs
 
     def or_else(self, other: KeyLimits) -> KeyLimits:
-        """These limits, with those of `other` where none is set."""
+        """Returns these limits, with those of `other` where none is set."""
         mine = {name: value for name, value in vars(self).items() if value is not None}
         return KeyLimits(**{**vars(other), **mine})
 
@@ -168,7 +168,7 @@ def _lines(path: str) -> list[tuple[int, str]]:
 
 
 def _parsed(path: str, number: int, line: str) -> ApiKey:
-    """One line. Raises ConfigError naming it."""
+    """Returns one line. Raises ConfigError naming it."""
     if not line.startswith(f"{_SCHEME}:"):
         return ApiKey(f"line-{number}", KeyLimits(), line.encode())
     where = f"api_key_file: {path}, line {number}"

@@ -81,7 +81,7 @@ def _threads_of(proc: Path, user: int) -> int:
 
 
 def _pid_groups(root: Path) -> list[Path]:
-    """This process's groups of both versions, each with all above it."""
+    """Returns this process's groups of both versions, each with all above it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -61,7 +61,8 @@ Parts = Mapping[str, str]
 
 
 def file_digest(path: Path, most: int | None = None) -> str:
-    """32 hexadecimal digits of the file's first `most` bytes, None: of all; ABSENT where there is none.
+    """Returns 32 hexadecimal digits of the file's first `most` bytes, None: of all; ABSENT where there is
+    none.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -186,12 +187,12 @@ def expert_parts(index: CheckpointIndex, model: str | Path, expert_checkpoint: s
 
 
 def expert_fingerprint(parts: Parts) -> str:
-    """`CHECKPOINT` of what holds the routed experts."""
+    """Computes `CHECKPOINT` of what holds the routed experts."""
     return parts.get(EXPERT_CHECKPOINT + CHECKPOINT) or parts[CHECKPOINT]
 
 
 def checkpoint_fingerprint(index: CheckpointIndex) -> str:
-    """`CHECKPOINT` of a checkpoint alone. Raises CheckpointError."""
+    """Computes `CHECKPOINT` of a checkpoint alone. Raises CheckpointError."""
     return checkpoint_parts(index)[CHECKPOINT]
 
 
@@ -212,7 +213,7 @@ def identity_part(identity: str, name: str) -> str:
 
 
 def identity_digest(identity: str) -> str:
-    """32 hexadecimal digits of a whole identity; empty for an empty one."""
+    """Returns 32 hexadecimal digits of a whole identity; empty for an empty one."""
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest() if identity else ""
 
 
@@ -298,7 +299,7 @@ class IdentityRecord:
 
     @contextmanager
     def _changing(self, path: Path) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
-        """Digests, and what keeps processes from starting, while no other process changes them."""
+        """Yields digests, and what keeps processes from starting, while no other process changes them."""
         try:
             with path.with_name(f"{path.name}.lock").open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)

@@ -63,7 +63,7 @@ class LoopWatch:
             await asyncio.sleep(_BEAT_S)
 
     def judged(self, state: ProcessState) -> ProcessState:
-        """`state`, unless the loop is silent."""
+        """Returns `state`, unless the loop is silent."""
         silent_s = 0.0 if self._seen is None else self._clock() - self._seen
         if silent_s <= self._limit_s:
             return state

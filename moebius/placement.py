@@ -102,7 +102,7 @@ def parse_layers(
 
 
 def format_layers(layers: Sequence[int]) -> str:
-    """`0-3,9` for (0, 1, 2, 3, 9); `none` when empty."""
+    """Returns `0-3,9` for (0, 1, 2, 3, 9); `none` when empty."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:
@@ -262,7 +262,7 @@ class Strategy:
 
 
 def spread(size: int) -> list[int]:
-    """0 ... size - 1 in an order whose every prefix is spread evenly: the van der Corput sequence.
+    """Returns 0 ... size - 1 in an order whose every prefix is spread evenly: the van der Corput sequence.
 
     Its i-th element is i with the binary digits mirrored; positions beyond `size` are left out.
     """
@@ -317,7 +317,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def take_per_layer(ranking: Sequence[Pair], count: int) -> list[Pair]:
-    """The first `count` of each layer."""
+    """Returns the first `count` experts of each layer."""
     taken: dict[int, int] = {}
     chosen: list[Pair] = []
     for layer, expert in ranking:

@@ -85,7 +85,7 @@ class Topology:
 
 
 def format_cpu_list(cpus: Sequence[int]) -> str:
-    """CPUs in the kernel's notation, ascending: (2, 1, 0, 8) becomes "0-2,8"; none becomes "none"."""
+    """Returns CPUs in the kernel's notation, ascending: (2, 1, 0, 8) becomes "0-2,8"; none becomes "none"."""
     ranges: list[list[int]] = []
     for cpu in sorted(cpus):
         if ranges and cpu == ranges[-1][1] + 1:

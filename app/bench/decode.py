@@ -114,7 +114,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def _one_stream(client: ApiClient, model: str, number: int, max_tokens: int, begin: float) -> StreamTimes:
-    """One greedy completion; prompts differ in their first words, so no prefix is shared."""
+    """Measures one greedy completion; prompts differ in their first words, so no prefix is shared."""
     body = {
         "model": model,
         "prompt": f"{number}. Report number {number} of this series tells how the following came about:",

@@ -27,7 +27,8 @@ def thread_counts(most: int) -> tuple[int, ...]:
 def measure_read_curves(
     nodes: Mapping[int, Sequence[int]], most: int
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """NUMA node -> (threads, bytes per second), for each node's `cpus`, one of each core; nodes at once.
+    """Measures NUMA node -> (threads, bytes per second), for each node's `cpus`, one of each core; nodes at
+    once.
 
     Thread i of a measurement is pinned to the i-th CPU; at most `most` threads read on a node. Raises
     ValueError where too little memory is free, or a CPU cannot be used.

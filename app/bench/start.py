@@ -201,7 +201,7 @@ def run(config: MoebiusConfig, json_file: Path | None, cold: bool = True) -> lis
 
 
 def _kill_one(system: Serving) -> StartRow:
-    """SIGKILL of the first expert server, and a request at once."""
+    """Kills the first expert server by SIGKILL, and sends a request at once."""
     name, pid = min(system.expert_servers().items())
     system.log.phases.pop(name, None)
     answered: list[float] = []

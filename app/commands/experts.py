@@ -142,7 +142,10 @@ def distinct_experts(engine_address: str) -> Iterator[dict[int, float]]:
 
 @contextmanager
 def engine_stub(address: str) -> Iterator[Any]:
-    """A stub of the engine. Raises UserError naming what the engine refused, or that it is not there."""
+    """Yields a stub of the engine.
+
+    Raises UserError naming what the engine refused, or that it is not there.
+    """
     import grpc
 
     from moebius.grpc_channels import open_channel, tls_problem

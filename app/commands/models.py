@@ -60,7 +60,7 @@ def with_checkpoint(config: MoebiusConfig, needs_weights: bool = True) -> Moebiu
 
 
 def _expert_checkpoint(config: MoebiusConfig, needs_weights: bool) -> Path:
-    """Absolute, downloaded where a model of the hub is named. Raises UserError."""
+    """Returns an absolute path, downloaded where a model of the hub is named. Raises UserError."""
     given = config.model.expert_checkpoint
     path, named = Path(given).expanduser().absolute(), hub_model(given)
     if named is not None:
@@ -82,7 +82,7 @@ def _downloaded(named: HubModel, config: MoebiusConfig, needs_weights: bool) -> 
 
 @contextlib.contextmanager
 def _download_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, else a line now and then; nothing when nothing is downloaded."""
+    """Yields a bar on a terminal, else a line now and then; nothing when nothing is downloaded."""
     from app.demo_model import rich_progress
 
     with contextlib.ExitStack() as stack:

@@ -25,7 +25,7 @@ from moebius.config import MoebiusConfig
 
 @contextlib.contextmanager
 def variants(config: MoebiusConfig) -> Iterator[list[Variant]]:
-    """The models; of those on the hub only what describes them is read, which is gone afterwards.
+    """Yields the models; of those on the hub only what describes them is read, which is gone afterwards.
 
     Raises UserError or CheckpointError.
     """

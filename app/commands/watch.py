@@ -109,7 +109,9 @@ def _add_profile(app: typer.Typer) -> None:
 
 @contextmanager
 def live_source(server: str, config: str | None, replica: int, key: str, tls: ClientTls) -> Iterator[Source]:
-    """The source of figures at a gateway's URL, or at an engine's gRPC address, reached as `config` says."""
+    """Yields the source of figures at a gateway's URL, or at an engine's gRPC address, reached as `config`
+    says.
+    """
     from app.client import ApiClient
     from app.top.run import EngineSource, GatewaySource
 

@@ -194,7 +194,10 @@ def _bandwidth(options: HardwareOptions, sockets: int, cores: int, origin: dict[
 
 
 def _isa(options: HardwareOptions) -> str:
-    """Given, or the widest that this host's kernels use. Raises UserError for one that is not known."""
+    """Returns the given level, or the widest that this host's kernels use.
+
+    Raises UserError for one that is not known.
+    """
     from moebius.kernels import isa_level
 
     if options.isa in ASSUMED_CORE_FLOPS:
@@ -216,7 +219,7 @@ def _multiplies_bfloat16(options: HardwareOptions) -> bool:
 
 
 def _kernel_times(options: HardwareOptions, origin: dict[str, str]) -> tuple[PanelTimes, ...]:
-    """Measured here; none where options describe other processors than this host's."""
+    """Returns the times measured here; none where options describe other processors than this host's."""
     given = (options.sockets, options.cores, options.bandwidth_gbs, options.cpu_tflops)
     if options.isa != "auto" or any(value is not None for value in given):
         return ()

@@ -72,7 +72,7 @@ def hardware_line(plan: CapacityPlan) -> str:
 
 
 def summary(plan: CapacityPlan) -> list[str]:
-    """KV cache, residency and where the kernels' times are from, a line each."""
+    """Returns lines on KV cache, residency and where the kernels' times are from."""
     kv, held = plan.kv, plan.residency
     lines = [
         f"KV cache: {kv.tokens} tokens of {kv.token_bytes / 1024:.1f} KiB on the fullest rank: "
@@ -141,7 +141,7 @@ def _cells(row: Speed) -> list[str]:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Narrow enough for nine columns on a terminal."""
+    """Formats a number narrow enough for nine columns on a terminal."""
     return f"{seconds * 1e3:.{2 if seconds < 0.1 else 0}f}"
 
 

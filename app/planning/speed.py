@@ -266,7 +266,7 @@ def assumed_peak_share(isa: str, rows: float) -> float:
 
 
 def _gpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
-    """Row by row, in tiles, or bound by operations."""
+    """Returns the time row by row, in tiles, or bound by operations."""
     if hardware.gpu is None or not work.resident_share:
         return 0.0
     pairs = work.resident_share * rows * work.top_k
@@ -280,7 +280,9 @@ def _gpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
 
 
 def _hand_off_seconds(work: Work, hardware: Hardware, rows: int) -> float:
-    """Rows to all servers once, float32 sums back from each; over the links of all ranks at once."""
+    """Returns the time of rows to all servers and of float32 sums back, over the links of all ranks
+    at once.
+    """
     requests = -(-rows // work.request_rows)
     nbytes = rows * work.hidden_size * (work.item_bytes + 4 * work.servers)
     speed = HAND_OFF_BANDWIDTH
@@ -305,7 +307,7 @@ def make_work(
     residency: Residency,
     hardware: Hardware,
 ) -> Work:
-    """Experts of layers in several formats count with their mean size and the layout of most."""
+    """Counts experts of layers in several formats with their mean size and the layout of most."""
     formats, expert_bytes = expert_format(config, geometry, stored)
     ranks, model = config.parallel.tensor_parallel_size, forecast.model_config
     busiest = _busiest_of_stages(forecast)

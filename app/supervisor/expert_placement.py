@@ -165,7 +165,8 @@ def _num_threads(share: NodeCores, spared: int, knee: int | None, quota: float |
 
 
 def _held_cpus(share: NodeCores, count: int, neighbours: int, quota: float | None) -> tuple[int, ...]:
-    """CPUs of `count` cores of the share; of all where a quota or other instances let the scheduler choose.
+    """Returns CPUs of `count` cores of the share; of all where a quota or other instances let the scheduler
+    choose.
 
     A node's only server also has `NodeCores.other_cpus`, for threads that do not compute.
     """

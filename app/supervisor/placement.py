@@ -24,7 +24,7 @@ class Gpu:
 
 
 def find_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
-    """NVIDIA GPUs that may be opened here, in the order of their PCI addresses.
+    """Returns NVIDIA GPUs that may be opened here, in the order of their PCI addresses.
 
     In a container only some of the machine's GPUs may be there; which ones is not visible in these files,
     so their NUMA nodes are then unknown.

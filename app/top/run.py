@@ -172,7 +172,9 @@ def _suspended_by_keys(live: Live) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[Any]:
-    """A function of a number of seconds, which waits that long for a key; "" without one, or a terminal."""
+    """Yields a function of a number of seconds, which waits that long for a key; "" without one, or a
+    terminal.
+    """
     if not sys.stdin.isatty():
 
         def wait(seconds: float) -> str:

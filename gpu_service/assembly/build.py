@@ -191,7 +191,7 @@ def _assemble(
 def _shaped_model(
     config: MoebiusConfig, model_config: ModelConfig, device: torch.device, group: RankGroup
 ) -> CausalLM:
-    """This rank's part, without weights."""
+    """Returns this rank's part, without weights."""
     rule = deferral_rule(config, model_config)
     model = build_model(model_config, device=device, parallel=group.parallel)
     shape_weights(model, config.model)

@@ -191,7 +191,7 @@ def _settings(trial: Trial, longest: int) -> list[_Setting]:
 
 
 def _halves(whole: int, least: int, unit: int) -> list[int]:
-    """3/4, 1/2, 3/8, 1/4, ... of it, whole units."""
+    """Returns 3/4, 1/2, 3/8, 1/4, ... of it, whole units."""
     values: list[int] = []
     size = whole
     while size >= least:

@@ -128,7 +128,9 @@ class AttentionBackend(PlannedAttention):
         layer_id: int,
         layer: AttentionLayer = PLAIN,
     ) -> torch.Tensor:
-        """`forward` of queries and keys before norm and rotation, which are one kernel with storing."""
+        """Computes `forward` of queries and keys before norm and rotation, which are one kernel
+        with storing.
+        """
         query, key = self.kv_cache.append_rotated(layer_id, unrotated, value, self._planned.slot_mapping)
         if unrotated.table.query_scale is not None:
             query = query * unrotated.table.query_scale
@@ -185,7 +187,7 @@ class AttentionBackend(PlannedAttention):
         layer_id: int,
         layer: AttentionLayer,
     ) -> torch.Tensor:
-        """`forward` after storing."""
+        """Computes `forward` after storing."""
 
 
 def check_step(inputs: ForwardInputs, page_size: int) -> None:

@@ -186,7 +186,7 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`softmax(scale * query key^T + mask) value`; a sink adds its exponential to the softmax's sum.
+    """Computes `softmax(scale * query key^T + mask) value`; a sink adds its exponential to the softmax's sum.
 
     query `[B, N, L, head_dim]`; key, value `[B, N, S, head_dim]`; mask of query's dtype, 0 or -inf,
     broadcastable to `[B, N, L, S]`, or None: causal from the first key on; sinks broadcastable to
@@ -316,7 +316,9 @@ class TorchReferenceAttention(AttentionBackend):
     def _decode(
         self, query: torch.Tensor, layer_id: int, group: DecodeGroup, layer: AttentionLayer
     ) -> torch.Tensor:
-        """query `[R, num_heads, D]`; the heads of a KV group stand in the place of query positions."""
+        """Attends with query `[R, num_heads, D]`; the heads of a KV group stand in the place of query
+        positions.
+        """
         kv_heads, head_dim = self.kv_cache.kv_heads(layer_id), query.shape[-1]
         gathered = self._gather(layer_id, group.pages)
         gathered = gathered.view(group.num_requests, -1, 2 * kv_heads, head_dim).transpose(1, 2)
@@ -336,7 +338,9 @@ class TorchReferenceAttention(AttentionBackend):
     def _attend_chunk(
         self, query: torch.Tensor, layer_id: int, chunk: QueryChunk, layer: AttentionLayer
     ) -> torch.Tensor:
-        """query `[n, num_heads, D]`; KV heads stand in the place of the batch, so keys are not repeated."""
+        """Attends with query `[n, num_heads, D]`; KV heads stand in the place of the batch, so keys are not
+        repeated.
+        """
         kv_heads, (num_new, num_heads, head_dim) = self.kv_cache.kv_heads(layer_id), query.shape
         groups = num_heads // kv_heads
         gathered = self._gather(layer_id, chunk.pages).view(-1, 2 * kv_heads, head_dim)[: chunk.kv_len]

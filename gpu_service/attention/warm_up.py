@@ -28,7 +28,9 @@ _LONG = 4096
 
 
 def warm_up_steps(capacity: int) -> list[list[tuple[int, int]]]:
-    """(earlier tokens, new tokens) of each request of each step, for sequences up to `capacity` tokens."""
+    """Returns (earlier tokens, new tokens) of each request of each step, for sequences up to `capacity`
+    tokens.
+    """
     long = min(_LONG, capacity - 1)
     chunks = [chunk for chunk in _CHUNKS if chunk < capacity]
     steps = [[(0, 1)], [(0, 1)] * 3, [(long, 1)], [(long, 1), (0, 1)]]

@@ -28,7 +28,9 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Pages that all have memory, for good; on a CPU once they are used, since mappings begin as zeros."""
+    """Returns pages that all have memory, for good; on a CPU once they are used, since mappings begin as
+    zeros.
+    """
     if device.type == "cpu" and all(shape):
         return own_pages(shape, dtype)
     return torch.zeros(tuple(shape), dtype=dtype, device=device)
@@ -203,7 +205,7 @@ class KVCache(AttendedPages):
     def append_rotated(
         self, layer_id: int, unrotated: Unrotated, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of keys that are normed and rotated first, with their queries; returns both."""
+        """Stores keys that are normed and rotated first, with their queries; returns both."""
         scales = self.key_scales[layer_id], self.value_scales[layer_id]
         return rotate_and_append(*unrotated, value, self._slots[layer_id], slot_mapping, *scales)
 

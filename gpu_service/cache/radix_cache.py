@@ -72,7 +72,7 @@ class RadixCache:
         self.evictable_pages = 0
 
     def match(self, tokens: Sequence[int], namespace: str = "") -> PrefixHandle:
-        """The longest cached prefix of whole pages (that ends in a state, if states are needed).
+        """Returns the longest cached prefix of whole pages (that ends in a state, if states are needed).
 
         May split a node; locks nothing.
 

@@ -274,7 +274,7 @@ class RequestCache:
                 self.states.forget(slot)
 
     def _store_pages(self, request: Request, whole: int, state_slot: int = 0) -> bool:
-        """The first `whole` pages, and the state after them; whether the tree keeps the state.
+        """Stores the first `whole` pages and the state after them; returns whether the tree keeps the state.
 
         |-- locked --|-- duplicates of the tree's --|-- new to the tree --|-- last, partial page --|
         0         locked                         already                whole             computed_len

@@ -134,7 +134,9 @@ class VisionPrompt:
         )
 
     def keyed(self, tokens: Sequence[int]) -> list[int]:
-        """`tokens`, the request's first ones, with the images' keys in place of their placeholders."""
+        """Returns `tokens`, the request's first ones, with the images' keys in place of their
+        placeholders.
+        """
         keys = list(tokens)
         for placed in self.images:
             stop = min(placed.end, len(keys))

@@ -174,7 +174,9 @@ class DeviceRunner(StepRunner):
             raise DeviceLost(brief(error)) from error
 
     def time_of(self, started: float) -> float:
-        """Seconds that a step that has just ended had the device: it began when the one before had ended."""
+        """Returns the seconds that a step that has just ended had the device: it began when the one before
+        had ended.
+        """
         begin, self._last_end = max(started, self._last_end), time.monotonic()
         return self._last_end - begin
 

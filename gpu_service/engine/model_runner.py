@@ -46,7 +46,10 @@ class Model(Protocol):
     """What the engine needs of a model; `models.common.CausalLM` is the real one."""
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Hidden states `[T, H]`; writes the new tokens' KV. Idempotent: may be run again unchanged."""
+        """Returns hidden states `[T, H]`; writes the new tokens' KV.
+
+        Idempotent: may be run again unchanged.
+        """
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps `[L, H]` to float32 `[L, V]`."""
@@ -289,7 +292,9 @@ class ModelRunner:
         self.kv_cache.zero_pages(pages)
 
     def _on_device(self, plan: StepPlan) -> StepPlan:
-        """The plan with what only the device knows; images that no earlier step has encoded are encoded."""
+        """Returns the plan with what only the device knows; images that no earlier step has encoded are
+        encoded.
+        """
         features = None
         if plan.images is not None:
             assert self.encoder is not None, "requests with images are refused where there is no tower"

@@ -53,7 +53,8 @@ class LaneRunner(ABC):
         """Prompt tokens from which a step is worth it, while others decode and while none does."""
 
     def step_tokens(self, wait_s: float | None) -> int:
-        """Most tokens of a step while others decode, whose tokens it may put off so long (None: not known).
+        """Returns the most tokens of a step while others decode, whose tokens it may put off so long (None:
+        not known).
 
         0: as many as at other times.
         """

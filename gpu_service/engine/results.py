@@ -64,7 +64,7 @@ class StepOutputs:
 
 
 def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
-    """Host values; `plan` and `outputs` hold host tensors.
+    """Returns host values; `plan` and `outputs` hold host tensors.
 
     Rows whose logits are not finite become errors; their token means nothing.
     """
@@ -145,8 +145,9 @@ def _add_sampled(plan: StepPlan, sampled: Sampled, rows: list[RowResult], error:
 def _to_records(
     token_ids: list[int], computed: Logprobs, num_top: list[int], num_scored: list[int]
 ) -> list[TokenLogprobs]:
-    """Host records; row l keeps its own `num_top[l]` alternatives and the first `num_scored[l]` of the last
-    columns, which are ids that requests named."""
+    """Returns host records; row l keeps its own `num_top[l]` alternatives and the first `num_scored[l]` of
+    the last columns, which are ids that requests named.
+    """
     width = computed[1].shape[1]
     begin = width - max(num_scored, default=0)
     chosen, ids, values = (tensor.tolist() for tensor in computed)

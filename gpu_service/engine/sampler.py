@@ -85,7 +85,7 @@ class Sampler:
         self._truncate: Callable[..., torch.Tensor] = truncate_probabilities
 
     def for_another_stream(self) -> Sampler:
-        """One with the same counts that runs next to this one, for other slots.
+        """Returns a sampler with the same counts that runs next to this one, for other slots.
 
         FlashInfer's kernel of top-k works in memory that it keeps for the whole device.
         """
@@ -183,7 +183,9 @@ def _ban_last_ids(logits: torch.Tensor, words: BadWords, tokens: torch.Tensor) -
 
 
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative weight exceeds `uniform` times the total: never one of weight 0."""
+    """Returns the first index whose cumulative weight exceeds `uniform` times the total: never one of weight
+    0.
+    """
     cumulative = weights.double().cumsum_(dim=-1)
     target = uniform.unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).squeeze(1)

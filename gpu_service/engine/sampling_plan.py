@@ -79,7 +79,9 @@ def _index(rows: list[int]) -> torch.Tensor:
 
 
 def _sparse(parts: Sequence[tuple[int, Entries]]) -> SparseBias | None:
-    """Row and entries of each; arrays all the way, since there may be thousands of entries in every step."""
+    """Returns row and entries of each; arrays all the way, since there may be thousands of entries in every
+    step.
+    """
     if not parts:
         return None
     rows = np.repeat([row for row, _ in parts], [len(ids) for _, (ids, _) in parts])
@@ -133,7 +135,7 @@ def _allowed(requests: Sequence[Request]) -> AllowedTokens | None:
 
 
 def _bad_words(requests: Sequence[Request], positions: Sequence[int]) -> BadWords | None:
-    """Sequences that the next token could complete: only the device knows the tokens before it."""
+    """Returns sequences that the next token could complete: only the device knows the tokens before it."""
     entries: list[tuple[int, BadWordEntries, npt.NDArray[np.bool_]]] = []
     for row, request in enumerate(requests):
         if request.params.bad_words:

@@ -118,7 +118,7 @@ class MaskBuilder:
         return replace(sampling, masks=self.build(batch))
 
     def build(self, batch: Batch) -> TokenMasks | None:
-        """The masks, now that the tokens before are known; None: every row may become anything.
+        """Returns the masks, now that the tokens before are known; None: every row may become anything.
 
         A request that has ended meanwhile, or that was sent back to wait, has none: its token is dropped.
         """

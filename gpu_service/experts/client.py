@@ -229,6 +229,6 @@ def sampled_span_context() -> SpanContext | None:
 
 
 def traceparent(context: SpanContext) -> str:
-    """W3C trace context, version 00."""
+    """Returns the W3C trace context, version 00."""
     ids = f"{trace.format_trace_id(context.trace_id)}-{trace.format_span_id(context.span_id)}"
     return f"00-{ids}-{context.trace_flags:02x}"

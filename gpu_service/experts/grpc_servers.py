@@ -181,7 +181,7 @@ def _ask_health(channel: grpc.Channel, timeout_s: float) -> Any:
 
 
 def _health_problem(call: Any) -> str:
-    """Empty when the server computes, else what it (or the connection) says instead."""
+    """Returns empty when the server computes, else what it (or the connection) says instead."""
     try:
         answer = call.result()
     except grpc.RpcError as error:

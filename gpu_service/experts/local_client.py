@@ -161,7 +161,7 @@ class LocalExpertClient(ExpertClient):
         return add_to(partial, output)
 
     def _expert(self, layer: int, expert: int) -> Expert:
-        """gate and up `[I, H]`, down `[H, I]`, float32, after rounding to the weights' type."""
+        """Returns gate and up `[I, H]`, down `[H, I]`, float32, after rounding to the weights' type."""
         kept = self._experts.get((layer, expert))
         if kept is not None:
             return kept

@@ -43,7 +43,9 @@ class AskedExperts:
         return sums
 
     def collect(self, partial: torch.Tensor | None) -> torch.Tensor:
-        """`partial` `[T, H]` (None: zeros) with all choices, of a layer whose choices are one part."""
+        """Returns `partial` `[T, H]` (None: zeros) with all choices, of a layer whose choices are
+        one part.
+        """
         (computed,) = self.compute(partial)
         return self.fetch[0](computed)
 

@@ -200,7 +200,9 @@ class ResidualStream:
         return (self.read(norm),)
 
     def read(self, norm: Norm | None) -> torch.Tensor:
-        """`normed`, or a copy of the sum where nothing is normed; a tensor that the caller may keep."""
+        """Returns `normed`, or a copy of the sum where nothing is normed; a tensor that the caller
+        may keep.
+        """
         return self.sum().clone() if norm is None else self.normed(norm)
 
     def sum(self) -> torch.Tensor:

@@ -66,7 +66,7 @@ class Deferral:
         self._late = late
 
     def take(self, partial: torch.Tensor | None) -> torch.Tensor | None:
-        """`partial` `[T, H]` with the late part of the layer before, if it has one.
+        """Returns `partial` `[T, H]` with the late part of the layer before, if it has one.
 
         To be called before the layer's own answer is collected: clients answer in the order of submission.
         """
@@ -96,7 +96,7 @@ def late_choices(topk_ids: torch.Tensor, topk_weights: torch.Tensor, count: int)
 
 
 def add_late(partial: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
-    """Float32 `[T, H]` on the partial sum's device; in place where that is float32."""
+    """Returns float32 `[T, H]` on the partial sum's device; in place where that is float32."""
     return partial.float().add_(answer.to(partial.device))
 
 

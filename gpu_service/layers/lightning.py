@@ -84,7 +84,7 @@ class LightningAttention(StateLayer):
         self._scalars = torch.tensor(rows, dtype=torch.float32, device=self.norm.weight.device)
 
     def _used_rates(self, stored: list[float]) -> list[float]:
-        """Computed ones, unless the checkpoint has others (of another number of layers, say)."""
+        """Returns computed rates, unless the checkpoint has others (of another number of layers, say)."""
         if not any(stored):
             return self._rates
         if min(stored) <= 0:

@@ -147,7 +147,7 @@ class Router(nn.Module):
         return add_norm_route(*seam, self.weight, self.bias, bias, self._config, inputs.valid_rows)
 
     def _choose(self, logits: torch.Tensor, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` of rows whose logits `[T, num_choices]` were computed already."""
+        """Computes `forward` of rows whose logits `[T, num_choices]` were computed already."""
         valid_rows, bias = inputs.valid_rows, self.e_score_correction_bias
         if self.tid2eid is not None:
             chosen = self.tid2eid.index_select(0, inputs.input_ids)

@@ -32,7 +32,10 @@ class Norm(nn.Module):
         raise NotImplementedError
 
     def after_adding(self, update: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual += update` in place, then the sum's norm; both `[T, N]`. May overwrite the update."""
+        """Computes `residual += update` in place, then the sum's norm; both `[T, N]`.
+
+        May overwrite the update.
+        """
         normed: torch.Tensor = self(residual.add_(update))
         return normed
 
@@ -45,7 +48,10 @@ class RMSNorm(Norm):
         return rms_norm(hidden_states, self.weight, self.eps)
 
     def after_adding(self, update: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual += update` in place, then the sum's norm; both `[T, N]`. May overwrite the update."""
+        """Computes `residual += update` in place, then the sum's norm; both `[T, N]`.
+
+        May overwrite the update.
+        """
         return fused_add_rms_norm(update, residual, self.weight, self.eps)
 
 
@@ -116,7 +122,9 @@ class FullWidthNorm(nn.Module):
         yield CheckpointPart("", "weight", self.rows, None)
 
     def apply_statistics(self, values: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-        """Norm float32 `[T, rows]` by the sum `[T, 1]` of all ranks' squares; rounded before the weight."""
+        """Norms float32 `[T, rows]` by the sum `[T, 1]` of all ranks' squares; rounded before the
+        weight.
+        """
         normalized = values * torch.rsqrt(squares / self.counted + self.eps)
         return normalized.to(self.weight.dtype) * self.weight
 
@@ -128,7 +136,7 @@ def norm_full_width(
     k_norm: FullWidthNorm,
     group: Collectives,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm the queries `[T, num_heads, head_dim]` and the keys `[T, num_kv_heads, head_dim]`.
+    """Norms the queries `[T, num_heads, head_dim]` and the keys `[T, num_kv_heads, head_dim]`.
 
     Heads of a token are contiguous. Returns new tensors of the same shapes. One all-reduce of two numbers a
     token where there are several ranks.

@@ -318,7 +318,9 @@ def _budget(config: MoebiusConfig, use: MemoryUse) -> int:
 
 
 def _needed_pages(config: MoebiusConfig, model_config: ModelConfig) -> int:
-    """The dummy page, and one step's tokens: fewer could never run the step that was planned."""
+    """Returns the pages for the dummy page and one step's tokens: fewer could never run the step that was
+    planned.
+    """
     tokens = min(config.gpu.num_batched_tokens, model_config.max_model_len)
     return 1 + -(-tokens // config.gpu.page_size)
 

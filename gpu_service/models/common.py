@@ -221,7 +221,8 @@ class CausalLM(nn.Module):
         return self.model.predict_further(head, hidden_states, next_ids, context)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[L, H]` to logits, float32 `[L, vocab_size]`, the same on all ranks of the stage.
+        """Maps hidden states `[L, H]` to logits, float32 `[L, vocab_size]`, the same on all ranks of the
+        stage.
 
         Stages before the last have none: `[L, 0]`.
         """

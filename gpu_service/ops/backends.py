@@ -253,7 +253,7 @@ class _TryOut:
 def _usable(
     op: Op[..., Any], tables: Tables, try_out: _TryOut, failures: _Failures
 ) -> list[tuple[str, Implementation]]:
-    """This op's implementations that work, best first, up to one that takes everything."""
+    """Returns this op's implementations that work, best first, up to one that takes everything."""
     names = list(tables)
     if op.name in _TRITON_FIRST:
         names.sort(key=lambda name: name != "triton")

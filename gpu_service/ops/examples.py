@@ -62,7 +62,9 @@ class _Maker:
         return *self.qk_norm_rope(), value, slots, mapping
 
     def pool_keys(self) -> tuple[Any, ...]:
-        """Pages of 4 tokens and pools of 6: one ends in the first request's rows, and both of the second."""
+        """Returns pages of 4 tokens and pools of 6: one ends in the first request's rows, and both of the
+        second.
+        """
         pool, size, page_size = 6, self._sizes.index_dim, 4
         slots, offsets = self._random(16 * page_size, 2 * size), self._random(pool, size, dtype=torch.float32)
         table = torch.arange(1, 9, dtype=torch.int32, device=self._device).view(2, 4)
@@ -72,7 +74,9 @@ class _Maker:
         return slots, offsets, positions, mapping, table, starts, page_size
 
     def block_scores(self) -> tuple[Any, ...]:
-        """Pages of 4 tokens and blocks of 6: a chunk, then a single token, from the chunk's second row on."""
+        """Returns pages of 4 tokens and blocks of 6: a chunk, then a single token, from the chunk's second
+        row on.
+        """
         size, page_size = self._sizes.index_dim, 4
         query, pages = self._random(3, self._sizes.keys, size), self._random(16, page_size, size)
         table = torch.arange(1, 9, dtype=torch.int32, device=self._device).view(2, 4)

@@ -97,7 +97,7 @@ def project_streams(streams: torch.Tensor, projection: torch.Tensor) -> torch.Te
 def mix_streams(
     update: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:
-    """The streams after one half of a layer, in place, and returned.
+    """Returns the streams after one half of a layer, in place, and returned.
 
     update `[T, H]`, its output, which may be float32 where the streams `[T, N, H]` are not; post and comb as
     in `Collapsed`. Rounded once.

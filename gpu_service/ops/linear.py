@@ -89,7 +89,8 @@ def padded_rows(rows: int) -> int:
 
 @Op
 def linear(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x W^T + b`: hidden_states `[T, in]`, weight `[out, in]` plain or packed, bias `[out]`; `[T, out]`.
+    """Computes `x W^T + b`: hidden_states `[T, in]`, weight `[out, in]` plain or packed, bias `[out]`; `[T,
+    out]`.
 
     The result has the dtype of `hidden_states`, whatever a packed weight has.
     """
@@ -123,7 +124,7 @@ def fp8_linear(
     first_column: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`x (W s)^T + b`: `[T, in]` to `[T, out]`, in the dtype of `hidden_states`.
+    """Computes `x (W s)^T + b`: `[T, in]` to `[T, out]`, in the dtype of `hidden_states`.
 
     weight: float8_e4m3fn `[out, in]`. scales: float32 `[out, ceil((first_column + in) / 128)]`, one for 128
     columns of a row; column 0 of the weight is number `first_column` (below 128) of its group. Rows of a

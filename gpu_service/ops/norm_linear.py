@@ -20,7 +20,7 @@ def add_norm_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`residual + update`, its RMS norm, and the norm's projection `x W^T + b`.
+    """Computes `residual + update`, its RMS norm, and the norm's projection `x W^T + b`.
 
     residual and update `[T, N]` as in `fused_add_rms_norm` (None: nothing is added), norm_weight `[N]`;
     weight `[out, N]` and bias `[out]` as in `linear`, perhaps wider than the activations. Returns the sum
@@ -46,7 +46,7 @@ def add_norm_route(
     config: RouterConfig,
     valid_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`add_norm_linear` with a router's weight, whose logits `route` chooses by.
+    """Computes `add_norm_linear` with a router's weight, whose logits `route` chooses by.
 
     Arguments as there. Returns the sum and the norm `[T, N]`, weights float32 and ids int32 `[T, top_k]`.
     """

@@ -65,7 +65,7 @@ class PackedWeight:
     def linear(
         self, rows: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """`x W^T + b`: rows `[..., in]` to `[..., out]` of `dtype` (None: that of the rows).
+        """Computes `x W^T + b`: rows `[..., in]` to `[..., out]` of `dtype` (None: that of the rows).
 
         bias: float32 `[out]`, contiguous. Sums are in float32 and rounded once.
         """

@@ -61,7 +61,7 @@ def rope_table(
 
 
 def query_scales(positions: torch.Tensor, growth: float, length: float, dtype: torch.dtype) -> torch.Tensor:
-    """`1 + growth * ln(1 + floor(p / length))` of int64 positions `[T]`, `[T, 1, 1]` in `dtype`.
+    """Computes `1 + growth * ln(1 + floor(p / length))` of int64 positions `[T]`, `[T, 1, 1]` in `dtype`.
 
     Scalable softmax in steps, as Llama 4 has it (Nakanishi 2025, arXiv:2501.19399): attention over more
     tokens stays as sharp.
@@ -108,7 +108,7 @@ def qk_norm_rope(
     num_heads: int,
     table: RopeTable,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rope(rms_norm(...))` of the queries and the keys that one GEMM made side by side.
+    """Computes `apply_rope(rms_norm(...))` of the queries and the keys that one GEMM made side by side.
 
     heads `[T, num_heads + num_kv_heads, head_dim]` (any strides over the first two), queries first; it
     may be overwritten. q_weight, k_weight `[head_dim]`. Returns queries `[T, num_heads, head_dim]` and

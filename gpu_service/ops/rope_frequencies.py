@@ -15,17 +15,19 @@ def _wavelengths(theta: float, dim: int) -> torch.Tensor:
 
 
 def _default(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """`theta^(-2i/dim)`."""
+    """Computes `theta^(-2i/dim)`."""
     return 1.0 / _wavelengths(theta, dim)
 
 
 def _linear(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """Position interpolation (Chen et al. 2023): all frequencies divided by `factor`."""
+    """Computes position interpolation (Chen et al. 2023): all frequencies divided by `factor`."""
     return _default(theta, dim, scaling) / scaling["factor"]
 
 
 def _llama3(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """Llama 3.1: long waves divided by `factor`, short ones kept, a linear blend between."""
+    """Computes the frequencies of Llama 3.1: long waves divided by `factor`, short ones kept, a linear blend
+    between.
+    """
     frequencies = _default(theta, dim, scaling)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -34,7 +36,7 @@ def _llama3(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tenso
 
 
 def _yarn(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """YaRN (Peng et al. 2023), "NTK by parts".
+    """Computes the frequencies of YaRN (Peng et al. 2023), "NTK by parts".
 
     Pairs that turn more than `beta_fast` times within the original context keep their frequency, those
     below `beta_slow` turns are divided by `factor`; between, a blend that is linear in the pair's index.

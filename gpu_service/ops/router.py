@@ -112,7 +112,7 @@ def weigh_chosen(
     config: RouterConfig,
     valid_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `route`, with experts that are chosen already: int32 `[T, top_k]`, which may be overwritten.
+    """Computes `route`, with experts that are chosen already: int32 `[T, top_k]`, which may be overwritten.
 
     No kernel of its own: some small launches, in the few layers that have it.
     """

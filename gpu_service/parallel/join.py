@@ -67,7 +67,8 @@ class Rendezvous:
 def meet(
     rendezvous: Rendezvous, welcome: ranks_pb2.Welcome
 ) -> tuple[dict[int, RankConnection], ranks_pb2.Welcome]:
-    """This rank's connections, by the other's rank, and rank 0's `welcome` (ignored from other ranks).
+    """Returns this rank's connections, by the other's rank, and rank 0's `welcome` (ignored from other
+    ranks).
 
     Raises UserError when not all ranks are there within the time, or one does not fit.
     """

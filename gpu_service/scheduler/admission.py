@@ -24,7 +24,7 @@ def seniority(request: Request) -> tuple[int, int, int]:
 
 
 def chunk_size(start: int, remaining: int, budget: int, page_size: int, splits: bool = False) -> int:
-    """Tokens to compute now from position `start`.
+    """Returns tokens to compute now from position `start`.
 
     A chunk that is not the last one ends on a page boundary, so that its pages are whole; unless the
     budget does not reach one, since progress matters more. With `splits` the last one, too, ends on the

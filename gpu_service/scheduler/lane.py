@@ -64,7 +64,7 @@ class PrefillLaneState:
         return request.in_lane or self.is_due(request, need)
 
     def choose(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Those that a step takes: each that is worth it, else all of them if they are together.
+        """Returns those that a step takes: each that is worth it, else all of them if they are together.
 
         A short prompt is sooner done by the main lane than by the lane's next step with a long one.
         """

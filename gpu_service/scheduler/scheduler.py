@@ -99,7 +99,9 @@ class Scheduler:
             self._leave(request, keep)
 
     def schedule(self) -> Batch | None:
-        """The next step's batch, or None when nothing can be computed before an earlier step's commit."""
+        """Returns the next step's batch, or None when nothing can be computed before an earlier step's
+        commit.
+        """
         if self.speculation is not None and self.speculation.waits(self.running):
             return None
         self.lane.lacks_pages = None
@@ -363,7 +365,8 @@ class Scheduler:
         return choose(prompts + self._newcomers(choose_waiting))
 
     def _newcomers(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
-        """Waiting requests that may start now: a client's oldest, then its shortest, of clients in turns.
+        """Returns waiting requests that may start now: a client's oldest, then its shortest, of clients in
+        turns.
 
         As long as the one whose turn it is lacks pages no other overtakes it, or it could wait for ever.
         `choose`: which of them the step takes, in the same order.

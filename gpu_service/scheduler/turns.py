@@ -136,7 +136,7 @@ class TurnPace:
         return f"{self._steps:.2f} {chunk}" if self._useful else ""
 
     def news(self, streamed_tokens: Callable[[], int]) -> str | None:
-        """`message`, if it is another than last time; None: nothing has changed.
+        """Returns `message`, if it is another than last time; None: nothing has changed.
 
         `streamed_tokens`: as `StepRunner` says; it is asked ten times a second.
         """

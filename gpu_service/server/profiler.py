@@ -78,7 +78,10 @@ class EngineProfiler:
         self._until = 0.0  # time.monotonic(); 0: none runs
 
     async def run(self, seconds: float) -> pb.ProfileResponse:
-        """Everything of the next `seconds`, which `profile_seconds` has checked. Raises ProfileRunning."""
+        """Returns everything of the next `seconds`, which `profile_seconds` has checked.
+
+        Raises ProfileRunning.
+        """
         if self._until:
             left = self._until - time.monotonic()
             state = f"for {left:.0f} s more" if left > 0 else "it is being written"

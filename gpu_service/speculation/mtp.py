@@ -120,7 +120,7 @@ class MtpDrafter:
 def _ahead(
     plan: StepPlan, page_size: int, ahead: int, rows: torch.Tensor, is_last: torch.Tensor
 ) -> ForwardInputs:
-    """Inputs of one row per entry of the plan, `ahead` positions after it.
+    """Returns inputs of one row per entry of the plan, `ahead` positions after it.
 
     `rows` int64 `[R]`: the entries' last; `is_last` bool `[R]`: those that count.
     """

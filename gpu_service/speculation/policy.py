@@ -37,7 +37,7 @@ _MEASURED_ALONE = 64
 
 
 def bucket(rows: int) -> int:
-    """Rows of steps that are measured as one: each number up to 64, then multiples of 8."""
+    """Returns rows of steps that are measured as one: each number up to 64, then multiples of 8."""
     return rows if rows <= _MEASURED_ALONE else -(-rows // 8) * 8
 
 

@@ -21,7 +21,8 @@ from moebius.weight_formats import weight_format
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted; both of the same shape, any floating type.
+    """Returns norm of the difference over the norm of what is wanted; both of the same shape, any floating
+    type.
 
     0 when both are zero, infinite when only what is wanted is, or where anything is NaN.
     """
@@ -52,7 +53,7 @@ class TokenScores:
 
 
 def score(logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) -> TokenScores:
-    """Float32 logits `[L, V]` of both; targets int64 `[L]`, -1 where no token follows.
+    """Returns float32 logits `[L, V]` of both; targets int64 `[L]`, -1 where no token follows.
 
     KL(P || Q) = sum over tokens of P (log P - log Q), P the reference's distribution and Q ours: what is lost
     when ours is taken for the reference's.
@@ -71,7 +72,7 @@ def score(logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) 
 
 
 def perplexity(loss: torch.Tensor) -> float:
-    """exp of the mean over tokens that follow another; infinite when it is too large for a float."""
+    """Returns exp of the mean over tokens that follow another; infinite when it is too large for a float."""
     mean = float(loss[~loss.isnan()].mean())
     return math.exp(mean) if mean < 700 else math.inf
 

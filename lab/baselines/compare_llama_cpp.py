@@ -112,7 +112,7 @@ def loads_of(options: Options) -> list[Load]:
 
 @contextlib.contextmanager
 def moebius_server(options: Options, timeout_s: float) -> Iterator[tuple[RunningServer, str]]:
-    """A running `moebius serve`, and the engine's address."""
+    """Yields a running `moebius serve`, and the engine's address."""
     with tempfile.TemporaryDirectory(prefix="mb") as state:
         port = free_port()
         command = [

@@ -130,7 +130,7 @@ class Baseline:
         return layer_object
 
     def forward(self, layer: int, hidden_states: NDArray[np.uint16], call: Call) -> NDArray[np.uint16]:
-        """[rows, hidden_size] bfloat16 bits."""
+        """Returns [rows, hidden_size] bfloat16 bits."""
         self._infer.submit(
             self._layers[layer].forward_task(
                 call.rows.ctypes.data,

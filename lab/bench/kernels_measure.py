@@ -73,7 +73,9 @@ class EngineSetting:
 
 @contextmanager
 def anonymous_segment(experts: int, layers: int) -> Iterator[SegmentSettings]:
-    """Memory for every expert as `moebius serve` makes it; goes with the engine that was built meanwhile."""
+    """Yields memory for every expert as `moebius serve` makes it; goes with the engine that was built
+    meanwhile.
+    """
     descriptor = os.memfd_create("moebius-bench", os.MFD_CLOEXEC)
     try:
         held = dict.fromkeys(range(layers), range(experts))
@@ -136,7 +138,7 @@ def calls_of(rows: int, shape: ExpertShape, held: WorkingSet, exact_rows_per_exp
 
 
 def random_hidden_states(rows: int, hidden_size: int) -> NDArray[np.uint16]:
-    """[rows, hidden_size] normally distributed bfloat16 values, as bits."""
+    """Returns [rows, hidden_size] normally distributed bfloat16 values, as bits."""
     values = np.random.default_rng(SEED).standard_normal((rows, hidden_size), dtype=np.float32)
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 

@@ -223,7 +223,7 @@ def peak_resident_bytes() -> int:
 
 
 def parse_shape(text: str, layers: int) -> RandomShape:
-    """ "HxIxE". Raises UserError."""
+    """Returns "HxIxE". Raises UserError."""
     try:
         hidden, intermediate, experts = (int(part) for part in text.split("x"))
     except ValueError:

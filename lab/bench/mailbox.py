@@ -126,7 +126,9 @@ def measure(box: Mailbox, rows: int, rounds: int, cores: int, wait: Wait, limit_
 
 @contextmanager
 def echo_mailbox(servers: int, rows: Sequence[int] = ROWS) -> Iterator[Mailbox]:
-    """A mailbox with that many echo processes, for these row counts; removed, with them, at the end."""
+    """Yields a mailbox with that many echo processes, for these row counts; removed, with them, at
+    the end.
+    """
     geometry = MailboxGeometry(
         num_layers=1,
         hidden_size=HIDDEN_SIZE,

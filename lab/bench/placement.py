@@ -193,7 +193,7 @@ def _speeds(points: Sequence[CurvePoint], strategy: str, ratio: int, options: Pl
 
 
 def table(points: Sequence[CurvePoint], options: PlacementOptions) -> str:
-    """Markdown: a row per ratio, a column per strategy, tokens per second."""
+    """Returns Markdown: a row per ratio, a column per strategy, tokens per second."""
     lines = [
         f"| experts on the GPU | {' | '.join(options.strategies)} |",
         f"|---|{'---|' * len(options.strategies)}",

@@ -157,7 +157,7 @@ def cpu_quota_group(cpus: float, root: Path = CGROUP_ROOT) -> Iterator[Path]:
 
 
 def own_group() -> str:
-    """This process's version 2 group relative to the mount; empty for the root."""
+    """Returns this process's version 2 group relative to the mount; empty for the root."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::") and "/.." not in line:
             return line[3:].strip("/")

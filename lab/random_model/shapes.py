@@ -35,7 +35,9 @@ class RandomShape:
     num_mtp_layers: ClassVar[int] = 0
 
     def hf_config(self, quantization: dict[str, Any] | None) -> dict[str, Any]:
-        """config.json of the shape's family; `quantization`: of its experts, None: they have 16 bits."""
+        """Returns config.json of the shape's family; `quantization`: of its experts, None: they
+        have 16 bits.
+        """
         config = self._hf_keys()
         return config if quantization is None else config | {"quantization_config": quantization}
 

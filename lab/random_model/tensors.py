@@ -234,7 +234,7 @@ class ModelDraw:
 
 
 def outside_layers(draw: ModelDraw) -> Iterator[TensorGroup]:
-    """Embedding, final norm and head."""
+    """Returns embedding, final norm and head."""
     shape = draw.shape
     size = (shape.vocab_size, shape.hidden_size)
     yield one(f"{shape.prefix}embed_tokens.weight", size, partial(embedding, draw))
@@ -361,7 +361,7 @@ def attention_matrices(shape: RandomShape, layer: int) -> list[MatrixDraw]:
 
 
 def expert_matrices(shape: RandomShape, layer: int, expert: int) -> list[MatrixDraw]:
-    """Gate, up and down of one expert."""
+    """Returns gate, up and down of one expert."""
     hidden, inner = shape.hidden_size, shape.moe_intermediate_size
     # silu(gate) * up of unit variances has a root mean square of 0.6; top_k results are averaged.
     down = added_std(shape) * math.sqrt(shape.top_k) / 0.6
@@ -369,7 +369,7 @@ def expert_matrices(shape: RandomShape, layer: int, expert: int) -> list[MatrixD
 
 
 def mlp_matrices(hidden: int, inner: int, down: float, key: tuple[int, ...]) -> list[MatrixDraw]:
-    """Gate, up and down; `down`: the deviation of what the last one gives for intermediates of 1."""
+    """Returns gate, up and down; `down`: the deviation of what the last one gives for intermediates of 1."""
     sizes = (
         ("gate_proj", inner, hidden, 1.0),
         ("up_proj", inner, hidden, 1.0),

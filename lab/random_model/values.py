@@ -92,7 +92,7 @@ def bfloat16_normal(rng: np.random.Generator, shape: tuple[int, ...], std: float
 
 
 def float8_normal(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """e4m3 codes of normal values of standard deviation FLOAT8_STD, `shape`."""
+    """Returns e4m3 codes of normal values of standard deviation FLOAT8_STD, `shape`."""
     return _float8_table()[_indices(rng, int(np.prod(shape)))].reshape(shape)
 
 

@@ -158,7 +158,7 @@ class Comparison:
     def run(
         self, token_ids: torch.Tensor, last_layer: int, on_stage: Callable[[int], None]
     ) -> TokenScores | None:
-        """All layers up to `last_layer`; token ids int64 `[T]`. None: the model has more layers.
+        """Runs all layers up to `last_layer`; token ids int64 `[T]`. None: the model has more layers.
 
         `on_stage` is called with the number of layers done.
         """

@@ -22,7 +22,8 @@ _NULL_COUNTS = ("linear_lower_bound",)
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the keys of `text_config` in its top level; unchanged where there is no such object.
+    """Returns `config` with the keys of `text_config` in its top level; unchanged where there is no such
+    object.
 
     An inner key counts before an outer one of the same name, unless it is null or one of `_OUTER`.
     """

@@ -129,8 +129,11 @@ class MatrixFinder:
     def _lies_transposed(
         self, scheme: WeightScheme, name: str, template: MatrixTemplate, shape: tuple[int, int]
     ) -> bool:
-        """Plain ones as the layout says. NVFP4 by its shape: ModelOpt writes a Llama 4's experts
-        `[E, in / 2, out]`, and what takes them apart `[out, in / 2]`. Packed words keep their own way."""
+        """Returns plain ones as the layout says.
+
+        NVFP4 by its shape: ModelOpt writes a Llama 4's experts `[E, in / 2, out]`, and what takes them apart
+        `[out, in / 2]`. Packed words keep their own way.
+        """
         if not template.transposed or scheme.layout != "nvfp4":
             return template.transposed and scheme.layout == "plain"
         codes = self.tensors.get(side_name(name, scheme.codes.suffix))
@@ -157,7 +160,7 @@ def side_name(name: str, suffix: str) -> str:
 
 
 def is_ignored(name: str) -> bool:
-    """A side tensor that does not change what the weights are."""
+    """Returns a side tensor that does not change what the weights are."""
     return any(name.endswith((f".{suffix}", f"_{suffix}")) for suffix in IGNORED_SUFFIXES)
 
 

@@ -191,7 +191,7 @@ _MODELOPT: Mapping[str, Callable[[], WeightScheme]] = {
 
 
 def _quark(config: Config) -> tuple[WeightScheme, ...]:
-    """AMD Quark: one scheme for all modules, and others for those of a pattern or a class."""
+    """Returns AMD Quark: one scheme for all modules, and others for those of a pattern or a class."""
     layers = require_object(config, "layer_quant_config", {}).items()
     single = [
         schemes.for_targets(_quark_scheme(layer), (f"re:{fnmatch.translate(pattern)}",))
@@ -400,7 +400,7 @@ def _auto_round_scheme(config: Config, gptq_like: bool) -> WeightScheme:
 
 
 def _as_target(module: str) -> str:
-    """AutoRound searches patterns anywhere in a name; plain names are whole ones."""
+    """Returns AutoRound searches patterns anywhere in a name; plain names are whole ones."""
     return f"re:.*(?:{module})" if re.search(r"[*+?^$()\[\]{}|\\]", module) else module
 
 

@@ -58,7 +58,7 @@ class StoredMatrix:
             yield self.bias.tensor.name
 
     def channels(self, wanted: range, are_columns: bool) -> StoredMatrix:
-        """Some of an expert's channels: rows of gate and up, columns of down. Bounds as in `read`.
+        """Returns some of an expert's channels: rows of gate and up, columns of down. Bounds as in `read`.
 
         Raises CheckpointError where they would divide what has one scale.
         """
@@ -197,7 +197,7 @@ class StoredMatrix:
     def read_sorted(
         self, reader: SliceReader, rows: NDArray[np.uint32], order: NDArray[np.uint32], cols: range
     ) -> SourceMatrix:
-        """Some rows, in that order, and columns `cols` of those in the order of `column_order`.
+        """Reads some rows, in that order, and columns `cols` of those in the order of `column_order`.
 
         Where `holds_integers`; columns begin and end at whole groups. Raises CheckpointError as `read`.
         """

@@ -118,7 +118,7 @@ def unpack_nibbles(words: Array, axis: int) -> NDArray[np.uint8]:
 
 
 def unpack_bytes(words: Array, transposed: bool) -> NDArray[np.int8]:
-    """int8 `[out, in]` from int32 words of four values + 128 along in, the first in the lowest bits.
+    """Returns int8 `[out, in]` from int32 words of four values + 128 along in, the first in the lowest bits.
 
     words: `[out, in / 4]`, or `[in / 4, out]` when transposed.
     """

@@ -206,7 +206,7 @@ def _digits(number: Decimal) -> tuple[str, str]:
 
 
 def _whole_from(least: int, digits: int) -> str:
-    """Whole numbers from `least` >= 0 on, of at most `digits` digits."""
+    """Returns whole numbers from `least` >= 0 on, of at most `digits` digits."""
     if least == 0:
         return f"0|[1-9][0-9]{{0,{digits - 1}}}"
     text = str(least)
@@ -222,7 +222,7 @@ def _whole_from(least: int, digits: int) -> str:
 
 
 def _whole_to(most: int, zero: bool = True) -> str:
-    """Whole numbers from 0, or 1, to `most`."""
+    """Returns whole numbers from 0, or 1, to `most`."""
     text = str(most)
     found = ["0"] if zero else []
     if most == 0:

@@ -169,8 +169,9 @@ class ExpertKindsConfig:
         return self.top_k * max(self.num_parts)
 
     def stored_place(self, part: int) -> tuple[int, int, int]:
-        """The place of a part: its expert's number in the checkpoint, its first channel, and the expert's
-        width."""
+        """Returns the place of a part: its expert's number in the checkpoint, its first channel, and the
+        expert's width.
+        """
         first, second = self.num_parts
         place, of_first = part, self.num_experts * first
         if part < of_first:

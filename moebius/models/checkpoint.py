@@ -64,7 +64,8 @@ def check_mtp_layers(index: CheckpointIndex, model_type: str, num_layers: int) -
 
 
 def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
-    """The family's layout that the checkpoint uses. Raises CheckpointError naming what was looked for.
+    """Returns the family's layout that the checkpoint uses. Raises CheckpointError naming what was looked
+    for.
 
     Of layouts that have the same names, the one whose shapes fit; where none fits, the first.
     """

@@ -96,7 +96,7 @@ INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attent
 def read_common(
     hf: HfKeys, *, dense_size: int | None = None, num_layers: int | None = None
 ) -> dict[str, Any]:
-    """Fields that all families spell alike; raises on features that no family here has.
+    """Reads fields that all families spell alike; raises on features that no family here has.
 
     `dense_size`: the width of dense layers where a family says nothing of them; `num_layers`: decoder layers
     where it has another key for them.
@@ -180,14 +180,18 @@ def read_sparse_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
 
 
 def after_dense(hf: HfKeys, num_layers: int, default: int | None = None) -> frozenset[int]:
-    """MoE layers where the first ones are dense; `default`: how many where the checkpoint does not say."""
+    """Returns MoE layers where the first ones are dense; `default`: how many where the checkpoint does not
+    say.
+    """
     if default is not None and not hf.has("first_k_dense_replace"):
         return frozenset(range(default, num_layers))
     return frozenset(range(hf.integer("first_k_dense_replace", minimum=0), num_layers))
 
 
 def listed_or_after_dense(hf: HfKeys, num_layers: int, default: int | None = None) -> frozenset[int]:
-    """MoE layers as `mlp_layer_types` lists them; where it does not, those after the first dense ones."""
+    """Returns MoE layers as `mlp_layer_types` lists them; where it does not, those after the first dense
+    ones.
+    """
     kinds = hf.strings("mlp_layer_types")
     if not kinds:
         return after_dense(hf, num_layers, default)
@@ -198,7 +202,7 @@ def listed_or_after_dense(hf: HfKeys, num_layers: int, default: int | None = Non
 
 
 def read_one_window(hf: HfKeys, num_layers: int, *, used: bool | None = None) -> tuple[int | None, ...]:
-    """`sliding_window` as the window of every layer; empty where it is not `used`.
+    """Reads `sliding_window` as the window of every layer; empty where it is not `used`.
 
     `used` None: where there is one. Raises ModelConfigError where it is used and missing.
     """
@@ -211,8 +215,10 @@ def read_one_window(hf: HfKeys, num_layers: int, *, used: bool | None = None) ->
 def read_from_section(
     hf: HfKeys, section: HfKeys | None, name: str, outside: str, default: int, minimum: int = 1
 ) -> int:
-    """An integer of a section that a family was published with. What it lacks, or all of it, may stand
-    `outside` by another name, where transformers writes it in any case.
+    """Reads an integer of a section that a family was published with.
+
+    What it lacks, or all of it, may stand `outside` by another name, where transformers writes it in any
+    case.
     """
     found = hf.integer(outside, default=default, minimum=minimum)
     return found if section is None else section.integer(name, default=found, minimum=minimum)

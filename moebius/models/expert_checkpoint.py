@@ -83,7 +83,8 @@ class ExpertMatrices:
                 )
 
     def channel_order(self, reader: SliceReader) -> NDArray[np.uint32] | None:
-        """The stored intermediate channels as they are packed, uint32 `[I]`; None: as they are stored.
+        """Returns the stored intermediate channels as they are packed, uint32 `[I]`; None: as they are
+        stored.
 
         Down's columns are sorted by group; gate and up compute its channels in that order.
         """
@@ -92,7 +93,8 @@ class ExpertMatrices:
     def read(
         self, reader: SliceReader, begin: int, end: int, keeps: bool
     ) -> tuple[SourceMatrix | None, SourceMatrix, SourceMatrix]:
-        """gate (None: there is none) and up `[I, H]`, down `[H, I]` of the channels from `begin` to `end`.
+        """Returns gate (None: there is none) and up `[I, H]`, down `[H, I]` of the channels from `begin` to
+        `end`.
 
         `keeps`: for the packed `formats`, channels by `channel_order`; else as they are stored. Down's bias
         is the first channels': the parts of several servers are added. Raises CheckpointError naming a tensor
@@ -150,7 +152,7 @@ def _first(down: SourceMatrix, begin: int) -> SourceMatrix:
 
 
 def _other_model_type(path: str, model: MoeGeometry) -> str:
-    """The `model_type` that names experts of `model` in another checkpoint than its own.
+    """Returns the `model_type` that names experts of `model` in another checkpoint than its own.
 
     Raises CheckpointError naming what experts there are of another size or kind.
     """
@@ -201,7 +203,7 @@ class ExpertCheckpoint:
         return found
 
     def matrix(self, layer: int, expert: int, which: str) -> StoredMatrix:
-        """ "gate", "up" or "down".
+        """Returns the matrix "gate", "up" or "down".
 
         Raises CheckpointError naming a tensor that is missing, mis-shaped, or of a type that no scheme of the
         checkpoint allows.

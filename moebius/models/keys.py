@@ -78,7 +78,7 @@ class HfKeys:
         return float(value)
 
     def boolean(self, *names: str, default: bool | object = _MISSING) -> bool:
-        """true or false."""
+        """Returns True or False."""
         value = self._get(names, default)
         if not isinstance(value, bool):
             raise self.error(names[0], value, "true or false")

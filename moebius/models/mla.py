@@ -25,7 +25,8 @@ def read_mla_common(
     dense_size: int | None = None,
     num_layers: int | None = None,
 ) -> dict[str, Any]:
-    """`read_common`, with a query's size for a head's, and what is common to latent attention.
+    """Reads the keys of `read_common`, with a query's size for a head's, and what is common to latent
+    attention.
 
     `growth` as in `read_rope`, the others as in `read_common`.
     """
@@ -43,7 +44,7 @@ def read_mla_common(
 
 
 def read_mla(hf: HfKeys, rope: RopeConfig | None) -> MlaConfig:
-    """`rope` None: queries and keys have the part that others rotate, as it is."""
+    """Reads latent attention. `rope` None: queries and keys have the part that others rotate, as it is."""
     rope_dim, nope_dim = hf.integer("qk_rope_head_dim", minimum=0), hf.integer("qk_nope_head_dim")
     # YaRN's temperature, which these families apply to the scores, to the extent that mscale_all_dim says.
     numbers = {} if rope is None else dict(rope.scaling)

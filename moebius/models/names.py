@@ -85,7 +85,9 @@ def drop(stored: str) -> RenameRule:
 
 
 def rename(stored: str, canonical: str) -> RenameRule:
-    """`rename("model.layers.*.mlp.shared_mlp.**", "model.layers.*.mlp.shared_experts.**")`; see the class."""
+    """Returns the rule of `rename("model.layers.*.mlp.shared_mlp.**",
+    "model.layers.*.mlp.shared_experts.**")`; see the class.
+    """
     return RenameRule(stored, canonical)
 
 

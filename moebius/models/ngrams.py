@@ -27,7 +27,8 @@ def _is_prime(value: int) -> bool:
 
 
 def hash_factors(sizes: NGramConfig, place: int, vocab_size: int) -> list[int]:
-    """The factors of a token and of those before it, in the `place`-th layer that embeds n-grams; odd.
+    """Returns the factors of a token and of those before it, in the `place`-th layer that embeds n-grams;
+    odd.
 
     No product of a token and a factor exceeds 63 bits.
     """

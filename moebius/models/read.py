@@ -36,7 +36,7 @@ _COMPUTED_IN: Mapping[str, str] = {"float16": "bfloat16"}
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """`config.json`, or a GGUF model's metadata, as a mapping; see `flat_config`.
+    """Reads `config.json`, or a GGUF model's metadata, as a mapping; see `flat_config`.
 
     Raises CheckpointError naming the file.
     """
@@ -80,7 +80,7 @@ def read_model_config(directory: str | Path, overrides: ModelOverrides | None = 
 
 
 def read_geometry(directory: str | Path, top_k: int | None = None, mtp_heads: int = 0) -> MoeGeometry:
-    """The routed experts' part of the same description; the others are `ModelOverrides`' fields.
+    """Reads the routed experts' part of the same description; the others are `ModelOverrides`' fields.
 
     Raises ModelConfigError naming the key, its value and what is allowed, and as `mtp.check_heads`.
     """

@@ -66,7 +66,7 @@ def vision_family(model_type: str) -> VisionFamily:
 
 
 def gguf_family(model: GgufModel) -> tuple[Family, GgufFamily]:
-    """The family that a GGUF model is of; of several of one architecture, that of its way of gating.
+    """Returns the family that a GGUF model is of; of several of one architecture, that of its way of gating.
 
     Raises CheckpointError naming an architecture that none has, or a model without experts.
     """

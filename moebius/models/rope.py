@@ -138,7 +138,7 @@ def _pair_factors(rope: HfKeys, scaling: RopeScaling, num_pairs: int) -> PairFac
 
 
 def _scaling(hf: HfKeys, rope: HfKeys | None, num_pairs: int) -> tuple[str, dict[str, float], PairFactors]:
-    """Kind, its numbers, and those of pairs."""
+    """Returns the kind, its numbers, and those of pairs."""
     if rope is None:
         return "default", {}, ()
     kind = rope.string(*_KIND_KEYS, default="default")
@@ -169,7 +169,8 @@ def _sections(rope: HfKeys, mrope: SectionDefaults) -> tuple[int, ...]:
 def read_layer_ropes(
     hf: HfKeys, kinds: Sequence[str], head_dim: int, defaults: Mapping[str, tuple[float, float]]
 ) -> tuple[RopeConfig, ...]:
-    """Rotary embedding of each layer, where `rope_parameters` has an entry for each of `layer_types`.
+    """Reads the rotary embedding of each layer, where `rope_parameters` has an entry for each of
+    `layer_types`.
 
     `kinds`: the type of each layer; `defaults`: theta and partial factor of a type, where the checkpoint does
     not say. Keys that stand outside of entries count for all types.

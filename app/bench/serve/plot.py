@@ -26,7 +26,7 @@ class PlottedRow(Protocol):
         """Stands in the legend."""
 
     def values(self, latency: str) -> list[float]:
-        """Milliseconds."""
+        """Returns milliseconds."""
 
 
 @dataclass(frozen=True)

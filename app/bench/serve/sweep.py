@@ -77,7 +77,7 @@ class SweepRow:
         return rate if self.max_concurrency is None else f"{rate}, at most {self.max_concurrency}"
 
     def values(self, latency: str) -> list[float]:
-        """Milliseconds, of all completed requests."""
+        """Returns milliseconds, of all completed requests."""
         found: list[float] = []
         for sample in self.good:
             if latency == "itl":
@@ -87,7 +87,7 @@ class SweepRow:
         return [1e3 * value for value in found]
 
     def percentile(self, latency: str, percent: float) -> float | None:
-        """Milliseconds; None: nothing was measured."""
+        """Returns milliseconds; None: nothing was measured."""
         values = self.values(latency)
         return float(np.percentile(values, percent)) if values else None
 
@@ -153,7 +153,7 @@ def _within(sample: Sample, latency: str, limit_ms: float) -> bool:
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """ "ttft:500 tpot:50", separated by blanks or commas. Raises UserError."""
+    """Returns "ttft:500 tpot:50", separated by blanks or commas. Raises UserError."""
     limits = {}
     for part in text.replace(",", " ").split():
         name, _, value = part.partition(":")
@@ -181,7 +181,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 def parse_concurrencies(text: str) -> tuple[int | None, ...]:
-    """Whole numbers above 0 or "none", separated by commas. Raises UserError."""
+    """Returns whole numbers above 0 or "none", separated by commas. Raises UserError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part == "none" or (part.isdecimal() and int(part) > 0) for part in parts):
         raise UserError(

@@ -145,7 +145,7 @@ class MlaAttentionBackend(PlannedAttention):
         selection: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`forward` after storing; `query` is its `query_latent`."""
+        """Computes `forward` after storing; `query` is its `query_latent`."""
 
     def forward_non_absorbed(
         self,
@@ -174,7 +174,7 @@ class MlaAttentionBackend(PlannedAttention):
     def _attend_first_chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Plain causal attention of each request to itself, by torch."""
+        """Computes plain causal attention of each request to itself, by torch."""
         output = torch.empty_like(value, memory_format=torch.contiguous_format)
         for begin, end in pairwise(self._planned.query_start_loc):
             q, k, v = (part[begin:end].transpose(0, 1) for part in widened(query, key, value))

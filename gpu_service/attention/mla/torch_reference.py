@@ -177,7 +177,7 @@ class TorchMlaAttention(MlaAttentionBackend):
 
 
 def _selection_mask(selection: torch.Tensor, kv_len: int, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a row of `[n, top_k]` selects a token, else -inf: `[n, kv_len]`."""
+    """Returns 0 where a row of `[n, top_k]` selects a token, else -inf: `[n, kv_len]`."""
     mask = torch.full((selection.shape[0], kv_len + 1), float("-inf"), dtype=dtype, device=selection.device)
     # -1 is the column after the last, which is dropped.
     return mask.scatter_(1, selection.long() % (kv_len + 1), 0.0)[:, :kv_len]

@@ -45,7 +45,10 @@ class PlacementDecision:
         self._forecast.observe(observation, copy_price)
 
     def wanted(self, resident: NDArray[np.bool_], copy_price: float) -> list[Wanted]:
-        """The most urgent exchanges first. `resident` bool `[layers, experts]`: in a slot, or on its way."""
+        """Returns the most urgent exchanges first.
+
+        `resident` bool `[layers, experts]`: in a slot, or on its way.
+        """
         expected = self._forecast.expected
         refilled = self._refilled(resident, expected)
         found = worthwhile(expected, resident, copy_price).best(_MOST_WANTED)

@@ -96,6 +96,6 @@ class PackedExpertSource:
         return self._widest if stored == "float32" else stored
 
     def _span(self, found: ExpertMatrices) -> tuple[int, int]:
-        """This rank's intermediate channels; quantisation groups stay whole."""
+        """Returns this rank's intermediate channels; quantisation groups stay whole."""
         size = self.geometry.moe_intermediate_size
         return rank_intermediate_range(size, found.intermediate_multiple, self._target, *self._ranks)

@@ -25,7 +25,9 @@ class UnpackedMatrix:
 
 
 def unpack_expert(layer: LayerFormat, packed: torch.Tensor) -> tuple[UnpackedMatrix, ...]:
-    """gate, if there is one, and up `[I, H]`, down `[H, I]` of an expert's bytes, uint8 `[expert_bytes]`."""
+    """Returns gate, if there is one, and up `[I, H]`, down `[H, I]` of an expert's bytes, uint8
+    `[expert_bytes]`.
+    """
     layout = layer.layout
     blocks = packed[: layout.down_offset].view(-1, layout.panels_per_column_block, layer.gate_up.panel_bytes)
     down = packed[layout.down_offset : layout.order_offset].view(-1, layer.down.panel_bytes)

@@ -121,7 +121,7 @@ def _up_to(sizes: tuple[int, ...], most: int) -> list[int]:
 
 
 def _time(wait: Callable[[], None], work: Callable[[_Rows], None], rows: _Rows) -> float:
-    """The best of some, seconds; `wait`: for the device."""
+    """Returns the seconds of the best of some runs; `wait`: for the device."""
     best = float("inf")
     for _ in range(_REPEATS):
         wait()

@@ -63,7 +63,8 @@ class GridTower(VisionTower):
 def unfused(
     name: str, values: torch.Tensor, fused: str, own: str, num_heads: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Queries, keys and values of one tensor, the rotary pairs of the first two as `half_split` has them.
+    """Yields queries, keys and values of one tensor, the rotary pairs of the first two as `half_split` has
+    them.
 
     `fused` is what its name has in place of `own`, in which `{}` is q, k and v; other tensors stay.
     """

@@ -24,7 +24,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: one compiled kernel for all values of these arguments.
+    """Returns a decorator: one compiled kernel for all values of these arguments.
 
     Left alone, Triton compiles again when a number becomes 1, or a multiple of 16: in the middle of a
     service, when the first batch of 16 requests comes.

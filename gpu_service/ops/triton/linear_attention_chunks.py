@@ -132,7 +132,7 @@ def causal_conv_extend(
 def unit_lower_inverse(  # type: ignore[no-untyped-def]
     strict, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """(I + strict)^-1, strict `[CHUNK, CHUNK]` being strictly lower triangular; CHUNK = 2^LEVELS.
+    """Returns (I + strict)^-1, strict `[CHUNK, CHUNK]` being strictly lower triangular; CHUNK = 2^LEVELS.
 
     Of blocks twice as large at each level: the inverse of [[A, 0], [B, C]] has -C^-1 B A^-1 below A^-1.
     Unlike powers of `strict`, inverses of blocks stay small, because each token's step is a contraction.
@@ -156,7 +156,7 @@ def _inverse_length(rows):  # type: ignore[no-untyped-def]
 
 @jit
 def _cumulated_decay(at_step, held, a_log, dt_bias):  # type: ignore[no-untyped-def]
-    """The sum of log decays up to each row; rows that are not held do not decay."""
+    """Returns the sum of log decays up to each row; rows that are not held do not decay."""
     step = tl.load(at_step, mask=held, other=0.0).to(tl.float32) + dt_bias
     return tl.cumsum(tl.where(held, -tl.exp(a_log) * softplus(step), 0.0), 0)
 

@@ -151,7 +151,9 @@ def _weighted(
     mask: tl.tensor,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """`values * scale * weight` in float32, rounded like the reference; the weight is the head's kind's."""
+    """Computes `values * scale * weight` in float32, rounded like the reference; the weight is the head's
+    kind's.
+    """
     q = tl.load(q_weight, mask=mask, other=0.0)
     k = tl.load(k_weight, mask=mask, other=0.0)
     weight = tl.where(is_query, q, k)
@@ -163,7 +165,7 @@ def _element(
     row: tl.tensor, value_row: tl.tensor, at: tl.tensor, mask: tl.tensor, is_value: tl.tensor,
     STORES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """float32 elements of heads: of queries and keys from one tensor, of values from another."""
+    """Returns float32 elements of heads: of queries and keys from one tensor, of values from another."""
     element = tl.load(row + at, mask=mask & ~is_value, other=0.0).to(tl.float32)
     if STORES:
         element += tl.load(value_row + at, mask=mask & is_value, other=0.0).to(tl.float32)

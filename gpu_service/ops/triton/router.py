@@ -23,7 +23,7 @@ _LOWEST = -3.0e38
 
 @jit
 def _capped(logits: tl.tensor, softcap: float, CAPS: tl.constexpr) -> tl.tensor:
-    """`softcap * tanh(logits / softcap)`, by the logistic function, whose powers never overflow."""
+    """Computes `softcap * tanh(logits / softcap)`, by the logistic function, whose powers never overflow."""
     if CAPS:
         logits = softcap * (2.0 / (1.0 + tl.exp(-2.0 * logits / softcap)) - 1.0)
     return logits
@@ -31,7 +31,7 @@ def _capped(logits: tl.tensor, softcap: float, CAPS: tl.constexpr) -> tl.tensor:
 
 @jit
 def _softmax_bounds(logits: tl.tensor, valid: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The largest logit of the tile, and the sum of the powers relative to it."""
+    """Returns the largest logit of the tile, and the sum of the powers relative to it."""
     logits = tl.where(valid, logits, float("-inf"))
     top = tl.max(tl.max(logits, axis=1), axis=0)
     return top, tl.sum(tl.sum(tl.exp(logits - top), axis=1), axis=0)
@@ -54,7 +54,7 @@ def _score(logits: tl.tensor, top: tl.tensor, total: tl.tensor, SCORE: tl.conste
 
 @jit
 def _group_scores(choice: tl.tensor, SUM_OF_TWO: tl.constexpr) -> tl.tensor:
-    """`[G, S]` to `[G]`: the best of each group, or the sum of its best two."""
+    """Returns `[G, S]` to `[G]`: the best of each group, or the sum of its best two."""
     best = tl.max(choice, axis=1)
     if SUM_OF_TWO:
         place = tl.arange(0, choice.shape[1])[None, :]
@@ -67,7 +67,7 @@ def _group_scores(choice: tl.tensor, SUM_OF_TWO: tl.constexpr) -> tl.tensor:
 def _kept_groups(
     scores: tl.tensor, num_groups: int, TOP_GROUPS: tl.constexpr, LOWEST: tl.constexpr
 ) -> tl.tensor:
-    """1 for the best `TOP_GROUPS` of the first `num_groups`, int32 `[G]`."""
+    """Returns 1 for the best `TOP_GROUPS` of the first `num_groups`, int32 `[G]`."""
     group = tl.arange(0, scores.shape[0])
     scores = tl.where(group < num_groups, tl.maximum(scores, LOWEST), float("-inf"))
     kept = tl.zeros_like(group)

@@ -100,7 +100,7 @@ def _info(answer: Any) -> ServerInfo:
 
 @contextlib.contextmanager
 def running_servers(config: MoebiusConfig) -> Iterator[ExpertServers]:
-    """Everything of `moebius serve` but gateway and the engine's first rank; stopped at the end.
+    """Yields everything of `moebius serve` but gateway and the engine's first rank; stopped at the end.
 
     From the main thread only. Raises StartupError, ConfigError, CheckpointError as `moebius serve` does.
     """

@@ -95,7 +95,7 @@ def rotated(keys: MetadataKeys, config: Config) -> Config:
 
 
 def always_normed(keys: MetadataKeys, config: Config) -> Config:
-    """`rotated`, of families whose weights of chosen experts always sum to one."""
+    """Returns `rotated`, of families whose weights of chosen experts always sum to one."""
     if not keys.get("expert_weights_norm"):
         raise keys.error("expert_weights_norm", False, "true")
     return rotated(keys, config)
@@ -145,7 +145,9 @@ def latent(keys: MetadataKeys, config: Config) -> Config:
 
 
 def indexed(keys: MetadataKeys, config: Config) -> Config:
-    """`latent`, where layers that choose tokens have an indexer; others take over an earlier one's choice."""
+    """Returns `latent`, where layers that choose tokens have an indexer; others take over an earlier one's
+    choice.
+    """
     count = config["num_hidden_layers"]
     own = keys.layers_with("indexer.attn_k.weight")
     full = keys.flags("attention.indexer.types", count) or [layer in own for layer in range(count)]

@@ -155,7 +155,7 @@ def _tiled_columns(model: GgufModel, info: TensorInfo) -> TensorInfo:
 
 
 def _merged_latent(model: GgufModel, keys: TensorInfo, values: TensorInfo) -> TensorInfo:
-    """kv_b_proj `[heads * (nope + value), rank]`."""
+    """Returns kv_b_proj `[heads * (nope + value), rank]`."""
     shapes = keys.shape, values.shape
     if [len(shape) for shape in shapes] != [3, 3] or keys.shape[:2] != (values.shape[0], values.shape[2]):
         raise CheckpointError(
@@ -180,7 +180,9 @@ def _rows_together(model: GgufModel, first: TensorInfo, later: TensorInfo) -> Te
 
 
 def _mixed_by_key_head(model: GgufModel, mixed: TensorInfo, gate: TensorInfo) -> TensorInfo:
-    """in_proj_qkvz: of each key head its query, its key, and the values and gates that belong to it."""
+    """Returns in_proj_qkvz: of each key head its query, its key, and the values and gates that
+    belong to it.
+    """
     heads = linear_heads(model)
     for info, rows in ((mixed, heads.channels), (gate, heads.value_size)):
         if info.shape != (rows, mixed.shape[-1]):

@@ -42,7 +42,7 @@ class Vocabulary:
         self.tokens: list[str] = self.required("tokens")
 
     def get(self, name: str) -> Any:
-        """`tokenizer.ggml.<name>`; None where there is none."""
+        """Returns `tokenizer.ggml.<name>`; None where there is none."""
         return self._metadata.get(f"tokenizer.ggml.{name}")
 
     def required(self, name: str) -> Any:
@@ -108,7 +108,7 @@ def read_tokenizer(model_path: str | Path) -> GgufTokenizer:
 
 
 def byte_level(vocabulary: Vocabulary) -> Tokenizer:
-    """BPE over bytes. Raises CheckpointError naming the way of cutting text where it is not known."""
+    """Returns BPE over bytes. Raises CheckpointError naming the way of cutting text where it is not known."""
     pre = vocabulary.required("pre")
     cut = PRE_TOKENIZERS.get(str(pre))
     if cut is None:

@@ -89,14 +89,14 @@ def _read_sparse(hf: HfKeys, *, shares: bool, interleaved: bool) -> ModelConfig:
 
 
 def read_deepseek_v32(hf: HfKeys) -> ModelConfig:
-    """DeepSeek-V3.2: DeepSeek-V3 with an indexer in every layer, whose rotated halves lie apart."""
+    """Reads DeepSeek-V3.2: DeepSeek-V3 with an indexer in every layer, whose rotated halves lie apart."""
     for name in ("indexer_types", *_SCHEDULE):
         hf.refuse(name)
     return _read_sparse(hf, shares=False, interleaved=False)
 
 
 def read_glm_moe_dsa(hf: HfKeys) -> ModelConfig:
-    """GLM-5, and GLM-5.2, whose layers may share an earlier layer's choice."""
+    """Reads GLM-5, and GLM-5.2, whose layers may share an earlier layer's choice."""
     hf.skip("index_share_for_mtp_iteration")
     return _read_sparse(hf, shares=True, interleaved=True)
 

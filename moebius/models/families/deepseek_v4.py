@@ -68,7 +68,9 @@ _OF_V41 = (
 
 
 def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
-    """The kind of attention of each layer; numbers beyond the last one are of multi-token prediction."""
+    """Returns the kind of attention of each layer; numbers beyond the last one are of multi-token
+    prediction.
+    """
     kinds = hf.strings("layer_types")
     ratios = hf.integers("compress_ratios")
     if not kinds and ratios:
@@ -190,7 +192,7 @@ def _read_moe(hf: HfKeys, num_layers: int, limit: float) -> MoeConfig:
 
 
 def read_deepseek_v4(hf: HfKeys) -> ModelConfig:
-    """DeepSeek-V4-Flash and -Pro."""
+    """Reads DeepSeek-V4-Flash and -Pro."""
     hf.skip(*_HARMLESS)
     for name in _OF_V41:
         hf.refuse(name, [])

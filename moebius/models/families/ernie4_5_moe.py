@@ -24,7 +24,7 @@ _BIAS = rename(
 
 
 def read_ernie4_5_moe(hf: HfKeys) -> ModelConfig:
-    """ERNIE 4.5 text models; MoE layers are every n-th of a range."""
+    """Reads ERNIE 4.5 text models; MoE layers are every n-th of a range."""
     common = read_common(hf)
     refuse_bias(hf, common)
     hf.refuse("use_bias")

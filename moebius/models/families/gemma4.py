@@ -43,7 +43,7 @@ _HARMLESS = (
 
 
 def _full_sizes(hf: HfKeys, common: dict[str, Any]) -> tuple[int, int]:
-    """KV heads and elements of a head in layers that see the whole context.
+    """Returns KV heads and elements of a head in layers that see the whole context.
 
     Keys of their own, or as transformers writes them: an entry for each such layer, with what differs
     from the other layers.
@@ -194,7 +194,9 @@ _VISION = VisionFamily(
 
 
 def _rotated(keys: MetadataKeys) -> float:
-    """The part of a head that layers with the whole context rotate; other frequencies are divided away."""
+    """Returns the part of a head that layers with the whole context rotate; other frequencies are divided
+    away.
+    """
     factors = keys.floats("rope_freqs.weight")
     if factors is None:
         return 1.0

@@ -21,7 +21,7 @@ _SECTIONS = SectionDefaults((8, 12, 12), interleaved=False)
 
 
 def read_glm4_moe(hf: HfKeys, *, mrope: SectionDefaults | None = None) -> ModelConfig:
-    """GLM-4.5 to 4.7: sigmoid router with groups, dense first layers, half of a head rotated."""
+    """Reads GLM-4.5 to 4.7: sigmoid router with groups, dense first layers, half of a head rotated."""
     common = read_common(hf)
     hf.refuse("sliding_window")
     first_moe = hf.integer("first_k_dense_replace", default=1, minimum=0)
@@ -39,7 +39,9 @@ def read_glm4_moe(hf: HfKeys, *, mrope: SectionDefaults | None = None) -> ModelC
 
 
 def read_glm4v_moe(hf: HfKeys) -> ModelConfig:
-    """GLM-4.5V and 4.6V: GLM-4.5 without norms of queries and keys, and mRoPE in consecutive sections."""
+    """Reads GLM-4.5V and 4.6V: GLM-4.5 without norms of queries and keys, and mRoPE in consecutive
+    sections.
+    """
     config = read_glm4_moe(hf, mrope=_SECTIONS)
     if config.qk_norm:
         raise hf.error("use_qk_norm", True, "false")

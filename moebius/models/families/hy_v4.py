@@ -43,7 +43,7 @@ _HARMLESS = (
 
 
 def _pairs_neighbours(hf: HfKeys) -> bool:
-    """`rope_interleave` where there is one; else whether the configuration is as published."""
+    """Returns `rope_interleave` where there is one; else whether the configuration is as published."""
     for name in _ALWAYS:
         if not hf.boolean(name, default=True):
             raise hf.error(name, False, "true")

@@ -103,7 +103,9 @@ _GGUF_KEYS = SPARSE_KEYS | {
 
 
 def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
-    """Sizes by layer, and either kind of rotation, of which one may be scaled; gates as wide as stored."""
+    """Returns sizes by layer, and either kind of rotation, of which one may be scaled; gates as wide as
+    stored.
+    """
     if not keys.get("expert_weights_norm"):
         raise keys.error("expert_weights_norm", False, "true")
     count, head_dim = config["num_hidden_layers"], config["head_dim"]

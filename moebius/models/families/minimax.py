@@ -66,7 +66,7 @@ def _residuals(hf: HfKeys) -> NormedResidualConfig:
 
 
 def _rope(hf: HfKeys, head_dim: int) -> tuple[RopeConfig, tuple[str, ...]]:
-    """Whole heads, or `rotary_dim` elements of each; and a remark where another factor is not read.
+    """Returns whole heads, or `rotary_dim` elements of each; and a remark where another factor is not read.
 
     Published files have no `partial_rotary_factor`, and transformers' model does not look at it unless
     frequencies are scaled; then it can not be run. Raises ModelConfigError for that.

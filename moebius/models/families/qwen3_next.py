@@ -39,7 +39,7 @@ SECTIONS = SectionDefaults((11, 11, 10), interleaved=True)
 
 
 def read_linear_attention(hf: HfKeys, num_layers: int, *, interleaved: bool) -> LinearAttentionConfig:
-    """Sizes, and `layer_types`; without such a list, every `full_attention_interval`-th layer attends.
+    """Reads sizes, and `layer_types`; without such a list, every `full_attention_interval`-th layer attends.
 
     Raises ModelConfigError for a list of another length, an unknown type, value heads that key heads do not
     divide, or a model without layers of either kind.
@@ -75,7 +75,7 @@ def read_gated_moe(hf: HfKeys, router: RouterConfig, layers: frozenset[int]) -> 
 
 
 def read_qwen3_next(hf: HfKeys) -> ModelConfig:
-    """Qwen3-Next and Qwen3-Coder-Next."""
+    """Reads Qwen3-Next and Qwen3-Coder-Next."""
     common = read_common(hf)
     router = read_softmax_router(hf, renormalizes=True)
     return _config(hf, common, router, read_sparse_layers(hf, common["num_layers"]), interleaved=True)

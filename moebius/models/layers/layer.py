@@ -41,12 +41,14 @@ class Layer:
         return tuple(state for state in own if state)
 
     def weight_elements(self, hidden_size: int) -> int:
-        """Elements of the weights that a token meets, chosen experts' included, up to norms and biases."""
+        """Returns elements of the weights that a token meets, chosen experts' included, up to norms and
+        biases.
+        """
         mixed = sum(mixer.weight_elements(hidden_size) for mixer in self.mixers)
         return mixed + sum(ffn.weight_elements(hidden_size) for ffn in self.ffns)
 
     def stream_bytes(self, hidden_size: int, activation_bytes: int) -> int:
-        """Bytes of one token that live through the layer next to the stream that every layer has."""
+        """Returns bytes of one token that live through the layer next to the stream that every layer has."""
         total, residual = 0, self.residual
         if isinstance(residual, HyperConnections | GatedStreams):
             # The streams, and the same once more in float32 where weights are computed and streams mixed.
@@ -111,7 +113,7 @@ def states(layers: Layers) -> list[tuple[StateTensor, ...]]:
 
 
 def page_bytes(layers: Layers, page_size: int, stored_bytes: int, activation_bytes: int) -> int:
-    """Bytes of a page over all layers; `stored_bytes`: of an element of keys, values and latents."""
+    """Returns bytes of a page over all layers; `stored_bytes`: of an element of keys, values and latents."""
     sizes = page_size, stored_bytes, activation_bytes
     return sum(part.page_bytes(*sizes) for mixer in mixers(layers) for part in mixer.cache)
 

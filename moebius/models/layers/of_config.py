@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
-    """The model's layers, those of multi-token prediction at the end.
+    """Returns the model's layers, those of multi-token prediction at the end.
 
     Raises ModelConfigError naming two switches that no layer can have together.
     """

@@ -49,7 +49,8 @@ def even_shard(total: int, rank: int, count: int) -> ShardRange:
 
 
 def kv_shard(num_heads: int, rank: int, count: int) -> ShardRange:
-    """Key and value heads of a rank: a share of them, or, with more ranks than heads, one, held by several.
+    """Returns the key and value heads of a rank: a share of them, or, with more ranks than heads, one, held
+    by several.
 
     query heads  | 0 1 | 2 3 | 4 5 | 6 7 |      8 query heads, 2 KV heads, 4 ranks
     KV heads     |  0  |  0  |  1  |  1  |

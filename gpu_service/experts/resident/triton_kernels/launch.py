@@ -75,12 +75,12 @@ def prefetched_lines(kind: LayerFormat, pairs: int) -> int:
 
 
 def warps(lines_at_once: int) -> int:
-    """Two threads for each line, of eight words each."""
+    """Returns the number of warps: two threads for each line, of eight words each."""
     return max(1, lines_at_once // 16)
 
 
 def chunk(panels: PanelFormat) -> int:
-    """k that a tile takes at once: many, since each time it waits for scales."""
+    """Returns the k that a tile takes at once: many, since each time it waits for scales."""
     return min(MAX_CHUNK if panels.bits <= 8 else 64, panels.k_padded & -panels.k_padded)
 
 
@@ -89,7 +89,7 @@ _TILES = (Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 64, 4), Tile(16, 64, 4), T
 
 
 def tile(pairs: int, num_experts: int) -> Tile:
-    """About as high as an expert has pairs when routing is even."""
+    """Returns a tile about as high as an expert has pairs when routing is even."""
     mean = max(1, pairs // num_experts)
     if mean <= 16:
         return _TILES[3]
