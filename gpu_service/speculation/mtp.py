@@ -13,7 +13,7 @@ what a head attends to is not exactly its own, at the cost of drafts alone:
   followed there.
 - Passes of a single head after the first write where the request's next step computes, which writes it again;
   where no page is there yet, they share the dummy page.
-- A second head's entry of a request's last row was made with a draft, right or wrong.
+- A second head's entry of a request's last row was made with a draft, accepted or rejected.
 """
 
 from __future__ import annotations

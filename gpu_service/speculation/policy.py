@@ -126,7 +126,7 @@ class Speculation:
         for request in in_flight:
             request.drafts = self._draft_tokens(request, 1)
         offers = [(request, len(request.drafts) - 1) for request in in_flight]
-        return any(self._choose(offers, len(running), first=2))  # right only if that token is, too
+        return any(self._choose(offers, len(running), first=2))  # accepted only if that token is, too
 
     def add_drafts(
         self, batch: Batch, running: Sequence[Request], grow: Callable[[Request, int], bool]
@@ -157,15 +157,15 @@ class Speculation:
     def committed(self, request: Request, verified: int, accepted: int) -> None:
         """A step gave a request `accepted` tokens and one more, of `verified` drafts."""
         kept, kept_of_all = _KEPT ** (accepted + 1), _KEPT_OF_ALL ** (accepted + 1)
-        # Those after the first that was wrong say nothing, nor do those after the output's end.
-        tried, right = accepted if request.finished else min(verified, accepted + 1), accepted
+        # Those after the first rejected one say nothing, nor do those after the output's end.
+        tried, confirmed = accepted if request.finished else min(verified, accepted + 1), accepted
         if self._drafter is not None and verified == 0 and request.drafts and request.output_token_ids:
             # `waits` proposed this very token, which costs no row.
-            tried, right = 1, int(request.drafts[0] == request.output_token_ids[-1])
+            tried, confirmed = 1, int(request.drafts[0] == request.output_token_ids[-1])
         request.drafts_verified = kept * request.drafts_verified + tried
-        request.drafts_accepted = kept * request.drafts_accepted + right
+        request.drafts_accepted = kept * request.drafts_accepted + confirmed
         self._verified = kept_of_all * self._verified + tried
-        self._accepted = kept_of_all * self._accepted + right
+        self._accepted = kept_of_all * self._accepted + confirmed
         self.num_drafts += verified > 0
         self.num_verified += verified
         self.num_accepted += accepted

@@ -62,7 +62,7 @@ def fold(rows: Sequence[RowResult], counts: Sequence[int]) -> list[RowResult]:
 
 def last_rows(plan: StepPlan, sampled_ids: torch.Tensor) -> torch.Tensor:
     """Returns row (of T) of each of Q sampling requests that its newest token follows, int64 `[Q]`: the one
-    after the last draft that was right.
+    after the last accepted draft.
 
     `sampled_ids` int64 `[S]`. All on the device; nothing is waited for.
     """

@@ -37,7 +37,7 @@ class EngineMetrics:
         self.generation_tokens = self._counter("generation_tokens", "Output tokens")
         self.drafts = self._counter("spec_decode_num_drafts", "Outputs that had drafts verified in a step")
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
-        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Those that were right")
+        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted")
         self.preemptions = self._counter("num_preemptions", "Outputs that had to give up their pages")
         self.request_preemptions = self._histogram(
             "request_num_preemptions", "How often an output had to give up its pages", _TIMES
