@@ -63,7 +63,7 @@ def check(request: Request, text: str) -> None:
 def workload(
     is_constrained: Callable[[int], bool] = lambda index: index % 2 == 0, **params: Any
 ) -> list[Request]:
-    """Eight prompts, some with a constraint; fresh objects in every call."""
+    """Returns eight prompts, some with a constraint; fresh objects in every call."""
     return [
         constrained(f"r{i}", prompt_of(i, n), GRAMMARS[i // 2 % 4], seed=i, **params, max_tokens=42)
         if is_constrained(i)
@@ -194,7 +194,7 @@ def test_steps_await_masks_only_where_there_are_any(loop: dict[str, Any]) -> Non
 
 
 def replace_name(request: Request, name: str) -> Request:
-    """The same request under another id."""
+    """Returns the same request under another id."""
     request.request_id = f"{name}-{request.request_id}"
     return request
 

@@ -36,7 +36,7 @@ TOKENS = 24
 
 
 def deferring(config: MoebiusConfig, count: int, **experts: Any) -> MoebiusConfig:
-    """The configuration with late experts."""
+    """Returns the configuration with late experts."""
     changed = {"defer_experts": count} | experts
     return config.model_copy(update={"experts": config.experts.model_copy(update=changed)})
 
@@ -50,7 +50,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def wanted(model: tuple[Path, Any]) -> tuple[Path, list[list[int]]]:
-    """Greedy tokens of the reference with two late experts."""
+    """Returns greedy tokens of the reference with two late experts."""
     directory, reference = model
     defer_in(reference, 2)
     found = []

@@ -65,7 +65,7 @@ class WatchedDrafter(MtpDrafter):
 
 
 def requests(params: dict[str, Any]) -> list[Request]:
-    """Prompts shorter and longer than a step, and two that share their beginning."""
+    """Returns prompts shorter and longer than a step, and two that share their beginning."""
     shared = [3 + (k * k * 7 + k) % 200 for k in range(22)]
     prompts = [shared, [5, 6, 7], shared[:18]]
     return [
@@ -77,7 +77,7 @@ def requests(params: dict[str, Any]) -> list[Request]:
 def run(
     directory: Path, heads: int, drafts: int, params: dict[str, Any], **changes: Any
 ) -> tuple[list[list[int]], list[WatchedDrafter], TinyEngine]:
-    """Tokens of all requests, and the draft tokens on the way."""
+    """Returns the tokens of all requests, and the draft tokens on the way."""
     model, watched = tiny_model(directory, HOST, mtp_heads=heads), list[WatchedDrafter]()
 
     def make(model: CausalLM, token_pool: TokenPool) -> WatchedDrafter:
@@ -119,7 +119,9 @@ def test_drafts_change_no_token_and_are_those_of_transformers(
 
 
 def _within_page(known: list[int], count: int, reference: MtpReference, found: list[int]) -> list[int]:
-    """The reference's drafts; ours from where a pass of the head had no page of the request to write to."""
+    """Returns the reference's drafts; ours from where a pass of the head had no page of the request to write
+    to.
+    """
     last = len(known) - 2
     exact = sum((last + ahead) // PAGE_SIZE == last // PAGE_SIZE for ahead in range(count))
     return [*reference.drafts(known, exact), *found[exact:]]

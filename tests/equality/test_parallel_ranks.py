@@ -28,7 +28,7 @@ Truth = Callable[[str], tuple[Path, dict[str, list[Outcome]]]]
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    """A model's directory, and what one rank says."""
+    """Returns a model's directory, and what one rank says."""
 
     @cache
     def make(name: str) -> tuple[Path, dict[str, list[Outcome]]]:
@@ -119,7 +119,7 @@ def make_masks_slow() -> None:
 
 
 def outputs_that_skip_steps(script: Script) -> dict[str, list[Outcome]]:
-    """The constrained outputs of all cases, then one with a grammar next to one without."""
+    """Returns the constrained outputs of all cases, then one with a grammar next to one without."""
     found = {"constrained": script.run_constrained()}
     prompts = script.prompts
     slow = script.make("slow", prompts[0], constraint=Constraint(regex="[ab]{6}"))
@@ -155,7 +155,7 @@ def draft_answers(answers: Answers) -> None:
 
 
 def cases_and_drafts(script: Script) -> dict[str, list[Outcome]]:
-    """All cases, and how many drafts were verified and accepted meanwhile."""
+    """Returns all cases, and how many drafts were verified and accepted meanwhile."""
     found = script.run_cases()
     load = script.built.engine.load
     return found | {"drafts": [Outcome([load.draft_tokens, load.accepted_tokens], "", 0)]}

@@ -24,7 +24,7 @@ from tests.helpers.tiny_vision_models import IMAGE_TOKEN, write_vision_model
 
 
 def image(seed: int, rows: int, columns: int) -> PreparedImage:
-    """Random patches, different for every seed."""
+    """Returns random patches, different for every seed."""
     pixels = np.random.default_rng(seed).normal(size=(4 * rows * columns, 6)).astype(np.float32)
     return PreparedImage(-seed, pixels, (1, 2 * rows, 2 * columns), (rows, columns))
 
@@ -60,7 +60,7 @@ def use_stand_in() -> None:
 
 
 def image_cases(script: Script) -> dict[str, list[Outcome]]:
-    """All at once in chunks, then again from the prefix cache."""
+    """Returns all at once in chunks, then again from the prefix cache."""
     cases = {}
     for name in ("fresh", "prefix"):
         requests = []

@@ -39,14 +39,14 @@ PARAMS: list[dict[str, object]] = [
 
 @cache
 def truth(seed: int, length: int, max_tokens: int, kind: int) -> list[int]:
-    """The tokens of a request that is alone, without a lane."""
+    """Returns the tokens of a request that is alone, without a lane."""
     request = make_request("alone", prompt_of(seed, length), max_tokens=max_tokens, seed=seed, **PARAMS[kind])
     with running_engine(budget=256, context_limit=CONTEXT, prefix_caching=False) as harness:
         return harness.run([request])[0]
 
 
 def add(request: Request) -> Callable[[], Message]:
-    """The message of its arrival."""
+    """Returns the message of its arrival."""
     return lambda: Add((request,))
 
 
@@ -144,7 +144,7 @@ def test_every_interleaving_gives_the_same_tokens(
 
 
 def long_knobs(overlap: bool = True) -> Knobs:
-    """Room for a prompt of many steps."""
+    """Returns the room for a prompt of many steps."""
     return Knobs(num_pages=1200, budget=64, overlap=overlap, context_limit=4096)
 
 

@@ -38,14 +38,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def answers_of(**params: Any) -> Answers:
-    """What each request of the workload says alone, without speculation."""
+    """Returns what each request of the workload says alone, without speculation."""
     with running_engine(budget=256, prefix_caching=False) as harness:
         return {r.request_id: harness.run([r])[0] for r in workload(**params)}
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def truth(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Answers]:
-    """Parameters and answers."""
+    """Returns parameters and answers."""
     return KINDS[request.param], answers_of(**KINDS[request.param])
 
 

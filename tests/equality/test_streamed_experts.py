@@ -37,7 +37,7 @@ LAYERS = 3
 
 
 def made(parts: list[Part], weight_format: str = "float32", shape: Shape = SHAPE) -> list[MadeServer]:
-    """Servers of three layers."""
+    """Returns the servers of three layers."""
     return [MadeServer(shape, weight_format, part, LAYERS, seed) for seed, part in enumerate(parts)]
 
 
@@ -176,7 +176,7 @@ def at_once(has_come: Callable[[], bool]) -> None:
 
 
 def whole(found: Streaming) -> StreamedStep:
-    """A lane's step."""
+    """Returns a lane's step."""
     step = found.streamer.begin_whole(ROUTED_ROWS, at_once)
     assert step is not None
     return step

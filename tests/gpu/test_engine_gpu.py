@@ -70,7 +70,7 @@ def no_reduced_precision() -> None:
 
 
 def requests(count: int, params: dict[str, Any], max_tokens: int = 16) -> list[Request]:
-    """Prompts of different lengths, one of them longer than a step's budget."""
+    """Returns the prompts of different lengths, one of them longer than a step's budget."""
     return [
         Request(
             f"r{i}",
@@ -114,13 +114,13 @@ def gpu_engine(
 
 
 def on_gpu(directory: Path, setup: Setup, wanted: list[Request], **kind: str) -> list[list[int]]:
-    """All tokens of the requests, on the GPU."""
+    """Returns all tokens of the requests, on the GPU."""
     with gpu_engine(directory, setup, **kind) as engine:
         return engine.run(wanted)
 
 
 def on_cpu(directory: Path, wanted: list[Request]) -> list[list[int]]:
-    """All tokens of the requests, by the reference in float32."""
+    """Returns all tokens of the requests, by the reference in float32."""
     device = torch.device("cpu")
     experts = DenseExperts(directory, NUM_EXPERTS)
     with tiny_engine(
@@ -138,7 +138,7 @@ def test_float32_tokens_are_those_of_the_cpu(directory: Path, attention: str, pa
 
 
 def scored_on_cpu(directory: Path, answered: list[Request], dtype: str) -> list[list[float]]:
-    """Log-probability of each token of the answers on the CPU path, all before it given."""
+    """Returns the log-probability of each token of the answers on the CPU path, all before it given."""
     device = torch.device("cpu")
     model, experts = tiny_model(directory, device, dtype), DenseExperts(directory, NUM_EXPERTS)
     with tiny_engine(model, experts, HostDeviceStream(), TorchReferenceAttention, Setup()) as engine:

@@ -62,7 +62,7 @@ Cases = dict[str, list[Outcome]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny float32 checkpoint."""
+    """Returns a tiny float32 checkpoint."""
     directory = tmp_path_factory.mktemp("model")
     write_tiny_model(MODEL, directory, seed=21)
     return directory
@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_gpu(model: Path) -> Callable[[str], Cases]:
-    """What one GPU says, by dtype."""
+    """Returns what one GPU says, by dtype."""
 
     @cache
     def run(dtype: str) -> Cases:
@@ -154,7 +154,7 @@ FAMILIES = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Cases]]:
-    """A tiny model by name, and what one GPU says in a dtype."""
+    """Returns a tiny model by name, and what one GPU says in a dtype."""
 
     @cache
     def make(name: str, dtype: str) -> tuple[Path, Cases]:

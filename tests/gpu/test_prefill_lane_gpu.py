@@ -53,7 +53,7 @@ def requests(count: int, params: dict[str, Any], round_: int = 0) -> list[Reques
 
 
 def on_cpu(directory: Path, wanted: list[Request]) -> list[list[int]]:
-    """All tokens of the requests, without a lane."""
+    """Returns all tokens of the requests, without a lane."""
     experts, setup = DenseExperts(directory, NUM_EXPERTS), Setup(overlap=False)
     model = tiny_model(directory, torch.device("cpu"))
     with tiny_engine(model, experts, HostDeviceStream(), TorchReferenceAttention, setup) as engine:

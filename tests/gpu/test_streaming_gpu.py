@@ -52,7 +52,7 @@ class Refusing(Registrar):
 def on_gpu(
     shape: Shape, weight_format: str, split: Any, registrar: Registrar | None = None, **options: Any
 ) -> tuple[Streaming, SegmentSource]:
-    """A streamer whose segments are registered as the servers' are."""
+    """Returns a streamer whose segments are registered as the servers' are."""
     device = torch.device("cuda", torch.cuda.current_device())
     servers = [MadeServer(shape, weight_format, part, LAYERS, n) for n, part in enumerate(split(shape, 2))]
     transfers = CudaTransfers(device)

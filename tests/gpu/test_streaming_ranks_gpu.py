@@ -23,7 +23,7 @@ def on_gpus(cluster: Cluster, tp: int, **gpu: Any) -> MoebiusConfig:
 
 @pytest.fixture(scope="module")
 def wanted_on_gpu(cluster: Cluster) -> list[Outcome]:
-    """What one GPU answers that streams nothing."""
+    """Returns what one GPU answers that streams nothing."""
     return run_group(on_gpus(cluster, 1, prefill_experts="cpu"), cases=served)["answers"]
 
 

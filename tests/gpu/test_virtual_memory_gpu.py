@@ -153,7 +153,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def wanted(cluster: Cluster) -> list[list[int]]:
-    """What an engine with fixed parts says, one request after another."""
+    """Returns what an engine with fixed parts says, one request after another."""
     options = OPTIONS | FIXED | {"prefill_experts": "cpu"}
     with running_engine(settings(cluster, 4, **options)) as engine:
         assert engine.built.elastic is None

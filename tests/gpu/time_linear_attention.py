@@ -50,7 +50,7 @@ def kernels_us(step: Callable[[], torch.Tensor]) -> dict[str, float]:
 
 
 def steps(case: DeltaCase) -> dict[str, Callable[[], torch.Tensor]]:
-    """The four things that are timed."""
+    """Returns the four things that are timed."""
     channels = case.qkv.shape[1]
     taps = torch.randn(channels, 4, device="cuda", dtype=case.qkv.dtype)
     recent = torch.zeros(case.states.shape[0], 3, channels, device="cuda", dtype=case.qkv.dtype)

@@ -32,7 +32,7 @@ _cuda: Any = torch.cuda
 
 
 def graph_us(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
-    """Median microseconds of a call."""
+    """Returns median microseconds of a call."""
     stream = _cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -54,7 +54,7 @@ def graph_us(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
 
 
 def measure(slots: LayerSlots, rows: int, few_rows: int, count: int = CALLS) -> str:
-    """One cell: microseconds, GB/s and TFLOP/s."""
+    """Returns one cell: microseconds, GB/s and TFLOP/s."""
     kernels = TritonResidentKernels(SHAPE.geometry, few_rows)
     inputs = [routed(SHAPE, rows, seed=n, device="cuda", dtype=torch.bfloat16) for n in range(count)]
     calls = [partial(kernels.forward, slots, *given, None) for given in inputs]

@@ -84,7 +84,7 @@ class Case:
 
 @cache
 def published(name: str) -> ModelConfig:
-    """The configuration of a published model."""
+    """Returns the configuration of a published model."""
     with tempfile.TemporaryDirectory() as directory:
         config = json.loads((FIXTURES / f"{name}.json").read_text())["config"]
         (Path(directory) / "config.json").write_text(json.dumps(config))
@@ -219,7 +219,7 @@ _ATTEND = {GQA: _attend, MLA: _attend_latents, CompressedAttention: _attend_comp
 
 
 def _layer(config: ModelConfig) -> Shape:
-    """The routed experts of a model; of them two, because their number changes nothing."""
+    """Returns the routed experts of a model; of them two, because their number changes nothing."""
     moe = config.moe
     hidden = moe.latent_size or config.hidden_size
     return Shape(hidden, moe.intermediate_size, 2, 1, moe.expert_activation, has_bias=moe.expert_bias)

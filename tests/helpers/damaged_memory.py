@@ -20,7 +20,7 @@ def segment_of(state_dir: Path, server: int) -> WeightSegment:
 
 
 def place_of(segment: WeightSegment, layer: int, expert: int) -> tuple[int, int]:
-    """Where the expert's bytes begin in the segment, and how many there are."""
+    """Returns where the expert's bytes begin in the segment, and how many there are."""
     found = segment.layers[layer]
     return found.offset + found.experts.index(expert) * found.expert_bytes, found.expert_bytes
 

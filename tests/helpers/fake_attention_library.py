@@ -126,7 +126,7 @@ class PagedWrapper(PlanningWrapper):
         k_scale: float | None,
         v_scale: float | None,
     ) -> torch.Tensor:
-        """Every request over its pages."""
+        """Returns every request over its pages."""
         self.check_ready()
         keys, values = pages
         assert keys.stride() == values.stride(), "FlashInfer takes one set of strides for both"

@@ -57,5 +57,5 @@ def check_layer(layer: FetchLayer, number: int, segments: ExpertSegments) -> Non
 
 
 def reference_kernels() -> FetchKernels:
-    """Those that define what a step fetches."""
+    """Returns those that define what a step fetches."""
     return TorchFetchKernels()

@@ -398,7 +398,7 @@ def _write_streams_and_ngrams(writer: GGUFWriter, config: Any) -> None:
 
 
 def _by_layer(config: Any, kind: str, value: int) -> list[int]:
-    """The value for the layers of a kind, 0 for all others."""
+    """Returns the value for the layers of a kind, 0 for all others."""
     return [value if found == kind else 0 for found in config.layer_types]
 
 

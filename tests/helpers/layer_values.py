@@ -17,12 +17,12 @@ from moebius.models.layers.residual import Sequential
 def composition(
     hidden_size: int, dtype: torch.dtype = torch.float32, parallel: ParallelContext = SOLO
 ) -> Composition:
-    """What a module of so wide a model is made with."""
+    """Returns what a module of so wide a model is made with."""
     return Composition(hidden_size, dtype, parallel)
 
 
 def moe_value(config: MoeConfig, activation: str = "silu") -> MoE:
-    """The block of a layer that has experts by `config`."""
+    """Returns the block of a layer that has experts by `config`."""
     width = config.shared_intermediate_size
     shared = Dense(intermediate_size=width, activation=activation) if width else None
     experts = Experts(config.intermediate_size, config.expert_activation)
@@ -34,7 +34,9 @@ def moe_value(config: MoeConfig, activation: str = "silu") -> MoE:
 def latent_layers(
     count: int, latent_dim: int, rope_dim: int, index_dims: tuple[int, ...] = ()
 ) -> list[Layer]:
-    """Layers that cache latents; `index_dims`: elements of the keys that the first ones choose by."""
+    """Returns the layers that cache latents; `index_dims`: elements of the keys that the first ones choose
+    by.
+    """
 
     def layer(index: int) -> Layer:
         indexer = None

@@ -100,7 +100,7 @@ def head_logits(
 
 
 def write_mtp_model(name: str | TinyModel, directory: Path, num_heads: int = 1) -> MtpReference:
-    """A tiny model with layers of multi-token prediction after its last."""
+    """Returns a tiny model with layers of multi-token prediction after its last."""
     tiny = TINY_MODELS[name] if isinstance(name, str) else name
     tiny = replace(tiny, shard_bytes=None)
     seed = sum(tiny.model_type.encode()) + num_heads

@@ -48,7 +48,7 @@ def bursts(stack: Stack, model: str) -> Iterator[None]:
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `moebius …` prints; it has to end with status 0."""
+    """Returns what `moebius …` prints; it has to end with status 0."""
     with pytest.raises(SystemExit) as ended:
         main([*arguments])
     captured = capsys.readouterr()
@@ -142,7 +142,7 @@ def _interval(event: dict[str, Any]) -> Interval:
 
 
 def _noted_calls(spans: Sequence[dict[str, Any]]) -> list[Interval]:
-    """What the engine's host code noted, in one row of the trace."""
+    """Returns what the engine's host code noted, in one row of the trace."""
     pid = min(event["pid"] for event in spans if event.get("cat") == "experts")
     return sorted(_interval(event) for event in spans if (event["pid"], event["tid"]) == (pid, 0))
 

@@ -55,7 +55,7 @@ class Outcome:
 def rank_config(
     directory: Path, tp: int, pp: int, gpu_experts_ratio: float | None = None, **gpu: Any
 ) -> MoebiusConfig:
-    """A small pool, chunked prompts, experts in process; ranks meet at a free port."""
+    """Returns a small pool, chunked prompts, experts in process; ranks meet at a free port."""
     defaults: dict[str, Any] = {
         "num_pages": 64,
         "page_size": 4,
@@ -79,7 +79,7 @@ def rank_config(
 
 
 def with_rank(config: MoebiusConfig, rank: int) -> MoebiusConfig:
-    """The same settings for one rank."""
+    """Returns the same settings for one rank."""
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"rank": rank})})
 
 
@@ -120,7 +120,7 @@ class Script:
         constraint: Constraint | None = None,
         **params: Any,
     ) -> Request:
-        """A request."""
+        """Returns a request."""
         chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | params))
         request = Request(name, prompt, chosen, vision=vision)
         if constraint is not None:
@@ -148,7 +148,7 @@ class Script:
         ]
 
     def run_constrained(self) -> list[Outcome]:
-        """Outputs with grammars, one of them after a thought, and one without."""
+        """Returns outputs with grammars, one of them after a thought, and one without."""
         pattern, after = Constraint(regex="[a-f]{2,4}-[0-9]{3}"), {"after_token_ids": [70]}
         thought = Constraint(regex="(ab|cd){3}", max_reasoning_tokens=4, **after)
         grammars = [pattern, None, thought, pattern]
@@ -243,7 +243,9 @@ def _nothing() -> None:
 def run_group(
     config: MoebiusConfig, prepare: Callable[[], None] = _nothing, cases: Cases = Script.run_cases
 ) -> dict[str, list[Outcome]]:
-    """All cases on a group of fresh processes, which call `prepare` first; every rank must end in order."""
+    """Returns all cases on a group of fresh processes, which call `prepare` first; every rank must end in
+    order.
+    """
     size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     receiving, sending = CONTEXT.Pipe(duplex=False)
     ranks = [

@@ -56,7 +56,7 @@ def reshaped(name: str, *shape: int) -> Edit:
 
 
 def filled(name: str, value: Any) -> Edit:
-    """One element of it changed."""
+    """Returns one element of it changed."""
 
     def spoil(model: QuantisedModel) -> None:
         array = model.tensors[name].copy()
@@ -127,7 +127,7 @@ def header_too_long(directory: Path) -> None:
 
 
 def header_of(text: str) -> FileEdit:
-    """A whole header that is this text, before the data of another."""
+    """Returns a whole header that is this text, before the data of another."""
 
     def spoil(directory: Path) -> None:
         raw = text.encode()
@@ -143,7 +143,7 @@ def longer(directory: Path) -> None:
 
 
 def header_changed(name: str, **changes: Any) -> FileEdit:
-    """One entry of the header, whatever follows; data stay where they are."""
+    """Returns one entry of the header, whatever follows; data stay where they are."""
 
     def spoil(directory: Path) -> None:
         file = directory / SINGLE
@@ -171,7 +171,7 @@ def sharded(edit: FileEdit) -> FileEdit:
 
 
 def indexed(changes: dict[str, str]) -> FileEdit:
-    """Names of tensors that the index file puts elsewhere."""
+    """Returns the names of tensors that the index file puts elsewhere."""
 
     def spoil(directory: Path) -> None:
         content = json.loads((directory / INDEX).read_text())

@@ -100,7 +100,7 @@ def _make_certificates(directory: Path) -> None:
 
 
 def is_on() -> bool:
-    """Whether tests run with `--tls`."""
+    """Returns whether tests run with `--tls`."""
     return VARIABLE in os.environ
 
 
@@ -115,14 +115,14 @@ def scheme() -> str:
 
 
 def https_files() -> dict[str, str]:
-    """The settings of HTTPS, if that is on."""
+    """Returns the settings of HTTPS, if that is on."""
     directory = os.environ.get(VARIABLE, "")
     found = {"http_cert_file": f"{directory}/tls.crt", "http_key_file": f"{directory}/tls.key"}
     return found if _State.https else {}
 
 
 def with_https(config: MoebiusConfig) -> MoebiusConfig:
-    """The same settings, with HTTPS if that is on and the settings have no word about it."""
+    """Returns the same settings, with HTTPS if that is on and the settings have no word about it."""
     if config.security.http_cert_file:
         return config
     security = config.security.model_copy(update=https_files())

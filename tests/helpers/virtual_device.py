@@ -143,7 +143,7 @@ class _Run:
                     self.outputs = StepOutputs(runner.sample(plan, logits))
 
     def result(self) -> StepResult:
-        """Host values, once the run has ended."""
+        """Returns host values, once the run has ended."""
         return to_result(self._plan, self.outputs)
 
 
@@ -291,7 +291,9 @@ class Frames:
         self._frames.append(iteration.SerializeToString())
 
     def next_iteration(self) -> ranks_pb2.Iteration:
-        """Another rank's. Fails when rank 0 published no more: this one does something else than rank 0."""
+        """Returns another rank's. Fails when rank 0 published no more: this one does something else than rank
+        0.
+        """
         return ranks_pb2.Iteration.FromString(self._frames.popleft())
 
     def __len__(self) -> int:
@@ -407,7 +409,7 @@ class VirtualEngine:
         assert len(scheduler._free_slots) == scheduler.limits.max_num_seqs
 
     def tokens(self, request: Request) -> list[int]:
-        """All tokens emitted."""
+        """Returns all tokens emitted."""
         return [token for _, delta in self.emitted.get(request.key, []) for token in delta.token_ids]
 
     def token_times(self, request: Request) -> list[float]:

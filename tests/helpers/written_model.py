@@ -19,7 +19,7 @@ Half = Callable[[torch.Tensor], torch.Tensor]
 
 
 def expert_answer(hidden_states: torch.Tensor, expert: int) -> torch.Tensor:
-    """What an expert makes of `[T, H]`: no matrices, but another function for each."""
+    """Returns what an expert makes of `[T, H]`: no matrices, but another function for each."""
     return torch.tanh(hidden_states * (0.5 + expert)) * (1 + expert)
 
 
@@ -35,7 +35,7 @@ class ListedExperts:
         return _mixture(hidden_states, topk_ids, topk_weights)
 
     def collect(self, ticket: torch.Tensor, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """The float32 `[T, H]` of the submit."""
+        """Returns the float32 `[T, H]` of the submit."""
         return ticket if partial is None else partial + ticket
 
 
@@ -54,7 +54,7 @@ class WrittenModel:
         self.config, self.weights = config, weights
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """int64 `[T]` to float32 `[T, V]`."""
+        """Maps int64 `[T]` to float32 `[T, V]`."""
         config, embedding = self.config, self.weights["model.embed_tokens.weight"]
         x = embedding[ids] * config.embedding_scale
         hyper = config.hyper
@@ -223,7 +223,7 @@ class WrittenModel:
         return config.layer_ropes[layer] if config.layer_ropes else config.rope
 
     def _rotate(self, heads: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-        """`[T, H, D]`, of which the first `rotary_dim` elements turn."""
+        """Returns `[T, H, D]`, of which the first `rotary_dim` elements turn."""
         pairs = rope.rotary_dim // 2
         angles = torch.arange(heads.shape[0])[:, None] * rope.theta ** (-torch.arange(pairs) / pairs)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -361,7 +361,7 @@ class WrittenModel:
     def _kept_blocks(
         self, stem: str, layer: int, x: torch.Tensor, rope: RopeConfig | None
     ) -> torch.Tensor | None:
-        """Bool `[num_kv_heads, T, T]`, of a layer that chooses blocks."""
+        """Returns bool `[num_kv_heads, T, T]`, of a layer that chooses blocks."""
         sizes, tokens = self.config.block_indexer, x.shape[0]
         if sizes is None or layer not in sizes.layers:
             return None

@@ -34,7 +34,7 @@ def environment() -> dict[str, str]:
 
 
 def podman(*arguments: str, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """One command; raises AssertionError with what it said."""
+    """Returns one command; raises AssertionError with what it said."""
     done = subprocess.run(
         ["podman", *arguments],
         env=environment(),
@@ -125,7 +125,7 @@ class PodmanPod:
         return f"{self.name}-{name}"
 
     def inspect(self, name: str) -> Manifest:
-        """What podman knows of a container's state."""
+        """Returns what podman knows of a container's state."""
         found: list[Manifest] = json.loads(podman("inspect", self.container(name)).stdout)
         state: Manifest = found[0]["State"]
         return state

@@ -43,7 +43,7 @@ CASES = {
 
 
 def scaler(nodes: int = 1) -> dict[str, Any]:
-    """The engines' ScaledObject."""
+    """Returns the engines' ScaledObject."""
     manifests = render(merged({"model": MODEL}, OPTIONS, {"engine": {"nodes": nodes}}))
     found = [one for one in manifests if one["kind"] == "ScaledObject"]
     return next(one for one in found if "gateway" not in one["metadata"]["name"])
@@ -90,7 +90,7 @@ def test_queries_have_these_values(tmp_path: Path) -> None:
 
 
 def document(case: Case) -> dict[str, Any]:
-    """One test of promtool's."""
+    """Returns one test of promtool's."""
     series = []
     for namespace in ("moebius", "others"):
         for index in range(2):

@@ -280,7 +280,7 @@ def mounted_secrets(pod: Manifest) -> dict[str, set[str]]:
 
 
 def scheduling(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Component -> its Pods' specification."""
+    """Returns component -> its Pods' specification."""
     pods = pod_specs(manifests)
     return {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["spec"] for pod in pods}
 

@@ -22,7 +22,7 @@ MEETING_PORT = 29500
 
 
 def addresses(pods: list[Pod]) -> dict[str, set[int]]:
-    """Host -> ports, of all containers."""
+    """Returns host -> ports, of all containers."""
     found: dict[str, set[int]] = {}
     for pod in pods:
         for text in pod.arguments():

@@ -77,7 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values(models: Path) -> dict[str, Any]:
-    """Two expert servers, no GPU, the gateway in the Pod."""
+    """Returns two expert servers, no GPU, the gateway in the Pod."""
     return {
         "model": {
             "name": "tiny",
@@ -103,7 +103,7 @@ def values(models: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Certificates of the processes, and of the HTTP server, by two CAs."""
+    """Returns the certificates of the processes, and of the HTTP server, by two CAs."""
     found = {}
     for name in ("processes", "web"):
         directory, authority = tmp_path_factory.mktemp(name), Authority(f"{name} CA")
@@ -138,7 +138,7 @@ def pod(
 
 
 def chat(pod: PodmanPod, tokens: int = TOKENS, stream: bool = False) -> str:
-    """The answer's text."""
+    """Returns the answer's text."""
     done = pod.python("gateway", CHAT, str(tokens), "stream" if stream else "whole", pod.ca, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:] + pod.logs("engine")[-3000:]
     if not stream:

@@ -67,7 +67,7 @@ def test_an_alert_fires_when_it_should(alert: str, tmp_path: Path) -> None:
 def unit_test(
     alert: str, case: Case, series: dict[str, str], pod: str, labels: dict[str, str] | None
 ) -> dict[str, Any]:
-    """One test of promtool; `labels`: of the alert that is to fire, None: none is."""
+    """Returns one test of promtool; `labels`: of the alert that is to fire, None: none is."""
     rule = next(one for one in rules()[0]["rules"] if one["alert"] == alert)
     inputs = [{"series": name.replace("POD", pod), "values": values} for name, values in series.items()]
     expected = []
@@ -132,7 +132,9 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 def scrape_jobs(ports: dict[str, int]) -> list[dict[str, Any]]:
-    """What the operator makes of the chart's PodMonitor, for Pods that listen here: container -> port."""
+    """Returns what the operator makes of the chart's PodMonitor, for Pods that listen here: container ->
+    port.
+    """
     (monitor,) = [rendered("PodMonitor")]
     relabelings = {
         one["port"]: one.get("metricRelabelings", ()) for one in monitor["spec"]["podMetricsEndpoints"]
@@ -193,10 +195,10 @@ def test_prometheus_scrapes_a_gateway_and_judges_it(tmp_path: Path) -> None:
 
 
 def evaluated(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All rules, once each was evaluated; else none."""
+    """Returns all rules, once each was evaluated; else none."""
     return found if all(rule["health"] != "unknown" for rule in found) else []
 
 
 def pending(alerts: list[dict[str, Any]]) -> set[str]:
-    """Names of alerts whose condition holds."""
+    """Returns the names of alerts whose condition holds."""
     return {alert["labels"]["alertname"] for alert in alerts}

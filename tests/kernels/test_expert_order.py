@@ -45,7 +45,7 @@ def ordered_experts(encoder: str, shape: Shape) -> list[GoldenExpert]:
 
 
 def with_order(matrix: Quantised, order: np.ndarray) -> Quantised:
-    """The same columns, sorted from those of a checkpoint: column c is its column order[c]."""
+    """Returns the same columns, sorted from those of a checkpoint: column c is its column order[c]."""
     return replace(
         matrix,
         source=replace(matrix.source, order=order),
@@ -54,7 +54,7 @@ def with_order(matrix: Quantised, order: np.ndarray) -> Quantised:
 
 
 def shape_of(encoder: str, activation: str = "silu") -> Shape:
-    """Widths that are multiples of nothing."""
+    """Returns the widths that are multiples of nothing."""
     name = ENCODERS[encoder](np.ones((8, 32), np.float32)).format
     return Shape(200, 72, 5, f"{name}_ordered", name, activation, limit=1.5)
 

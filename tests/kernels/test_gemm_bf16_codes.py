@@ -88,7 +88,7 @@ def test_a_nan_code_makes_its_column_nan(format_name: str, code: int) -> None:
 
 
 def nibble_panels(format_name: str, k: int, panels: int) -> NDArray[np.uint8]:
-    """Code k mod 16 at every k of every column."""
+    """Returns code k mod 16 at every k of every column."""
     packed = empty_panels(format_name, k, panels)
     shifts = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint64)
     k_padded = (k + 63) // 64 * 64

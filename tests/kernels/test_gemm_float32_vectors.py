@@ -19,7 +19,7 @@ ALPHA, LIMIT = 1.702, 7.0
 
 
 def golden(activation: str, gate: NDArray[np.float32], up: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The formulas of product.h in float64."""
+    """Returns the formulas of product.h in float64."""
     g, u = gate.astype(np.float64), up.astype(np.float64)
     if activation in ("silu_clamped", "gpt_oss", "clamped_silu"):
         u = np.clip(u, -LIMIT, LIMIT)

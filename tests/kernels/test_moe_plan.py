@@ -26,7 +26,7 @@ def engine_of(weight_format: str, **options: Any) -> ExpertEngine:
 
 
 def calibrated(engine: ExpertEngine) -> ExpertEngine:
-    """The same engine, measured on random weights of its only layer."""
+    """Returns the same engine, measured on random weights of its only layer."""
     testing.fill_random(engine.backend, 0, 1)
     engine.calibrate()
     return engine

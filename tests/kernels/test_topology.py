@@ -63,13 +63,13 @@ class FakeMachine:
             self.write(self.cgroup / path / names[key], content)
 
     def detect(self) -> Topology:
-        """What kernels/topology makes of it."""
+        """Returns what kernels/topology makes of it."""
         return Topology.detect(str(self.sys), str(self.proc), str(self.cgroup))
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> FakeMachine:
-    """A machine without anything."""
+    """Returns a machine without anything."""
     return FakeMachine(tmp_path)
 
 

@@ -88,7 +88,7 @@ def outputs(engine: ExpertEngine) -> list[bytes]:
 
 
 def finished(path: Path, **changed: Any) -> list[bytes]:
-    """Outputs of a server that loads everything, and ends."""
+    """Returns the outputs of a server that loads everything, and ends."""
     engine = load(make(path, **changed))
     engine.finish_load("the record")
     return outputs(engine)
@@ -522,7 +522,7 @@ def damage(
 
 
 def mapped_and_resident(path: Path) -> tuple[int, int]:
-    """Bytes that this process has mapped of the file, and those whose pages it has touched."""
+    """Returns the bytes that this process has mapped of the file, and those whose pages it has touched."""
     sizes, resident, ours = 0, 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, _, rest = line.partition(":")

@@ -71,7 +71,7 @@ def copy_python(tree: Path) -> None:
 
 
 def libraries(files: Iterable[Path]) -> Iterator[Path]:
-    """The system's shared libraries that binaries ask for."""
+    """Yields the system's shared libraries that binaries ask for."""
     text = subprocess.run(["ldd", *files], capture_output=True, text=True, check=False).stdout
     for name in sorted(set(re.findall(r"=> (/\S+)", text))):
         yield Path(name)

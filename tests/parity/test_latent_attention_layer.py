@@ -30,7 +30,9 @@ TABLE = torch.tensor([[1, 2, 0]], dtype=torch.int32)
 
 @torch.inference_mode()
 def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
-    """Five tokens, then two more, of one request; the rank's addend, the cache, and which wrote keys out."""
+    """Returns five tokens, then two more, of one request; the rank's addend, the cache, and which wrote keys
+    out.
+    """
     model = build_model(read_model_config(directory), parallel=parallel)
     load_weights(model, directory)
     config, own = model.config, model.rank_layers

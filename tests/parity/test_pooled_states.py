@@ -31,7 +31,9 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3", "qwen3_next"])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A checkpoint of keys and values, of latents, or with recurrent states, and transformers' model."""
+    """Returns a checkpoint of keys and values, of latents, or with recurrent states, and
+    transformers' model.
+    """
     directory = tmp_path_factory.mktemp("pooled")
     return directory, make_tiny_model(request.param, directory)
 

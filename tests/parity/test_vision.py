@@ -61,7 +61,9 @@ class Answered:
 
 
 def _cases() -> Iterator[Any]:
-    """One model of a family, and others of it for `make test-all`: what transformers answers takes long."""
+    """Yields one model of a family, and others of it for `make test-all`: what transformers answers takes
+    long.
+    """
     seen: set[str] = set()
     for name in sorted(VISION_MODELS):
         yield pytest.param(name, marks=[pytest.mark.full] if family(name) in seen else [])

@@ -60,7 +60,7 @@ class Terminal:
         return len(self.screen)
 
     def attributes(self) -> list[Any]:
-        """How the terminal treats what is typed (tcgetattr(3))."""
+        """Returns how the terminal treats what is typed (tcgetattr(3))."""
         import termios
 
         return termios.tcgetattr(self._fd)
@@ -99,7 +99,7 @@ def chatting(server: ScriptedServer, home: Path, *arguments: str) -> Iterator[Te
 
 
 def asked(server: ScriptedServer) -> list[Any]:
-    """The messages of each request, as (role, content)."""
+    """Returns the messages of each request, as (role, content)."""
     return [[(m["role"], m["content"]) for m in request["messages"]] for request in server.requests]
 
 

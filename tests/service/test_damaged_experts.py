@@ -48,7 +48,7 @@ def hosts() -> Iterator[list[ExpertHost]]:
 def loaded(
     hosts: list[ExpertHost], request: SliceRequest, memory: Path | None, **settings: Any
 ) -> ExpertHost:
-    """A host that serves; in private memory where there is none."""
+    """Returns a host that serves; in private memory where there is none."""
     directory = "" if memory is None else str(memory)
     chosen = LoadSettings(calibrate_kernels=False, expert_weights_dir=directory, **settings)
     host = ExpertHost(ThreadPlacement(-1, 1, ()), lambda *_: None, lambda: None, chosen)
@@ -161,7 +161,7 @@ def test_a_server_that_finds_packed_experts_answers_with_none_unseen(
 
 
 def free(memory: Path) -> bool:
-    """Whether no server holds the segment."""
+    """Returns whether no server holds the segment."""
     import fcntl
 
     with segment_path(str(memory), 0).open("rb") as file:

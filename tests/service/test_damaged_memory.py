@@ -32,7 +32,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Pa
 
 @pytest.fixture(scope="module")
 def case(served: tuple[Stack, Path]) -> GreedyCase:
-    """A greedy request and its text."""
+    """Returns a greedy request and its text."""
     return greedy_cases(served[0].base_url, 1, 24)[0]
 
 

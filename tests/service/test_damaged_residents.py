@@ -29,7 +29,7 @@ FIXED = PlacementConfig(placement_strategy="uniform", gpu_experts=3, drop_reside
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     found = tmp_path_factory.mktemp("damaged-residents")
     make_tiny_model("qwen3_moe", found)
     return found
@@ -50,7 +50,7 @@ def watched(config: MoebiusConfig, interval_s: float) -> MoebiusConfig:
 
 
 def parts(engine: RunningEngine) -> tuple[ResidentWatch, LayerSlots]:
-    """The watch, and the slots of the first layer that has some."""
+    """Returns the watch, and the slots of the first layer that has some."""
     watch, resident = engine.built.watch, engine.built.resident
     assert watch is not None
     assert resident is not None

@@ -33,7 +33,7 @@ LONG = 400
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     found = tmp_path_factory.mktemp("elastic")
     make_tiny_model("qwen3_moe", found)
     return found

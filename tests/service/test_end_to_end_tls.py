@@ -48,7 +48,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, secret: Path) -> Iterator[St
 
 
 def complete(stack: Stack, prompt: str, max_tokens: int = 64) -> str:
-    """Greedy text of one completion."""
+    """Returns greedy text of one completion."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     response = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=120)
     assert response.status_code == 200, response.text

@@ -37,7 +37,7 @@ async def watched(service: Served) -> AsyncIterator[Readiness]:
 
 
 async def health(service: Served, name: str = SERVICE_NAME) -> int:
-    """What the standard health service says now."""
+    """Returns what the standard health service says now."""
     check = health_pb2_grpc.HealthStub(service.channel).Check
     answer = await check(health_pb2.HealthCheckRequest(service=name))
     return int(answer.status)

@@ -67,7 +67,7 @@ async def served(min_ping_interval_ms: int = MIN_PING_INTERVAL_MS, **knobs: Any)
 
 
 def message(request_id: str = "r", stream: bool = True, **sampling: Any) -> pb.GenerateRequest:
-    """A greedy request of 12 tokens."""
+    """Returns a greedy request of 12 tokens."""
     defaults: dict[str, object] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     return pb.GenerateRequest(
         request_id=request_id,

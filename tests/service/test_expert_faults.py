@@ -107,7 +107,7 @@ def test_a_frozen_server_is_a_problem(cluster: Cluster, transport: str) -> None:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """User and system time of a process."""
+    """Returns user and system time of a process."""
     return sum(process.cpu_times()[:2])
 
 

@@ -94,7 +94,7 @@ def end(host: ExpertHost) -> None:
 
 
 def watches() -> set[threading.Thread]:
-    """Threads that compare experts."""
+    """Returns the threads that compare experts."""
     return {thread for thread in threading.enumerate() if thread.name == "weights-watch"}
 
 
@@ -134,7 +134,7 @@ def serve(memory: Path, request: SliceRequest, **settings: Any) -> list[bytes]:
 
 
 def packed_by(memory: Path, request: SliceRequest, stop_after: int = 0) -> int:
-    """Experts that a server packs until it has all, or is stopped."""
+    """Returns the number of experts that a server packs until it has all, or is stopped."""
     packed: list[None] = []
     hosts: list[ExpertHost] = []
 
@@ -351,7 +351,7 @@ def test_the_signature_follows_every_change(tmp_path: Path) -> None:
 
 
 def compute(address: str, model: TinyMoe) -> bytes:
-    """One request by gRPC, asked again until the server serves."""
+    """Returns one request by gRPC, asked again until the server serves."""
     rng = np.random.default_rng(1)
     rows = rng.standard_normal((4, model.hidden_size)).astype(np.float32)
     ids = rng.integers(0, model.num_experts, (4, model.top_k)).astype(np.int32)

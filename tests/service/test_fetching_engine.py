@@ -21,14 +21,14 @@ from tests.service.test_streaming_engine import requests, settings, wait_until_s
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     found = tmp_path_factory.mktemp("fetched")
     make_tiny_model("qwen3_moe", found)
     return found
 
 
 def copied(engine: RunningEngine) -> int:
-    """Experts that steps have fetched so far."""
+    """Returns the number of experts that steps have fetched so far."""
     assert engine.built.fetcher is not None
     return int(engine.built.fetcher.state.counters[:, 0].sum())
 

@@ -41,14 +41,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
 
 @pytest.fixture
 def gateway(running: AgentGateway) -> AgentGateway:
-    """The shared servers with a fresh record."""
+    """Returns the shared servers with a fresh record."""
     running.engine.reset()
     return running
 
 
 @pytest.fixture
 def client(gateway: AgentGateway) -> openai.OpenAI:
-    """A client that shows errors instead of retrying."""
+    """Returns a client that shows errors instead of retrying."""
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 

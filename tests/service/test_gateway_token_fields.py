@@ -79,7 +79,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def served(running: Served) -> Served:
-    """The gateway with a fresh record."""
+    """Returns the gateway with a fresh record."""
     running.engine.reset()
     return running
 

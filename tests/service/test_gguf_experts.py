@@ -47,7 +47,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
 
 
 def decoded(path: Path, geometry: MoeGeometry) -> dict[tuple[int, int, str], np.ndarray[Any, Any]]:
-    """float32 weights by (layer, expert, matrix), as the package `gguf` decodes them."""
+    """Returns float32 weights by (layer, expert, matrix), as the package `gguf` decodes them."""
     weights: dict[tuple[int, int, str], np.ndarray[Any, Any]] = {}
     for part in gguf_files(path):
         for tensor in GGUFReader(part).tensors:
@@ -124,7 +124,7 @@ class ServedExperts:
         return torch.from_numpy(np.asarray(self.host.forward(layer, *rows)))
 
     def collect(self, ticket: torch.Tensor, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """What `submit` computed, added to what is known."""
+        """Returns what `submit` computed, added to what is known."""
         return ticket if partial is None else partial + ticket
 
 

@@ -47,7 +47,7 @@ def memory() -> Iterator[Path]:
 
 
 def host_of(request: SliceRequest, memory: Path | None = None) -> ExpertHost:
-    """A server in this process that has loaded its share."""
+    """Returns a server in this process that has loaded its share."""
     settings = LoadSettings(calibrate_kernels=False, expert_weights_dir="" if memory is None else str(memory))
     host = ExpertHost(ThreadPlacement(-1, 2, ()), lambda *_: None, lambda: None, settings)
     host.load(request)

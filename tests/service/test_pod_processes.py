@@ -71,7 +71,7 @@ class Containers:
         return process
 
     def start_expert(self, index: int, *flags: str) -> subprocess.Popen[bytes]:
-        """One expert server's container."""
+        """Returns one expert server's container."""
         address = f"127.0.0.1:{self.experts[index]}"
         return self.start("expert", "--split-index", str(index), "--expert-address", address, *flags)
 

@@ -58,7 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def settings(cluster: Cluster, tp: int, **gpu: Any) -> MoebiusConfig:
-    """Ranks of the cluster's model and servers, which meet at a free port."""
+    """Returns the ranks of the cluster's model and servers, which meet at a free port."""
     small = {"num_pages": 96, "page_size": 4, "max_num_seqs": 6, "device": "cpu", "gpu_threads": 1}
     small |= {"prefix_caching": False, "max_num_batched_tokens": 32, "overlap_scheduling": False}
     address = f"127.0.0.1:{free_port()}"
@@ -75,7 +75,7 @@ def lane_on_the_host() -> None:
 
 
 def submit(script: Script, name: str = "r") -> list[Request]:
-    """Prompts of several steps, which decode meanwhile."""
+    """Returns the prompts of several steps, which decode meanwhile."""
     prompts = [[3 + (i * 37 + k * k * 5 + k) % 200 for k in range(n)] for i, n in enumerate(LENGTHS)]
     return [
         script.submit(f"{name}{i}", prompt, max_tokens=6 + i, ignore_eos=True)
@@ -103,7 +103,7 @@ def served(script: Script) -> dict[str, list[Outcome]]:
 
 
 def streamed(script: Script) -> dict[str, list[Outcome]]:
-    """All prompts, and in how many steps experts were streamed."""
+    """Returns all prompts, and in how many steps experts were streamed."""
     streamer = streamer_of(script)
     before = streamer.streamed_steps
     answers = script.wait(submit(script))
@@ -112,7 +112,7 @@ def streamed(script: Script) -> dict[str, list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def wanted(cluster: Cluster) -> list[Outcome]:
-    """What one rank answers that asks servers for every expert."""
+    """Returns what one rank answers that asks servers for every expert."""
     return run_group(settings(cluster, 1, prefill_experts="cpu"), cases=served)["answers"]
 
 

@@ -64,7 +64,7 @@ class FileLiveness(Liveness):
 
 
 def beating(name: str, program: str, marks: Path) -> ProcessSpec:
-    """A process with a heartbeat file."""
+    """Returns a process with a heartbeat file."""
     return replace(spec(name, program, marks), liveness=FileLiveness(marks / f"{name}.beat"))
 
 

@@ -57,7 +57,7 @@ def sleeping() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def crafted(state_dir: Path, document: object) -> Path:
-    """A run file as a killed supervisor leaves it, but with this content."""
+    """Returns a run file as a killed supervisor leaves it, but with this content."""
     run = state_dir / "serve-1"
     run.mkdir(mode=0o700, parents=True)
     (run / "run.json").write_text(json.dumps(document))
@@ -65,7 +65,7 @@ def crafted(state_dir: Path, document: object) -> Path:
 
 
 def listing(process: subprocess.Popen[bytes], **changes: object) -> dict[str, object]:
-    """A run file's content that names that process."""
+    """Returns a run file's content that names that process."""
     entry = {"name": "gpu", "pid": process.pid, "start_ticks": start_ticks(process.pid)}
     return {"supervisor": {"pid": 1}, "processes": [entry], "segments": [], **changes}
 

@@ -53,7 +53,7 @@ with Supervisor(packing(directory), QUICK) as supervisor:
 
 
 def packing(directory: Path) -> Plan:
-    """One server that packs."""
+    """Returns one server that packs."""
     file = WeightFile(segment_path(str(directory / "run"), 0), 0, -1)
     return replace(plan(directory, spec("expert-0", PACKING, directory)), weights=(file,))
 

@@ -137,7 +137,7 @@ async def router(directory: Path) -> AsyncIterator[tuple[vllm_engine_pb2_grpc.Vl
 
 
 def request(request_id: str = "r", stream: bool = True, **sampling: object) -> pb.GenerateRequest:
-    """The twin of `message`."""
+    """Returns the twin of `message`."""
     defaults: dict[str, object] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     return pb.GenerateRequest(
         request_id=request_id,

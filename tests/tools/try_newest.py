@@ -42,7 +42,7 @@ class Blame:
 
 
 def find_culprits(groups: Sequence[frozenset[str]], failing: set[str], try_with: Try) -> Blame:
-    """Which of the groups of packages has to keep its locked versions.
+    """Returns which of the groups of packages has to keep its locked versions.
 
     `failing` fail with all of them at their newest, and with none of them so.
     """
@@ -71,7 +71,8 @@ def _search(groups: list[frozenset[str]], failing: set[str], try_with: Try, blam
 
 
 def groups_of(changed: dict[str, tuple[str, str]], wants: dict[str, list[str]]) -> list[frozenset[str]]:
-    """Packages that can only change together: one that needs a newer version of another than the locked one.
+    """Returns the packages that can only change together: one that needs a newer version of another than the
+    locked one.
 
     `changed`: name -> locked and newest version; `wants`: name -> requirements of the newest version.
     """
@@ -164,7 +165,7 @@ def run_tests(python: str, arguments: Sequence[str], show: bool = False) -> tupl
 
 
 def _run(command: Sequence[str], show: bool = False) -> tuple[int, str]:
-    """Status and output, which is shown while it comes if asked."""
+    """Returns status and output, which is shown while it comes if asked."""
     lines = []
     environment = os.environ | {"PATH": f"{Path(command[0]).parent}:{os.environ['PATH']}"}
     with subprocess.Popen(
@@ -180,7 +181,7 @@ def _run(command: Sequence[str], show: bool = False) -> tuple[int, str]:
 
 
 def report(environment: Environment, blame: Blame, always: set[str]) -> list[str]:
-    """Lines that say what broke, by package."""
+    """Returns the lines that say what broke, by package."""
     lines = []
     for packages, checks in sorted(blame.by_packages.items()):
         named = ", ".join(

@@ -31,7 +31,7 @@ THOUGHTS = (
 
 
 def answer_from_facts(prompt: str) -> str:
-    """The answer to what tests ask: products of what was said, a user's name, an echo of all else."""
+    """Returns the answer to what tests ask: products of what was said, a user's name, an echo of all else."""
     turns = re.findall(r"<\|start\|>(\w+)\n(.*?)<\|end\|>", prompt, re.DOTALL)
     said = {role: [content.strip() for who, content in turns if who == role] for role, _ in turns}
     last = said.get("user", [""])[-1]
@@ -54,7 +54,7 @@ class Rules(ScriptedModel):
     names, or the first."""
 
     def reply(self, prompt: str, request: pb.GenerateRequest) -> str:
-        """Its output."""
+        """Returns its output."""
         thought = (
             "" if prompt.endswith("</think>\n\n") else "<think>\nThe user wants an answer.\n</think>\n\n"
         )
@@ -76,7 +76,7 @@ class Rules(ScriptedModel):
 
 
 def brief_model(directory: Path) -> Path:
-    """The demo model, with a usual length of answers."""
+    """Returns the demo model, with a usual length of answers."""
     source = build_demo_model()
     directory.mkdir()
     for file in source.iterdir():

@@ -71,7 +71,7 @@ main()
 
 
 def started(program: str, *arguments: str) -> subprocess.Popen[str]:
-    """The program after its first line, with the signals that a shell's foreground job has.
+    """Returns the program after its first line, with the signals that a shell's foreground job has.
 
     What ignores them, as nohup does, has children that ignore them too. `env` and no `preexec_fn`: that runs
     between fork and exec, which libraries with threads of their own do not survive.

@@ -16,13 +16,13 @@ TRACE, PARENT = 0xABC, 0xDEF
 
 
 def call(layer: int, start: int, span_id: int = PARENT) -> Call:
-    """Ten nanoseconds of work."""
+    """Returns ten nanoseconds of work."""
     return Call(TRACE, span_id, layer, 4, start, 10, "mailbox")
 
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """What this process exports, with its own limits."""
+    """Returns what this process exports, with its own limits."""
     exported = InMemorySpanExporter()
     # Without an endpoint that one samples nothing.
     limits = configure_tracing(TelemetryConfig(), "moebius-expert")._span_limits

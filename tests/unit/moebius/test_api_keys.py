@@ -12,7 +12,7 @@ from moebius.errors import ConfigError
 
 
 def key_file(directory: Path, text: str, mode: int = 0o600) -> Path:
-    """A file of keys."""
+    """Returns a file of keys."""
     path = directory / "keys"
     path.write_text(text)
     path.chmod(mode)

@@ -23,7 +23,7 @@ from tests.helpers.checkpoints import TinyMoe
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     return TinyMoe(family="glm4_moe").write(tmp_path_factory.mktemp("identity") / "model")
 
 

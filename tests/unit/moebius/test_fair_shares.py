@@ -90,7 +90,7 @@ class Load:
 
 
 def deviation(tokens: Counter[str]) -> float:
-    """How far the share of the most or least served is from an equal one, relative to that."""
+    """Returns how far the share of the most or least served is from an equal one, relative to that."""
     equal = sum(tokens.values()) / len(tokens)
     return max(abs(served - equal) / equal for served in tokens.values())
 

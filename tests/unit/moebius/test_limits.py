@@ -58,7 +58,7 @@ def test_the_supervisors_children_check_too(tmp_path: Path) -> None:
 
 
 def given(monkeypatch: pytest.MonkeyPatch, **values: int) -> dict[int, tuple[int, int]]:
-    """Limits by name, the others unlimited; what is set is kept."""
+    """Returns the limits by name, the others unlimited; what is set is kept."""
     kept = {getattr(resource, name): (value, value) for name, value in values.items()}
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda which: kept.get(which, unlimited))

@@ -45,7 +45,7 @@ _HELD = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_c
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A tiny checkpoint with a tokenizer."""
+    """Returns a tiny checkpoint with a tokenizer."""
     return write_checkpoint(tmp_path / "model")
 
 

@@ -19,7 +19,7 @@ STATIC = ("uniform", "front-loading", "random")
 
 
 def geometry(moe_layers: tuple[int, ...] = (1, 2, 4, 5), num_experts: int = 12) -> MoeGeometry:
-    """Six layers, four of them MoE."""
+    """Returns six layers, four of them MoE."""
     return MoeGeometry("qwen3_moe", 48, 6, moe_layers, num_experts, 3, 20, "silu", "float32")
 
 

@@ -150,7 +150,7 @@ def bars(names: list[str]) -> tuple[BarView, Console]:
 
 
 def text_of(view: BarView) -> list[str]:
-    """The lines that stand on the terminal now."""
+    """Returns the lines that stand on the terminal now."""
     plain = Console(file=io.StringIO(), width=80, color_system=None)
     plain.print(view.display.get_renderable())
     assert isinstance(plain.file, io.StringIO)

@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_written_stops_no_start(host: FakeHost, tmp_path: 
 
 
 def doctor_status() -> object:
-    """The exit status of `moebius doctor --measure`."""
+    """Returns the exit status of `moebius doctor --measure`."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", "--measure"])
     return ended.value.code

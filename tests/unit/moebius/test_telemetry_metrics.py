@@ -28,7 +28,7 @@ def start(
     host: str = "127.0.0.1",
     state: ProcessState | None = None,
 ) -> OperationsServer | None:
-    """A server for `registry` and `state`."""
+    """Returns a server for `registry` and `state`."""
     found, now = registry or CollectorRegistry(), state or ProcessState()
     return start_operations(port, host, Answers(lambda: registry_text(found), lambda: now))
 

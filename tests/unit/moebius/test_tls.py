@@ -48,12 +48,12 @@ def _plain_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def authority() -> Authority:
-    """One CA for the whole module."""
+    """Returns one CA for the whole module."""
     return Authority()
 
 
 def secret(directory: Path, pair: Pair, ca: bytes) -> Path:
-    """A directory with a certificate."""
+    """Returns a directory with a certificate."""
     directory.mkdir()
     write_secret(directory, pair, ca)
     return directory
@@ -76,7 +76,7 @@ def served(directory: Path, mode: str = "mutual", address: str = "127.0.0.1:0") 
 
 
 def check(address: str, timeout_s: float = 5.0) -> Any:
-    """The server's answer; raises grpc.RpcError."""
+    """Returns the server's answer; raises grpc.RpcError."""
     # Without this all channels of the process with equal credentials share a connection.
     with open_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         make_stub: Callable[[grpc.Channel], Any] = health_pb2_grpc.HealthStub

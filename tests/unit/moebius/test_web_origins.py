@@ -58,7 +58,7 @@ def test_open_servers_answer_to_whatever_leads_to_them(listens_on: str) -> None:
 
 
 def origin_is_refused(rules: WebOrigins, origin: str, host: str = "127.0.0.1:8000", **headers: str) -> bool:
-    """Whether a page's POST is refused."""
+    """Returns whether a page's POST is refused."""
     forwarded = tuple(filter(None, [headers.get("forwarded", "")]))
     site, method = headers.get("site", ""), headers.get("method", "POST")
     return bool(rules.refused_origin(Sender(method, host, origin, site, forwarded)))

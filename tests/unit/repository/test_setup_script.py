@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 def run_setup(
     venv: Path, kernels: int, cpu_torch: int = 0, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """The script with pip that installs all, or all but the kernels, or has no CPU build of torch."""
+    """Returns the script with pip that installs all, or all but the kernels, or has no CPU build of torch."""
     (venv / "bin").mkdir(parents=True)
     python = venv / "bin" / "python"
     python.write_text(PYTHON)
@@ -67,7 +67,7 @@ def test_kernels_that_do_not_compile_are_shown(tmp_path: Path) -> None:
 
 
 def installed(venv: Path) -> list[str]:
-    """Arguments of `pip install`, in order."""
+    """Returns the arguments of `pip install`, in order."""
     lines = (venv / "bin" / "python.calls").read_text().splitlines()
     return [
         line.partition(" install ")[2] for line in lines if " -m pip " in f" {line}" and " install " in line

@@ -48,7 +48,7 @@ SPECULATION = (
 
 
 def python_prose(text: str) -> Iterator[str]:
-    """Comments and docstrings, those of attributes included."""
+    """Yields comments and docstrings, those of attributes included."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
@@ -58,7 +58,7 @@ def python_prose(text: str) -> Iterator[str]:
 
 
 def prose(path: Path) -> Iterator[str]:
-    """The texts of a file that people read: comments of code, all of a document but what it quotes."""
+    """Yields the texts of a file that people read: comments of code, all of a document but what it quotes."""
     text = (ROOT / path).read_text(errors="replace")
     if path.suffix in (".py", ".pyi"):
         yield from python_prose(text)
@@ -71,7 +71,7 @@ def prose(path: Path) -> Iterator[str]:
 
 
 def words_in(path: Path, words: re.Pattern[str] = WORDS) -> list[str]:
-    """The words of the list in one file, in their order."""
+    """Returns the words of the list in one file, in their order."""
     return [found.lower() for text in prose(path) for found in words.findall(re.sub(r"\s+", " ", text))]
 
 
@@ -83,7 +83,7 @@ def private_names(text: str) -> list[str]:
 
 
 def files(place: str) -> list[str]:
-    """Tracked files below a folder or of a pattern; an empty place is a mistake of this test."""
+    """Returns tracked files below a folder or of a pattern; an empty place is a mistake of this test."""
     listed = subprocess.run(["git", "ls-files", place], cwd=ROOT, capture_output=True, text=True, check=True)
     names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
     assert names, place

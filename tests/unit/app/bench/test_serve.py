@@ -113,7 +113,7 @@ def server() -> Iterator[CountingServer]:
 
 
 def measured(server: CountingServer, tmp_path: Path, *options: str) -> list[dict[str, Any]]:
-    """The JSON rows of a run of the command."""
+    """Returns the JSON rows of a run of the command."""
     path = tmp_path / "rows.json"
     with pytest.raises(SystemExit) as ended:
         main(["bench", "serve", server.url, "--json", str(path), *options])

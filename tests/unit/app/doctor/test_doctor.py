@@ -64,7 +64,7 @@ def problems(findings: Any) -> dict[str, Finding]:
 
 
 def quiet(root: Path) -> Facts:
-    """Facts without what the machine that runs the test brings in."""
+    """Returns facts without what the machine that runs the test brings in."""
     return dataclasses.replace(read_facts(root), open_files=10**6, page_size=4096)
 
 

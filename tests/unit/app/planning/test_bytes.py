@@ -55,7 +55,7 @@ DENSE_MODELS = ("deepseek_v3", "gpt_oss_no_bias_tied", "longcat_flash", "qwen3_m
 
 
 def packed_bytes(model: Path, index: int, **request: Any) -> int:
-    """What a real expert server in this process has mapped."""
+    """Returns what a real expert server in this process has mapped."""
     quiet = LoadSettings(calibrate_kernels=False, max_requantise_error=9.0)
     host = ExpertHost(ThreadPlacement(-1, 1, ()), lambda *_: None, lambda: None, quiet)
     return host.load(SliceRequest(str(model), split_index=index, **request)).engine.packed_bytes

@@ -22,7 +22,7 @@ Plan = Callable[..., CapacityPlan]
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """A plan of a published model's headers on one card of `gib` GiB, nothing placed on it."""
+    """Returns a plan of a published model's headers on one card of `gib` GiB, nothing placed on it."""
     directories: dict[str, Path] = {}
 
     def make(name: str, gib: int, **flags: Any) -> CapacityPlan:

@@ -36,7 +36,7 @@ def planners(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Planner]
 
 
 def gpu_host(memory_gib: float, ram: float = 64.0) -> Hardware:
-    """One GPU of so much memory."""
+    """Returns one GPU of so much memory."""
     host = hardware("4090", ram_gib=ram)
     return replace(host, gpu=replace(GPU_MODELS["RTX 4090"], memory_bytes=int(memory_gib * GIB)))
 

@@ -45,7 +45,7 @@ EXPERT = "model.layers.2.mlp.experts.6.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a tokenizer that fits it."""
+    """Returns a checkpoint with a tokenizer that fits it."""
     directory = tmp_path_factory.mktemp("saved")
     tiny = TINY_MODELS["qwen3_moe"]
     write_tiny_model(replace(tiny, changes=tiny.changes | {"vocab_size": VOCAB}), directory, seed=1)
@@ -60,7 +60,7 @@ def checkpoint(saved: Path, tmp_path: Path) -> Path:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line that a command ends with; empty: it is content."""
+    """Returns the one line that a command ends with; empty: it is content."""
     with pytest.raises(SystemExit) as exit_info:
         cli.main([str(argument) for argument in arguments])
     error = capsys.readouterr().err

@@ -24,7 +24,7 @@ from tests.tolerances import PLANNED_BYTES, STATED_PARAMETERS
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory with config.json of each model."""
+    """Returns a directory with config.json of each model."""
     root = tmp_path_factory.mktemp("published")
     return {name: write_config(root / name, config) for name, (config, _) in PUBLISHED.items()}
 
@@ -77,7 +77,7 @@ def test_experts_take_what_their_format_says(
 
 
 def header_tensors(geometry: MoeGeometry, experts: int) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """The first experts of every layer in blocks of fp8, as DeepSeek-V3 is published."""
+    """Yields the first experts of every layer in blocks of fp8, as DeepSeek-V3 is published."""
     inner, hidden = geometry.moe_intermediate_size, geometry.hidden_size
     for layer in geometry.moe_layers:
         for expert in range(experts):

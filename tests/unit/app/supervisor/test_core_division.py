@@ -61,7 +61,7 @@ def instance(directory: Path, threads: int) -> Iterator[tuple[subprocess.Popen[s
 
 
 def cores_of(servers: tuple[ServerBinding, ...]) -> list[int]:
-    """The first CPU of each core."""
+    """Returns the first CPU of each core."""
     return [cpu for server in servers for cpu in server.cpus if cpu < 16]
 
 

@@ -45,7 +45,7 @@ MODEL = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A checkpoint directory with nothing but its config."""
+    """Returns a checkpoint directory with nothing but its config."""
     directory = tmp_path / "my-model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODEL))

@@ -23,7 +23,7 @@ ONE_NODE = {0: NodeCores((0, 1, 2, 3), ((0, 2), (1, 3)))}
 
 
 def config(tp: int, pp: int = 1, **gpu: object) -> MoebiusConfig:
-    """Settings for a number of ranks."""
+    """Returns the settings for a number of ranks."""
     return MoebiusConfig(
         gpu=GpuConfig.model_validate(gpu),
         parallel=ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp),

@@ -31,7 +31,7 @@ SETTINGS = ("--num-pages", "64", "--mailbox-rows", "4096")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that could be served."""
+    """Returns a checkpoint that could be served."""
     directory = tmp_path_factory.mktemp("small") / "model"
     write_tiny_model(TINY_MODELS["qwen3_moe"], directory, seed=3)
     write_tokenizer(directory, word_tokenizer({}), None)

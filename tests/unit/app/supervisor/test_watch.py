@@ -68,7 +68,7 @@ class World:
     script: Script = field(default_factory=Script)
 
     def monotonic(self) -> float:
-        """The clock."""
+        """Returns the clock."""
         return self.now
 
 

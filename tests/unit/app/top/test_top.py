@@ -50,7 +50,9 @@ def costs(at: float) -> pb.LiveCosts:
 
 
 def answer(at: float, **changed: Any) -> dict[str, Any]:
-    """What `/v1/live` says `at` seconds after the start: 10 steps a second, of which experts take 60 ms."""
+    """Returns what `/v1/live` says `at` seconds after the start: 10 steps a second, of which experts take 60
+    ms.
+    """
     steps = round(10 * at)
     load = {
         "version": "0.1.0",

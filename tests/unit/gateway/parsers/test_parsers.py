@@ -50,7 +50,7 @@ TEXT_FORMATS = (
 
 
 def recorded_plan(name: str) -> OutputPlan:
-    """The plan that reads the recorded output of a format."""
+    """Returns the plan that reads the recorded output of a format."""
     return plan_for(name, "gpt_oss" if name == "gpt_oss" else None)
 
 
@@ -280,7 +280,7 @@ def test_what_the_grammar_makes_is_what_the_parser_reads(name: str) -> None:
 
 
 def work(plan: OutputPlan, text: str, tokens: list[str], size: int) -> int:
-    """Functions called, and characters looked at, to read `text` in pieces of `size` tokens."""
+    """Returns functions called, and characters looked at, to read `text` in pieces of `size` tokens."""
     parser = make_parser(plan, tokens)
     assert parser is not None
     pieces = in_tokens(text, tokens)

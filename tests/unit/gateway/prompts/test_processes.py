@@ -32,7 +32,7 @@ from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 
 def children() -> set[int]:
-    """Prompt processes of this test process."""
+    """Returns prompt processes of this test process."""
     found = set()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended, a moment ago or unnoticed yet
@@ -273,7 +273,7 @@ class FatefulProcess(FakeProcess):
 
 
 def fateful_pool(monkeypatch: pytest.MonkeyPatch, seed: int, processes: int, most: int) -> PromptPool:
-    """A pool whose processes are `FatefulProcess`."""
+    """Returns a pool whose processes are `FatefulProcess`."""
     monkeypatch.setattr("gateway.prompts.pool.Process", FatefulProcess)
     monkeypatch.setattr("gateway.prompts.pool._RESTART_S", 0.005)
     monkeypatch.setattr(FatefulProcess, "fate", Fate(seed), raising=False)

@@ -32,12 +32,12 @@ PROMPTS = st.lists(st.integers(0, 3), max_size=12)  # blocks of one repeated tok
 
 
 def tokens(blocks: Sequence[int]) -> list[int]:
-    """A prompt of these blocks."""
+    """Returns a prompt of these blocks."""
     return [block for block in blocks for _ in range(BLOCK)]
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Returns the length of the common beginning."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((number for number, (a, b) in pairs if a != b), min(len(left), len(right)))
 
@@ -88,7 +88,7 @@ class Clock:
 
 
 def replica(name: str = "a", clock: Clock | None = None, **values: Any) -> Replica:
-    """One without a connection."""
+    """Returns one without a connection."""
     return Replica(name, cast(EngineClient, None), clock or Clock(), **values)
 
 
@@ -198,7 +198,7 @@ class Engine(engine_pb2_grpc.EngineServicer):
         self.num_waiting = 0
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        """Three chunks and the end, unless it fails."""
+        """Yields three chunks and the end, unless it fails."""
         if self.info.identity and request.model_identity != identity_digest(self.info.identity):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "other files")
         self.seen.append(request.request_id)
@@ -217,11 +217,11 @@ class Engine(engine_pb2_grpc.EngineServicer):
                 yield message
 
     async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
-        """What it says of its model."""
+        """Returns what it says of its model."""
         return self.info
 
     async def GetLoad(self, request: Any, context: Any) -> pb.GetLoadResponse:
-        """What it says of its queues."""
+        """Returns what it says of its queues."""
         return pb.GetLoadResponse(num_total_reqs=self.num_waiting, max_running_requests=8)
 
 
@@ -247,13 +247,13 @@ class Replicas:
         return server
 
     async def ask(self, name: str = "r", prompt: Sequence[int] = ()) -> str:
-        """The name of the engine that answered."""
+        """Returns the name of the engine that answered."""
         request = pb.GenerateRequest(request_id=name, tokenized=pb.TokenizedInput(input_ids=prompt or [1]))
         async with aclosing(self.set.generate(request)) as responses:
             return [response.complete.finish_reason async for response in responses][-1]
 
     def of(self, number: int) -> Replica:
-        """The gateway's view of one."""
+        """Returns the gateway's view of one."""
         return self.set.replicas[self.addresses[number]]
 
     async def until(self, condition: Any) -> None:

@@ -42,14 +42,16 @@ def thinking() -> Tokenizer:
 
 
 def markers() -> Tokenizer:
-    """Role markers that are added, but not special, tokens, as DeepSeek has them."""
+    """Returns role markers that are added, but not special, tokens, as DeepSeek has them."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens([AddedToken("<｜User｜>", normalized=False)])
     return tokenizer
 
 
 def normalising() -> Tokenizer:
-    """Special tokens that are looked for in normalised text, where marks cannot be taken out before."""
+    """Returns special tokens that are looked for in normalised text, where marks cannot be taken
+    out before.
+    """
     tokenizer = metaspace_tokenizer()
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.add_special_tokens([AddedToken("<|late|>", special=True, normalized=True)])
@@ -77,7 +79,7 @@ ORDINARY: list[dict[str, Any]] = [
 
 
 def served(name: str, template: str = CHAT_TEMPLATE) -> ServedTokenizer:
-    """One of the tokenizers, as the gateway has it."""
+    """Returns one of the tokenizers, as the gateway has it."""
     named = {"bos_token": BOS, "eos_token": EOS}
     return ServedTokenizer(TOKENIZERS[name](), ChatTemplate(template, named))
 

@@ -19,7 +19,7 @@ from moebius.api_keys import ApiKeys, KeyLimits, add_key, revoke_key
 
 
 def refusal(use: KeyUse) -> ApiError:
-    """What the next request of the key gets."""
+    """Returns what the next request of the key gets."""
     with pytest.raises(ApiError) as caught, use.request():
         pass
     return caught.value

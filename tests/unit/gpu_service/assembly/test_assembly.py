@@ -27,7 +27,7 @@ from tests.helpers.published_checkpoints import Published
 
 
 def runner(captures: bool = True, device_driven: bool | None = True, resident: bool | None = None) -> Any:
-    """What `graphs_unsupported_reason` looks at; None: there is no such part."""
+    """Returns what `graphs_unsupported_reason` looks at; None: there is no such part."""
     return SimpleNamespace(
         attention=SimpleNamespace(captures=captures),
         experts=None if device_driven is None else SimpleNamespace(is_device_driven=device_driven),

@@ -96,7 +96,7 @@ class World:
         self.in_flight: deque[tuple[Batch, list[int]]] = deque()
 
     def add(self, name: int, length: int, outputs: int) -> Request:
-        """A prompt of its own."""
+        """Returns a prompt of its own."""
         prompt = [3 + (k * k + 7 * k + 31 * name) % 190 for k in range(length)]
         request = make_request(f"{name}-{next(self.numbers)}", prompt, max_tokens=outputs)
         self.scheduler.add(request)

@@ -60,7 +60,7 @@ class Changes:
 def made(
     guard: Callable[[StepRunner], StepRunner] = lambda runner: runner,
 ) -> tuple[DeviceLane, LateStream, FakeModel, Streaming, Changes]:
-    """A lane on a model without layers, whose streamer has segments of three layers."""
+    """Returns a lane on a model without layers, whose streamer has segments of three layers."""
     servers = [MadeServer(SHAPE, "float32", part, 3, 1) for part in tensor_split(SHAPE, 1)]
     found, cache, model, resident = streaming(servers), fake_cache(8, 4), FakeModel(), Changes()
     runner = LaneModelRunner(
@@ -81,7 +81,7 @@ def made(
 
 
 def plan() -> StepPlan:
-    """One token of one request."""
+    """Returns one token of one request."""
     rows = graph_rows(captured_fields(()), 1, {Dummy.SLOT: 0, Dummy.STATE: 0})
     return graph_plan(rows, 1, torch.zeros(1, dtype=torch.int64))
 

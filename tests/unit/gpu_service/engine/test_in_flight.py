@@ -24,7 +24,7 @@ PENALISED = {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0
 
 
 def workload() -> list[Request]:
-    """Short and long ones with penalties and seeds, more than there are slots: slots change hands."""
+    """Returns short and long ones with penalties and seeds, more than there are slots: slots change hands."""
     return [
         make_request(f"r{i}", prompt_of(i, 5 + 9 * i), seed=i, max_tokens=4 + 3 * (i % 3), **PENALISED)
         for i in range(6)
@@ -34,7 +34,7 @@ def workload() -> list[Request]:
 def run(
     fails_at: Callable[[int], Failure | None], *, overlap: bool = True, requests: list[Request] | None = None
 ) -> tuple[list[list[int]], DoomedExperts, list[Request]]:
-    """Tokens of the workload in an engine whose experts fail at those steps (reruns count)."""
+    """Returns the tokens of the workload in an engine whose experts fail at those steps (reruns count)."""
     experts = DoomedExperts(fails_at)
     wanted = workload() if requests is None else requests
     with running_engine(

@@ -22,7 +22,7 @@ LOGITS = torch.from_numpy(np.random.default_rng(3).normal(0, 2, VOCAB).astype(np
 
 
 def request_with(slot: int = 0, **params: Any) -> Request:
-    """A request that only has parameters and a slot."""
+    """Returns a request that only has parameters and a slot."""
     return Request("r", [1, 2, 2], SamplingParams(**params), slot=slot)  # type: ignore[arg-type]
 
 
@@ -34,7 +34,7 @@ def draw(requests: list[Request], positions: list[int], logits: torch.Tensor | N
 
 
 def pool_of(requests: list[Request]) -> torch.Tensor:
-    """The token pool that holds what is known of the requests, 0 elsewhere."""
+    """Returns the token pool that holds what is known of the requests, 0 elsewhere."""
     pool = torch.zeros((1 + max(request.slot for request in requests), 64), dtype=torch.int32)
     for request in requests:
         pool[request.slot, : request.total_len] = torch.tensor(request.known_tokens(0, request.total_len))
@@ -42,7 +42,7 @@ def pool_of(requests: list[Request]) -> torch.Tensor:
 
 
 def reference(params: SamplingParams) -> np.ndarray:
-    """The distribution, in float64: temperature, min_p, top_k, top_p, each renormalised."""
+    """Returns the distribution, in float64: temperature, min_p, top_k, top_p, each renormalised."""
     scaled = LOGITS.double().numpy() / params.temperature
     p = np.exp(scaled - scaled.max())
     p /= p.sum()

@@ -48,7 +48,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def plans(has_mrope: bool = False) -> list[StepPlan]:
-    """A step of prompts, one of a chunk with decodes, one of decodes only."""
+    """Returns a step of prompts, one of a chunk with decodes, one of decodes only."""
     knobs = Knobs(budget=40)
     scheduler = build_scheduler(knobs)
     builder = InputBuilder(scheduler.limits, knobs.page_size, has_mrope=has_mrope)
@@ -63,7 +63,7 @@ def plans(has_mrope: bool = False) -> list[StepPlan]:
 
 
 def records(tree: Any) -> list[Any]:
-    """The record and all records in it."""
+    """Returns the record and all records in it."""
     if isinstance(tree, (list, tuple)):
         return [record for element in tree for record in records(element)]
     if not dataclasses.is_dataclass(tree):

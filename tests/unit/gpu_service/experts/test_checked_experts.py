@@ -70,18 +70,18 @@ class Returning(LocalExpertClient):
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What was loaded at the start."""
+    """Returns what was loaded at the start."""
     return TinyMoe(family="glm4_moe", seed=0).write(tmp_path_factory.mktemp("good") / "model")
 
 
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same shapes with other weights."""
+    """Returns the same shapes with other weights."""
     return TinyMoe(family="glm4_moe", seed=1).write(tmp_path_factory.mktemp("bad") / "model")
 
 
 def started(good: Path, later: list[Path | None], **experts: int) -> tuple[CheckedExperts, Returning]:
-    """A client that has passed the self-test, with what its servers will be when they return."""
+    """Returns a client that has passed the self-test, with what its servers will be when they return."""
     geometry = read_geometry(good)
     returning = Returning(geometry, [good, *later])
     checked = CheckedExperts(returning)

@@ -135,7 +135,7 @@ def test_costs_are_usable_whatever_is_reported(events: list[tuple[object, ...]],
 
 
 def scaled(costs: LayerCosts, copy: float = 1.0, cpu: float = 1.0) -> LayerCosts:
-    """Link and servers that take a number of times longer."""
+    """Returns link and servers that take a number of times longer."""
     points = tuple((rows, cpu * seconds) for rows, seconds in costs.cpu.points)
     return replace(costs, copy=copy * costs.copy, cpu=CostCurve(points))
 
@@ -148,13 +148,15 @@ def measured(costs: LayerCosts, clock: Callable[[], float] = time.monotonic) -> 
 
 
 def now(costs: ExpertCosts) -> LayerCosts:
-    """What is known of a layer."""
+    """Returns what is known of a layer."""
     assert costs.layer is not None
     return costs.layer
 
 
 def serve(costs: ExpertCosts, real: LayerCosts, rows: int, steps: int, other: float = 0.0) -> LayerCosts:
-    """What steps teach that take what `real` says and `other` seconds a layer after the servers' answers."""
+    """Returns what steps teach that take what `real` says and `other` seconds a layer after the servers'
+    answers.
+    """
     for _ in range(steps):
         share = now(costs).best_share(rows)
         link, servers, gpu = real.parts(rows, share)

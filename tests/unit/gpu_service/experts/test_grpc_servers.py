@@ -103,7 +103,7 @@ def client_of(geometry: MoeGeometry, *servers: Fake) -> GrpcExpertClient:
 
 
 def ask(client: GrpcExpertClient, geometry: MoeGeometry) -> torch.Tensor:
-    """One row of one layer."""
+    """Returns one row of one layer."""
     ids = torch.zeros((1, geometry.top_k), dtype=torch.int32)
     weights = torch.zeros((1, geometry.top_k))
     return client.collect(

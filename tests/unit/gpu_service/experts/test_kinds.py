@@ -34,7 +34,7 @@ Choice = tuple[torch.Tensor, torch.Tensor]
 
 
 def _choices(tokens: int, top_k: int, seed: int) -> tuple[torch.Tensor, Choice, Choice]:
-    """Ids of 8 tokens, and of 5 experts of either kind; the last row is padding."""
+    """Returns the ids of 8 tokens, and of 5 experts of either kind; the last row is padding."""
     generator = torch.Generator().manual_seed(seed)
 
     def choice() -> Choice:

@@ -45,7 +45,7 @@ class QueuedExperts:
 
 
 def answered(layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """float32 `[T, H]`."""
+    """Returns float32 `[T, H]`."""
     return rows.float() * (weights * (ids + 1) * layer).sum(dim=1, keepdim=True)
 
 

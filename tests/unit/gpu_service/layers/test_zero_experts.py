@@ -116,7 +116,7 @@ def _context(experts: Any) -> Any:
 
 @pytest.fixture
 def longcat(tmp_path: Path) -> tuple[PagedRunner, list[str], Watched]:
-    """A tiny model that says when its halves are computed, and what its client is asked."""
+    """Returns a tiny model that says when its halves are computed, and what its client is asked."""
     make_tiny_model("longcat_flash", tmp_path)
     config = read_model_config(tmp_path)
     model = build_model(config)

@@ -138,7 +138,7 @@ class PoolEngine(Engine):
         self.run(self.open_lane, is_lane=True)
 
     def plan(self, batch: Batch) -> Planned:
-        """What is known of a step once it is launched."""
+        """Returns what is known of a step once it is launched."""
         reads, writes = [0], set[int]()
         for request, start, count in zip(
             batch.requests, batch.start_positions, batch.num_new_tokens, strict=True

@@ -55,7 +55,7 @@ INT4_EXPERT = 3 * 2048 * 768 * 9 // 16
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    """The full shape, composed on the meta device."""
+    """Returns the full shape, composed on the meta device."""
     directory = tmp_path_factory.mktemp("shape")
     (directory / "config.json").write_text(json.dumps(parse_shape("qwen3-30b-a3b", 0).hf_config(None)))
     return build_model(read_model_config(directory))
@@ -171,7 +171,7 @@ def test_an_impossible_chunk_is_refused(model: CausalLM) -> None:
 def change_for(
     model: CausalLM, config: MoebiusConfig, memory: FakeMemory, num_experts: int = 0
 ) -> str | None:
-    """What is proposed for this model on this device."""
+    """Returns what is proposed for this model on this device."""
 
     def fits(trial: Trial) -> bool:
         try:

@@ -49,7 +49,7 @@ LENGTH, HEAD_DIM, THETA = 131072, 64, 5e5
 
 
 def with_pairs(rope: dict[str, Any], partial: float) -> dict[str, Any]:
-    """Lists by pair cut to the pairs that are rotated."""
+    """Returns the lists by pair cut to the pairs that are rotated."""
     pairs = int(HEAD_DIM * partial) // 2
     return {key: value[:pairs] if isinstance(value, list) else value for key, value in rope.items()}
 

@@ -24,7 +24,7 @@ def _rotary(config: RopeConfig) -> RotaryEmbedding:
 
 
 def _by_axis() -> torch.Tensor:
-    """Positions `[3, T]` as around an image; all three differ."""
+    """Returns positions `[3, T]` as around an image; all three differ."""
     return torch.tensor([[0, 1, 2, 2, 9], [0, 1, 5, 6, 10], [0, 1, 3, 8, 11]])
 
 

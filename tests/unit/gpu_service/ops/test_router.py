@@ -18,7 +18,7 @@ ROWS, HIDDEN = 33, 24
 
 
 def _dense(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Weights by expert `[T, E]`: routers may order their choices differently."""
+    """Returns the weights by expert `[T, E]`: routers may order their choices differently."""
     return torch.zeros(weights.shape[0], num_experts).scatter_(1, ids.long(), weights)
 
 

@@ -55,7 +55,7 @@ FIELDS = ("request_id", "prompt_token_ids", "params", "index", "priority", "cach
 
 
 def facts(message: Message) -> object:
-    """What has to arrive: everything the scheduler and the sampler read."""
+    """Returns what has to arrive: everything the scheduler and the sampler read."""
     match message:
         case Add(requests):
             return [[getattr(request, field) for field in FIELDS] for request in requests]
@@ -103,7 +103,7 @@ LAYOUT = ImageLayout(PLACEHOLDER, PLACEHOLDER, start=(7,), whole=(8,), column=(6
 
 
 def image(key: int, rows: int, columns: int) -> PreparedImage:
-    """Random patches of more than one dimension each."""
+    """Returns random patches of more than one dimension each."""
     pixels = np.random.default_rng(-key).normal(size=(4 * rows * columns, 3, 2)).astype(np.float32)
     return PreparedImage(key, pixels, (1, 2 * rows, 2 * columns), (rows, columns))
 

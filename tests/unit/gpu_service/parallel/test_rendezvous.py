@@ -29,19 +29,19 @@ from tests.helpers.ports import free_port
 
 
 def welcome(store_port: int = 0) -> ranks_pb2.Welcome:
-    """What rank 0 answers."""
+    """Returns what rank 0 answers."""
     return ranks_pb2.Welcome(store_port=store_port)
 
 
 def iteration(text: str) -> ranks_pb2.Iteration:
-    """One that says something recognisable; empty text: one without messages."""
+    """Returns one that says something recognisable; empty text: one without messages."""
     messages = [ranks_pb2.Message(abort_request_id=text)] if text else []
     return ranks_pb2.Iteration(messages=messages)
 
 
 @pytest.fixture(scope="module")
 def authority() -> Authority:
-    """The CA of all ranks."""
+    """Returns the CA of all ranks."""
     return Authority()
 
 
@@ -60,7 +60,7 @@ Trio = tuple[list[RankControl], list[queue.SimpleQueue[tuple[str, bool]]]]
 
 
 def rendezvous(size: int, **changes: Any) -> Rendezvous:
-    """Rank 0's, at a free port."""
+    """Returns rank 0's, at a free port."""
     return replace(Rendezvous(0, size, f"127.0.0.1:{free_port()}", 60.0, "same"), **changes)
 
 
@@ -269,14 +269,14 @@ def test_prompts_can_not_be_read_on_the_way(authority: Authority, tmp_path: Path
 
 
 def is_listening(where: Rendezvous) -> bool:
-    """Whether rank 0 is there; its address is tried, which it takes for a stranger's visit."""
+    """Returns whether rank 0 is there; its address is tried, which it takes for a stranger's visit."""
     with suppress(OSError), socket.create_connection(where.host_port):
         return True
     return False
 
 
 def refusals(logs: Sequence[Any]) -> list[str]:
-    """Why rank 0 took no rank for one."""
+    """Returns why rank 0 took no rank for one."""
     return [line["reason"] for line in logs if "was no rank" in line["event"]]
 
 

@@ -23,7 +23,7 @@ from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, p
 
 
 def results(batch: Batch, token: int = 5) -> list[RowResult]:
-    """Every row that samples gets `token`, those of drafts too."""
+    """Returns every row that samples gets `token`, those of drafts too."""
     drafts = batch.drafts or [[]] * len(batch.requests)
     return [
         RowResult(token if samples else None, verified=[RowResult(token) for _ in own])
@@ -32,7 +32,7 @@ def results(batch: Batch, token: int = 5) -> list[RowResult]:
 
 
 def step(scheduler: Scheduler) -> Batch:
-    """One synchronous step."""
+    """Returns one synchronous step."""
     batch = scheduler.schedule()
     assert batch is not None
     scheduler.commit(batch, results(batch))

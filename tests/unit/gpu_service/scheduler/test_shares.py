@@ -22,7 +22,7 @@ PAGE, SEQS = 4, 8
 
 
 def step(scheduler: Scheduler) -> Batch:
-    """One synchronous step in which every row samples 5."""
+    """Returns one synchronous step in which every row samples 5."""
     batch = scheduler.schedule()
     assert batch is not None
     scheduler.commit(batch, [RowResult(5 if samples else None) for samples in batch.samples])
@@ -31,13 +31,13 @@ def step(scheduler: Scheduler) -> Batch:
 
 
 def tokens_of(batch: Batch, request: Request) -> int:
-    """What the step computes for a request."""
+    """Returns what the step computes for a request."""
     pairs = zip(batch.requests, batch.num_new_tokens, strict=True)
     return sum(count for other, count in pairs if other is request)
 
 
 def roomy(budget: int, num_seqs: int = SEQS, scored_token_cost: int = 1) -> Scheduler:
-    """A scheduler that never lacks pages."""
+    """Returns a scheduler that never lacks pages."""
     knobs = Knobs(num_pages=40_000, max_num_seqs=num_seqs, budget=budget, context_limit=10_000)
     scheduler = build_scheduler(knobs)
     limits: SchedulerLimits = replace(scheduler.limits, scored_token_cost=scored_token_cost)

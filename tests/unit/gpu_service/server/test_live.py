@@ -47,7 +47,7 @@ class Server(expert_pb2_grpc.ExpertServicer):
         self.calls = 0
 
     async def Info(self, request: Any, context: Any) -> expert_pb2.InfoResponse:
-        """What it holds."""
+        """Returns what it holds."""
         self.calls += 1
         if self.silent:
             await asyncio.sleep(60)
@@ -56,7 +56,7 @@ class Server(expert_pb2_grpc.ExpertServicer):
         )
 
     async def Stats(self, request: Any, context: Any) -> expert_pb2.StatsResponse:
-        """What it computed."""
+        """Returns what it computed."""
         layers = [
             expert_pb2.LayerStats(
                 layer=n, expert_rows=rows, busy_seconds=self.busy_s, calls=6, experts=sum(map(bool, rows))
@@ -90,7 +90,7 @@ async def experts_of(
 
 
 def described(directory: Path, servers: Sequence[Server | None], resident: dict[int, list[int]]) -> Any:
-    """What `describe` says of them."""
+    """Returns what `describe` says of them."""
 
     async def run() -> pb.GetLiveResponse:
         live = pb.GetLiveResponse()

@@ -20,7 +20,7 @@ from tests.unit.gpu_service.scheduler.test_scheduler import results
 
 
 def searched(tokens: list[int], size: int, longest: int, count: int) -> list[int]:
-    """The definition: of all earlier places with the longest equal suffix the latest."""
+    """Returns the definition: of all earlier places with the longest equal suffix the latest."""
     end, best, best_length = len(tokens), -1, size - 1
     for place in range(end - 1, size - 1, -1):
         length = 0
@@ -84,7 +84,7 @@ def speculation(num_drafts: int = 3, **tables: dict[int, float]) -> Speculation:
 
 
 def chosen(policy: Speculation, *shares: float) -> list[int]:
-    """Drafts of requests in one step, each with three, of which the given share is accepted."""
+    """Returns the drafts of requests in one step, each with three, of which the given share is accepted."""
     offers = []
     for index, share in enumerate(shares):
         request = make_request(f"r{index}", prompt_of(index, 5))
@@ -181,7 +181,7 @@ def test_who_never_speculates() -> None:
 
 
 def decode(rows: int, drafts: int = 0, num_drafts: int = 0) -> Batch:
-    """A step of a number of requests, the first with drafts."""
+    """Returns a step of a number of requests, the first with drafts."""
     requests = [make_request(f"r{i}", [1]) for i in range(rows)]
     own = [[1] * drafts, *[[]] * (rows - 1)] if drafts else []
     ones = [1] * rows

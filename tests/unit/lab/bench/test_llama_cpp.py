@@ -28,7 +28,7 @@ VOCAB = 512
 
 @pytest.fixture(scope="module")
 def scripts() -> SimpleNamespace:
-    """The modules of the comparison."""
+    """Returns the modules of the comparison."""
     return SimpleNamespace(
         llama_cpp=llama_cpp,
         serving_load=serving_load,

@@ -36,7 +36,7 @@ def refusal(
     quantization: dict[str, Any] | None = None,
     dtypes: dict[str, str] | None = None,
 ) -> str:
-    """What planning a load of the changed checkpoint says."""
+    """Returns what planning a load of the changed checkpoint says."""
     moe = QuantisedMoe(encoder, quantization=quantization)
     model = moe.write(directory, replace, dtypes)
     with pytest.raises(CheckpointError) as caught:

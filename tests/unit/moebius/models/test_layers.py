@@ -55,7 +55,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
 
 
 def leaves(base: type) -> set[str]:
-    """The names of all classes below one that have none below themselves."""
+    """Returns the names of all classes below one that have none below themselves."""
     # By names: a class with slots is made of one without, which may still be there.
     found: dict[str, set[str]] = {}
     kinds = [base]

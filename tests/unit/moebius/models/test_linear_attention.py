@@ -74,7 +74,7 @@ NEXT_5: dict[str, Any] = {
 
 
 def attending(config: ModelConfig) -> tuple[int, ...]:
-    """Layers that have a cache."""
+    """Returns the layers that have a cache."""
     return tuple(i for i, layer in enumerate(config.layers) if cached([layer]))
 
 

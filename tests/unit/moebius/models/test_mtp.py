@@ -28,7 +28,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _copy(source: Path, target: Path, **changes: Any) -> Path:
-    """The checkpoint with other values in config.json; files of weights are linked."""
+    """Returns the checkpoint with other values in config.json; files of weights are linked."""
     for file in source.iterdir():
         (target / file.name).symlink_to(file)
     described = json.loads((source / "config.json").read_text()) | changes

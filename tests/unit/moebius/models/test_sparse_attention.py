@@ -48,7 +48,7 @@ GLM: dict[str, Any] = V32 | {
 
 
 def read(directory: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    """What a config.json with these keys means."""
+    """Returns what a config.json with these keys means."""
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
     (directory / "config.json").write_text(json.dumps(values))
     return read_model_config(directory)

@@ -195,7 +195,7 @@ WITH_COMPRESSED = {
 
 
 def _logits(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the model computes in chunks, and what is written down of it. Raises as `build_model`."""
+    """Returns what the model computes in chunks, and what is written down of it. Raises as `build_model`."""
     model = build_model(config)
     expected = expected_names(model)
     generator = torch.Generator().manual_seed(5)
@@ -224,7 +224,7 @@ def _single(name: str) -> torch.Tensor:
 
 
 def _refusal(config: ModelConfig) -> str:
-    """Why the configuration is refused; empty: it is not."""
+    """Returns why the configuration is refused; empty: it is not."""
     try:
         check_switches(config)
     except ModelConfigError as error:
@@ -233,7 +233,7 @@ def _refusal(config: ModelConfig) -> str:
 
 
 def _names_one(error: str, config: ModelConfig) -> bool:
-    """Whether a refusal names one of the switches that are set."""
+    """Returns whether a refusal names one of the switches that are set."""
     active = {
         field.name for field in fields(config) if getattr(config, field.name) != getattr(BASE, field.name)
     }

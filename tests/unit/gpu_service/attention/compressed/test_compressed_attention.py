@@ -95,7 +95,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _step(previous: tuple[int, int], lengths: tuple[int, int], number: int) -> ForwardInputs:
-    """Both requests' next tokens, in scattered pages; slots alternate, slot 0 is zeros."""
+    """Returns both requests' next tokens, in scattered pages; slots alternate, slot 0 is zeros."""
     starts, positions, slots = [0], list[int](), list[int]()
     pages = torch.tensor([[7, 2, 11, 4, 9, 0], [3, 12, 5, 10, 1, 0]], dtype=torch.int32)
     for request, (begin, end) in enumerate(zip(previous, lengths, strict=True)):
@@ -146,7 +146,7 @@ FREQUENCIES = torch.tensor([1.0, 0.1])
 
 
 def naive_entries(rows: torch.Tensor, rate: int, offsets: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Entries of one sequence's rows `[L, row]`, element by element in float64."""
+    """Returns the entries of one sequence's rows `[L, row]`, element by element in float64."""
     size, parts = norm.shape[0], offsets.shape[1] // norm.shape[0]
     values, logits = rows.double().chunk(2, dim=1)
     entries = []
@@ -170,7 +170,7 @@ def naive_entries(rows: torch.Tensor, rate: int, offsets: torch.Tensor, norm: to
 def naive_attention(
     query: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """One query `[H, D]` over keys `[N, D]` and entries `[E, D]` that are its own."""
+    """Returns one query `[H, D]` over keys `[N, D]` and entries `[E, D]` that are its own."""
     both = torch.cat((keys.double(), entries))
     scores = query.double() @ both.T * SIZE**-0.5
     weights = torch.cat((scores, sinks.double()[:, None]), dim=1).softmax(1)[:, :-1]
@@ -240,7 +240,7 @@ def _entries_at(cache: CompressedCache, layer: int, pages: torch.Tensor, entries
 
 
 def _some_selection(inputs: ForwardInputs) -> torch.Tensor:
-    """The last two entries up to each row."""
+    """Returns the last two entries up to each row."""
     counts = (inputs.positions + 1) // RATES[SPARSE]
     first = (counts - 2).clamp(min=0)
     chosen = torch.stack((first, first + 1), dim=1)

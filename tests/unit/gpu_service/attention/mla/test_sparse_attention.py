@@ -52,7 +52,7 @@ def backend_for(case: MlaCase, name: str) -> MlaAttentionBackend:
 
 
 def listed(selection: torch.Tensor) -> list[list[int]]:
-    """Rows without their padding, which must be at their ends."""
+    """Returns rows without their padding, which must be at their ends."""
     rows = []
     for row in selection.tolist():
         count = len([position for position in row if position >= 0])

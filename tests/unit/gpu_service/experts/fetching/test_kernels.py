@@ -37,7 +37,9 @@ def kernels(name: str) -> FetchKernels:
 
 @st.composite
 def _steps(draw: st.DrawFn) -> list[torch.Tensor]:
-    """Ids of some steps, int32 `[T, K]`: no row chooses an expert twice, some choices are of residents."""
+    """Returns the ids of some steps, int32 `[T, K]`: no row chooses an expert twice, some choices are of
+    residents.
+    """
     steps = []
     for _ in range(draw(st.integers(1, 6))):
         rows = draw(st.integers(1, 9))

@@ -19,7 +19,7 @@ PARTS[2] = (ServedPart(0, KIND), ServedPart(0, KIND))
 
 
 def config(split: str = "tensor", ranks: int = 1, stages: int = 1, fetch: str = "auto") -> MoebiusConfig:
-    """Settings that matter here."""
+    """Returns the settings that matter here."""
     document: dict[str, Any] = {
         "model": {"model": "/m"},
         "gpu": {"fetch_experts": fetch},

@@ -33,7 +33,7 @@ FEW, MANY = 100, 0
 
 
 def error(kernels: ResidentKernels, shape: Shape, slots: LayerSlots, rows: int) -> float:
-    """Largest difference from the reference over the largest wanted magnitude."""
+    """Returns largest difference from the reference over the largest wanted magnitude."""
     hidden_states, ids, weights = routed(shape, rows)
     partial = torch.randn(rows, shape.hidden)
     reference = TorchResidentKernels(shape.geometry)
@@ -141,7 +141,7 @@ def test_tiles_multiply_float16_rows_in_float16(weight_format: str) -> None:
 
 
 def counted(call: Any, firsts: list[int]) -> Any:
-    """The same, noting the first slot of each call."""
+    """Returns the same, noting the first slot of each call."""
 
     def forward(slots: LayerSlots, first: int, *rest: Any) -> None:
         firsts.append(first)

@@ -35,12 +35,12 @@ LAYER = 1
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     return TinyMoe(num_experts=5, num_layers=3).write(tmp_path / "model")
 
 
 def loaded(model: Path, **placement: Any) -> ResidentExperts:
-    """Three experts of each layer, unless the placement says else."""
+    """Returns three experts of each layer, unless the placement says else."""
     return load(configuration(model, **(placement or {"gpu_experts": 3})), read_geometry(model))
 
 

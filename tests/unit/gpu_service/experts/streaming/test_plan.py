@@ -29,7 +29,7 @@ EACH = KIND.expert_bytes
 
 
 def stored(experts: tuple[int, ...], segment: int = 0, kind: LayerFormat = KIND) -> StoredExperts:
-    """Layer 5."""
+    """Returns layer 5."""
     return StoredExperts(5, segment, 4096, experts, kind)
 
 

@@ -19,7 +19,7 @@ HALF = SHARES // 2
 
 
 def step(random: np.random.Generator, chances: np.ndarray, rows: int = 300) -> Counts:
-    """Counts of a step whose rows choose by these chances `[layers, experts]`."""
+    """Returns the counts of a step whose rows choose by these chances `[layers, experts]`."""
     scores = np.log(chances)[:, None] + random.gumbel(size=(len(LAYERS), rows, EXPERTS))
     ids = np.argpartition(-scores, TOP_K - 1, axis=2)[:, :, :TOP_K]
     return np.stack([np.bincount(layer.reshape(-1), minlength=EXPERTS) for layer in ids])

@@ -59,7 +59,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _copy(source: Path, target: Path, **config: Any) -> Path:
-    """The checkpoint again, with other keys in config.json."""
+    """Returns the checkpoint again, with other keys in config.json."""
     for name in ("model.safetensors", "preprocessor_config.json"):
         (target / name).write_bytes((source / name).read_bytes())
     values = json.loads((source / "config.json").read_text()) | config

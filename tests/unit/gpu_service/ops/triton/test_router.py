@@ -20,7 +20,9 @@ pytestmark = [
 
 
 def _dense(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Weights by expert `[T, E]`; an expert chosen with weight 0 still differs from one not chosen."""
+    """Returns the weights by expert `[T, E]`; an expert chosen with weight 0 still differs from one not
+    chosen.
+    """
     dense = torch.full((weights.shape[0], num_experts), -1.0)
     return dense.scatter_(1, ids.long(), weights)
 

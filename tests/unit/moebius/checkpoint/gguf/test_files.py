@@ -44,7 +44,7 @@ def small_file(
     kind: int = 0,
     name: str = "token_embd.weight",
 ) -> Path:
-    """One tensor `[2, 32]` whose bytes are of no account."""
+    """Returns one tensor `[2, 32]` whose bytes are of no account."""
     writer = GGUFWriter(path, architecture)
     writer.add_expert_count(experts)
     writer.add_tensor(name, np.zeros((2, 32), np.float32))
