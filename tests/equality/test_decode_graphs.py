@@ -115,7 +115,9 @@ def test_replayed_equals_eager(tiny: Tiny, params: dict[str, Any], monkeypatch: 
 
 @pytest.mark.parametrize("tiny", [("qwen3_moe", 7)], indirect=True, ids=lambda p: str(p[0]))
 def test_replays_that_fetch_are_checked(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begun before the launch, checked after the end; a step whose experts were replaced is run again."""
+    """Fetches are begun before the launch and checked after the end; a step whose experts were replaced is
+    run again.
+    """
     wanted = run(tiny, Setup(), requests(3, GREEDY))
     noted: list[str] = []
 

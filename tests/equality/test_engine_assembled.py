@@ -97,7 +97,9 @@ def expected(directory: Path) -> list[list[int]]:
 def test_an_assembled_device_says_what_a_cpu_says(
     directory: Path, expected: list[list[int]], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With graphs, without, and without overlap; graphs are used exactly where they are asked for."""
+    """Tokens agree with graphs, without, and without overlap; graphs are used exactly where they are asked
+    for.
+    """
     replays, original = [0], DecodeGraphs.replay
 
     def replay(*arguments: Any) -> Any:
@@ -114,7 +116,7 @@ def test_an_assembled_device_says_what_a_cpu_says(
 def test_resident_experts_are_assembled_too(
     directory: Path, expected: list[list[int]], placement: dict[str, Any]
 ) -> None:
-    """Without any expert server when all experts are on the device; else next to one."""
+    """The engine runs without any expert server when all experts are on the device, else next to one."""
     assert tokens(directory, {}, placement) == expected
 
 

@@ -156,7 +156,7 @@ def test_tokens_after_a_damage_follow_from_those_given_out(loop: dict[str, Any])
 
 @LOOPS
 def test_forgetting_by_an_operation_changes_no_token(loop: dict[str, Any]) -> None:
-    """As several ranks do it, between any two steps."""
+    """Several ranks forget between any two steps, and no token changes."""
     prompts = [prompt_of(i, 20) for i in range(3)]
     with running_engine(**loop, budget=16) as harness:
         expected = harness.run([make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)])

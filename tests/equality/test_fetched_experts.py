@@ -276,7 +276,7 @@ def test_a_lane_has_the_link_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_metrics_are_the_figures() -> None:
-    """Under the names in docs/placement.md."""
+    """The metrics have the names in docs/placement.md and the values of the figures."""
     world, registry = fetching(tensor_split), CollectorRegistry()
     metrics.export(world.fetcher, "m", registry)
     for seed in range(3):

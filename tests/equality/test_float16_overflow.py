@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_ends_alone_on_a_cpu(checkpoint: Path) -> None:
-    """As the process assembles it."""
+    """The request ends alone in an engine that is assembled as by the process."""
     with running_engine(family_config(checkpoint, "cpu", "float16", {"expert_transport": "local"})) as engine:
         check_overflows(engine.built.engine.submit, engine.ended)
 

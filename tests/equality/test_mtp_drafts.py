@@ -110,7 +110,9 @@ def check_drafts(
 def test_drafts_change_no_token_and_are_those_of_transformers(
     name: str, params: dict[str, Any], written: MtpModels
 ) -> None:
-    """Of a prompt in chunks, of a shared one, and of decode steps in which most drafts were wrong."""
+    """Tokens stay the same for a prompt in chunks, for a shared one, and for decode steps in which most
+    drafts are rejected.
+    """
     directory, reference = written(name, 1)
     plain, _, _ = run(directory, 0, 0, params)
     tokens, (watched,), _ = run(directory, 1, 1, params)
@@ -139,7 +141,9 @@ def test_a_single_head_goes_on_with_what_it_made(name: str, written: MtpModels) 
 
 
 def test_each_of_several_heads_has_a_draft(written: MtpModels) -> None:
-    """As many as there are heads, though more are asked for; the first one's are exact, as one head's are."""
+    """There are as many drafts as heads, though more are asked for; the first one's are exact, as one head's
+    are.
+    """
     directory, reference = written("glm4_moe", 2)
     plain, _, _ = run(directory, 0, 0, GREEDY)
     tokens, (watched,), _ = run(directory, 2, 3, GREEDY)

@@ -59,7 +59,7 @@ def test_two_ranks_draft_what_one_does(foreseen: Path) -> None:
 
 
 def test_pipeline_stages_are_refused(foreseen: Path) -> None:
-    """Before anything is loaded, naming the setting and what is allowed."""
+    """The refusal comes before anything is loaded, and names the setting and what is allowed."""
     model = read_model_config(foreseen, ModelOverrides(mtp_heads=1))
     config = MoebiusConfig.model_validate({"gpu": DRAFTS, "parallel": {"pipeline_parallel_size": 2}})
     with pytest.raises(UserError, match=r"not supported with pipeline_parallel_size 2.*allowed: "):

@@ -73,7 +73,9 @@ def image_cases(script: Script) -> dict[str, list[Outcome]]:
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", pytest.param("ernie4_5_vl_moe", marks=pytest.mark.full)])
 def test_ranks_do_not_show(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where image tokens choose experts of their own, in the second stage too."""
+    """Ranks give the same tokens, also where image tokens choose experts of their own, in the second stage
+    too.
+    """
     write_vision_model(name, tmp_path)
     # One rank needs no process of its own; what it replaces is put back.
     for name in ("load_vision", "vision_memory"):

@@ -217,7 +217,7 @@ def test_without_a_lane_a_bound_makes_shorter_steps_of_prompts() -> None:
 
 
 def test_without_a_lane_steps_are_no_longer_than_is_of_use() -> None:
-    """While others decode: where the link is not waited for, longer steps only stop others for longer."""
+    """While others decode and the link is not waited for, longer steps would only stop others for longer."""
     batches = Batches()
     virtual = VirtualEngine(long_knobs(), Times(), has_lane=False, prefill_chunk_max=512, observer=batches)
     virtual.steps.streams, virtual.steps.useful_tokens = True, 256
@@ -306,7 +306,9 @@ def test_the_end_of_the_engine_waits_for_the_lane() -> None:
 
 
 def test_a_lane_that_can_not_stream_leaves_prompts_to_the_main_lane() -> None:
-    """Until its experts are registered, and again while they are loaded again."""
+    """Prompts are the main lane's until the lane's experts are registered, and again while they are
+    reloaded.
+    """
     virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512)
     virtual.lane.ready = False
     prompt = make_request("prompt", prompt_of(3, 200), max_tokens=4)

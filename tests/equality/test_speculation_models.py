@@ -121,7 +121,7 @@ def test_drafts_do_not_show(
 def test_what_can_not_speculate_is_refused_at_start(
     name: str, method: Any, message: str, tmp_path: Path
 ) -> None:
-    """Before anything is loaded, with the reason."""
+    """The refusal comes before anything is loaded, with the reason."""
     make_tiny_model(name, tmp_path)
     with pytest.raises((UserError, ModelConfigError), match=message):
         run(tmp_path, ROOMY | {"speculative_method": method})

@@ -83,7 +83,7 @@ def test_equal_scores_go_to_the_earliest_tokens() -> None:
 
 
 def test_replays_choose_again() -> None:
-    """Captured on the dummy page, with sequences of one token."""
+    """A graph that was captured on the dummy page, with sequences of one token, chooses for each replay."""
     case = make([(1, 1), (63, 1), (3000, 1)])
     attention = TritonMlaAttention(DEEPSEEK_SPARSE, case.cache)
     static = as_capturable(make([(0, 1)] * 3).inputs)

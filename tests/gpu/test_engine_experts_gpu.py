@@ -70,7 +70,7 @@ def expected(cluster: Cluster) -> list[list[int]]:
 def test_expert_servers_over_doorbells(
     cluster: Cluster, expected: list[list[int]], gpu: dict[str, Any]
 ) -> None:
-    """Captured and eager, overlapped and not, and twice in a row."""
+    """Tokens agree captured and eager, overlapped and not, and twice in a row."""
     with running_engine(config_for(cluster, "mailbox", {"device": "cuda"} | gpu)) as engine:
         assert engine.built.experts is not None
         assert engine.built.experts.is_device_driven

@@ -182,7 +182,7 @@ def test_families_on_two_gpus_equal_one_in_float32(
 def test_families_on_two_gpus_are_close_to_one_in_bfloat16(
     family: Callable[[str, str], tuple[Path, Cases]], name: str, tp: int, pp: int
 ) -> None:
-    """In the median: tiny random routers turn to other experts at one rounding."""
+    """The median is close: tiny random routers turn to other experts at one rounding."""
     directory, expected = family(name, "bfloat16")
     assert_close_in_the_median(run_group(in_dtype(directory, "bfloat16", tp, pp)), expected)
 

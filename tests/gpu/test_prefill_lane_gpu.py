@@ -102,7 +102,7 @@ def test_a_lane_does_not_show(directory: Path, params: dict[str, Any], overlap: 
 
 
 def test_few_pages_change_hands_between_lanes(directory: Path) -> None:
-    """With preemptions: what one lane gives up is the other's, and never too early."""
+    """With preemptions, what one lane gives up is the other's, and never too early."""
     setup = replace(LANE, num_pages=40)
     with engine_with_lane(directory, setup) as (engine, _):
         for round_ in range(4):

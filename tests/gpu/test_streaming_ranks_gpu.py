@@ -42,7 +42,7 @@ def defer_most() -> None:
 
 
 def test_a_lane_that_waits_for_its_routers(cluster: Cluster, wanted_on_gpu: list[Outcome]) -> None:
-    """Within layers, with turns of the main lane, as many on each GPU."""
+    """The lane waits within layers, with turns of the main lane, as many on each GPU."""
     config = on_gpus(cluster, 2, prefill_experts="stream", **LANE)
     found = run_group(config, defer_most, fetched)
     assert [answer.token_ids for answer in found["answers"]] == [one.token_ids for one in wanted_on_gpu]

@@ -164,7 +164,7 @@ ALL = shapes()
 
 
 def test_there_are_enough_shapes() -> None:
-    """At least sixty."""
+    """There are at least sixty shapes."""
     assert len(ALL) >= 60
 
 
@@ -401,7 +401,7 @@ def test_kustomize_bases_are_the_chart_rendered(name: str) -> None:
 
 
 def test_kustomize_reads_its_bases() -> None:
-    """As many objects as in the file."""
+    """kustomize finds as many objects as are in the file."""
     try:
         text = kubectl_kustomize(KUSTOMIZE / "cpu-two-nodes")
     except FileNotFoundError:

@@ -132,7 +132,9 @@ def test_images_hold_what_is_needed_and_no_more() -> None:
 
 
 def test_compose_starts_what_its_settings_say(tmp_path: Path) -> None:
-    """As many expert servers as shares, in one network and with the same volumes; commands are ours."""
+    """There are as many expert servers as shares, in one network and with the same volumes; commands are
+    ours.
+    """
     document: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     config = load_config(DEPLOY / "moebius.yaml")
     services = document["services"]

@@ -45,7 +45,9 @@ def check_names(manifests: list[Manifest], namespace: str) -> dict[str, set[int]
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_name_resolves(name: str) -> None:
-    """Of engines, of expert servers, and of the hosts of one engine, in a namespace of any name."""
+    """Names of engines, of expert servers and of the hosts of one engine resolve in a namespace of
+    any name.
+    """
     manifests = render(merged({"model": MODEL}, ALL[name]), namespace="another")
     named = check_names(manifests, "another")
     hosts = [one for one in manifests if one["kind"] == "LeaderWorkerSet"]

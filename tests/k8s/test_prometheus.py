@@ -44,7 +44,9 @@ def test_every_alert_has_a_case() -> None:
 
 @pytest.mark.parametrize("alert", CASES)
 def test_an_alert_fires_when_it_should(alert: str, tmp_path: Path) -> None:
-    """For this release's Pods, not before its time, not for another release, and not for healthy figures."""
+    """The alert fires for this release's Pods, not before its time, not for another release, and not for
+    healthy figures.
+    """
     tool = promtool()
     if tool is None:
         pytest.skip("no promtool: apt-get install prometheus")

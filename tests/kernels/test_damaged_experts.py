@@ -102,7 +102,9 @@ def test_every_bit_and_its_place_count(data: bytes, seed: int, draw: st.DataObje
 
 
 def test_without_anybody_to_repair_it_a_damaged_expert_is_refused(engine: ExpertEngine) -> None:
-    """By name; what does not need it is computed, and what needs it is again once it is repaired."""
+    """The expert is refused by name; what does not need it is computed, and what needs it is again once it is
+    repaired.
+    """
     expected, other = forward(engine, 1, 2), forward(engine, 1, 0, 3)
     flip(engine, 1, 2)
     assert not engine.verify_expert(1, 2)

@@ -90,7 +90,7 @@ def test_rows_meet_columns_in_each_experts_order(encoder: str, level: str) -> No
 
 
 def test_the_order_lies_behind_the_matrices() -> None:
-    """Where kernels/format/panel_layout.h says."""
+    """The order lies where kernels/format/panel_layout.h says."""
     shape = shape_of("gptq_int4_g32")
     expert = ordered_experts("gptq_int4_g32", shape)[2]
     assert expert.gate is not None

@@ -77,7 +77,7 @@ def test_all_256_codes_in_every_place(format_name: str) -> None:
 @pytest.mark.parametrize("format_name", ["fp8_block", "fp8_channel"])
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_a_nan_code_makes_its_column_nan(format_name: str, code: int) -> None:
-    """In any of the 4 places of a word, and no other column."""
+    """A NaN code in any of the 4 places of a word makes its column NaN, and no other column."""
     for k in range(4):
         matrix = random_matrix(format_name, 64, 1)
         matrix.packed[4 * 5 + k] = code

@@ -75,7 +75,7 @@ def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("isa", LEVELS)
 def test_activations(isa: str, activation: str) -> None:
-    """Against float64 over ordinary and large gates, each value by itself."""
+    """Activations are close to float64 over ordinary and large gates, each value by itself."""
     rng = np.random.default_rng(0)
     for spread in (1.0, 30.0):
         gate = (spread * rng.standard_normal((3, 320))).astype(np.float32)
@@ -109,7 +109,7 @@ def test_activations_of_extreme_values(isa: str, activation: str) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("isa", LEVELS)
 def test_bfloat16_activations_round_the_float32_ones(isa: str, activation: str) -> None:
-    """To nearest even, of the very same float32 values; NaN stays NaN."""
+    """Values are the very same float32 ones rounded to nearest even; NaN stays NaN."""
     rng = np.random.default_rng(1)
     gate, up = (rng.standard_normal((2, 160)).astype(np.float32) for _ in range(2))
     up[0, 7] = np.nan

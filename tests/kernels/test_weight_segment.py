@@ -111,7 +111,9 @@ def test_python_reads_what_cpp_writes() -> None:
 
 
 def test_a_reader_finds_every_expert(path: Path) -> None:
-    """By layer and slot, with formats and channels; layers begin at 2 MiB, no other user reads the file."""
+    """Experts are found by layer and slot, with formats and channels; layers begin at 2 MiB, no other user
+    reads the file.
+    """
     engine = load(make(path))
     segment = WeightSegment.open(path)
     assert (segment.identity, segment.generation, segment.is_complete) == (IDENTITY, 1, False)
@@ -418,7 +420,9 @@ ctypes.memset(engine.packed_expert(0, 2).ctypes.data, 1, 1)
 
 
 def test_memory_is_bound_and_in_large_pages(path: Path) -> None:
-    """On the node that was asked for; large layers in pages of 2 MiB where the system can make them."""
+    """Memory is on the node that was asked for; large layers are in pages of 2 MiB where the system can make
+    them.
+    """
     sizes = {"hidden_size": 1024, "intermediate_size": 256, "weight_format": "float32", "numa_node": 0}
     engine = make(path, held={0: (2, 3), 1: (2,)}, num_layers=2, **sizes)
     for layer, number in ((0, 2), (0, 3), (1, 2)):

@@ -68,7 +68,7 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
     ],
 )
 def test_ranks_add_up_and_hold_the_same_latents(name: str, tmp_path: Path) -> None:
-    """Written out and absorbed: each rank has its heads' rows of every projection, and all latents.
+    """Written out and absorbed, each rank has its heads' rows of every projection, and all latents.
 
     Every rank chooses the tokens alike, by keys of its own.
     """

@@ -47,7 +47,9 @@ def expected(model: Any, prompt: list[int], pooling: Pooling) -> np.ndarray:
 
 @pytest.mark.parametrize("gpu", [ROOMY, TIGHT], ids=["whole", "chunks"])
 def test_pooled_states_are_those_of_transformers(tiny: tuple[Path, Any], gpu: GpuConfig) -> None:
-    """Beside requests that write text, and twice, so that the second ones find cached prefixes."""
+    """Pooled states agree beside requests that write text, and twice, so that the second ones find cached
+    prefixes.
+    """
     directory, model = tiny
     config = MoebiusConfig(
         model=ModelConfigSection(model=str(directory), language_model_only=True),

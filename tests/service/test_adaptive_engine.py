@@ -194,7 +194,7 @@ def test_falsified_costs_are_corrected_while_serving(
 def test_an_engine_whose_steps_are_too_slow_measures_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With requests under way: what was learnt is forgotten and learnt again; outputs are as ever."""
+    """What was learnt is forgotten and learnt again while requests run; outputs are as ever."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=KEPT)
     with servers as cluster, running_engine(settings(cluster, 3)) as engine:

@@ -148,7 +148,7 @@ def test_touched_files_are_the_same(served: Served) -> None:
 
 
 def test_a_full_restart_serves_what_is_there(served: Served, tmp_path: Path) -> None:
-    """With a fingerprint of its own."""
+    """A full restart serves the present files, with a fingerprint of its own."""
     other = write_checkpoint(tmp_path / "other")
     swap_tokens(other / "tokenizer.json")
     flags = (*FLAGS, "--expert-servers", "1")

@@ -148,7 +148,7 @@ def test_pasted_lines_are_one_message(tmp_path: Path) -> None:
 
 
 def test_a_history_that_can_not_be_written_is_said_once(tmp_path: Path) -> None:
-    """As on a disk that has become full: the dialogue goes on, without a traceback at each message."""
+    """The dialogue goes on, as on a disk that has become full, without a traceback at each message."""
     with (
         scripted_server([delta_event("ok"), usage_event(1)]) as server,
         chatting(server, tmp_path) as terminal,

@@ -97,7 +97,9 @@ def compared_twice(host: ExpertHost) -> None:
 def test_flipped_bits_of_a_running_server_are_found_and_repaired(
     tmp_path: Path, memory: Path, hosts: list[ExpertHost], shared: bool
 ) -> None:
-    """In the background, within the interval; one line, a counter, and the bits of before."""
+    """Damage is found in the background, within the interval; there are one line, a counter, and the bits of
+    before.
+    """
     place = memory if shared else None
     host = loaded(hosts, SliceRequest(str(MODEL.write(tmp_path))), place, verify_interval_s=0.2)
     expected = outputs(host)
@@ -176,7 +178,9 @@ def free(memory: Path) -> bool:
 def test_without_its_checkpoint_a_damaged_expert_is_refused(
     tmp_path: Path, memory: Path, hosts: list[ExpertHost], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """By name, and no other one; once the files are there again it is packed, and computed with."""
+    """The expert is refused by name, and no other one; once the files are there again it is packed, and
+    computed with.
+    """
     monkeypatch.setattr(integrity_module, "RETRY_S", 0.05)
     model = MODEL.write(tmp_path / "model")
     host = loaded(hosts, SliceRequest(str(model)), memory)
@@ -204,7 +208,9 @@ def test_without_its_checkpoint_a_damaged_expert_is_refused(
 
 
 def test_comparing_has_a_bounded_share_of_time(tmp_path: Path, hosts: list[ExpertHost]) -> None:
-    """Once within the interval, and not more often: the bytes that were compared say so."""
+    """Each expert is compared once within the interval and not more often, by the bytes that were
+    compared.
+    """
     host = loaded(hosts, SliceRequest(str(MODEL.write(tmp_path))), None, verify_interval_s=3600.0)
     assert host.loaded is not None
     engine = host.loaded.engine

@@ -85,7 +85,9 @@ def test_what_was_computed_with_flipped_bits_is_forgotten(cluster: Cluster, over
 
 
 def test_flipped_bits_are_found_while_requests_run(cluster: Cluster) -> None:
-    """In the background, within the interval; requests that begin after it have the tokens of before."""
+    """Damage is found in the background, within the interval; requests that begin after it have the tokens of
+    before.
+    """
     with running_engine(watched(settings(cluster, 3), 0.5)) as engine:
         wanted = engine.run(requests())
         watch, slots = parts(engine)

@@ -72,7 +72,9 @@ async def test_the_gateway_learns_why_an_engine_is_not_ready() -> None:
 
 
 async def test_an_idle_engine_follows_its_expert_servers() -> None:
-    """Not serving while a server is gone, although no request runs; serving when it is back."""
+    """The engine does not serve while a server is gone, although no request runs, and serves when
+    it is back.
+    """
     async with served() as service, watched(service):
         await becomes(service, SERVING)
         service.harness.experts.present.clear()
@@ -83,7 +85,9 @@ async def test_an_idle_engine_follows_its_expert_servers() -> None:
 
 
 async def test_an_engine_in_recovery_is_not_ready() -> None:
-    """Not serving while steps wait for servers that claim to be there; the request ends well after that."""
+    """The engine does not serve while steps wait for servers that claim to be there; the request ends well
+    after that.
+    """
     async with served() as service, watched(service):
         experts = service.harness.experts
         experts.problem = lambda: ""  # type: ignore[method-assign]
@@ -109,8 +113,9 @@ async def test_a_dead_engine_thread_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_health_follows_the_engine_before_it_counts_as_lost() -> None:
-    """Also of an engine that ends right after it was looked at: who waits for `lost` may end the process, and
-    no request may be sent to it after that."""
+    """Health also follows an engine that ends right after it was looked at: a waiter for `lost` may end the
+    process, and no request may be sent to it after that.
+    """
     engine, answers = SimpleNamespace(is_alive=True, is_recovering=False), []
 
     def ends() -> str:

@@ -112,7 +112,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def test_idle_servers_sleep(cluster: Cluster) -> None:
-    """Below 2 % of one CPU without requests, although the last request was a moment ago."""
+    """A server takes below 2 % of one CPU without requests, although the last request was a moment ago."""
     compute(cluster.client("mailbox"), 1, random_routing(cluster.geometry, 4))
     for process in cluster.processes:
         assert idle_share(partial(cpu_seconds, psutil.Process(process.pid)), window_s=1.0) < 0.02

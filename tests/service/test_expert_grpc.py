@@ -89,7 +89,9 @@ def record(**changes: Any) -> pb.ComputeRequest:
 
 
 def test_load_by_grpc(lonely: tuple[grpc.Channel, MoebiusConfig], tmp_path: Path) -> None:
-    """Alive before a load, serving after; errors name the tensor; a second load is refused."""
+    """The server is alive before a load and serves after it; errors name the tensor; a second load is
+    refused.
+    """
     channel, config = lonely
     stub = stub_of(channel)
     assert health_of(channel, "") == health_pb2.HealthCheckResponse.SERVING

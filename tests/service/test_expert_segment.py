@@ -242,8 +242,9 @@ def test_other_weights_are_repacked(tmp_path: Path, memory: Path, change: str, r
 
 
 def test_a_load_that_was_broken_off_goes_on(tmp_path: Path, memory: Path) -> None:
-    """With what is missing alone, and at once: what was broken off leaves no reference behind that a garbage
-    collection would have to find before the segment is free again."""
+    """The load goes on with what is missing alone, and at once: what was broken off leaves no reference
+    behind that a garbage collection would have to find before the segment is free again.
+    """
     request = SliceRequest(str(MODEL.write(tmp_path)))
     gc.disable()
     try:

@@ -43,8 +43,8 @@ def cheap_copies(fetcher: ExpertFetcher, segments: ExpertSegments | None) -> Non
 def test_fetched_decode_steps(
     split: str, residents: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside residents and without; a server that is replaced meanwhile does not show, and is copied from
-    again.
+    """Tokens agree beside residents and without; a server that is replaced meanwhile does not show, and is
+    copied from again.
     """
     memory = tmp_path / "memory"
     memory.mkdir()

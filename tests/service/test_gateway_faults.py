@@ -72,8 +72,9 @@ def wait_idle(url: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/generate"])
 def test_a_lost_engine_is_a_plain_sentence(setup: Setup, path: str) -> None:
-    """Whatever gRPC calls it, before the answer or in the middle of a stream, in the shape of each API: no
-    word of streams and sockets."""
+    """The sentence is the same whatever gRPC calls the error, before the answer or in the middle of a stream,
+    in the shape of each API, and has no word of streams and sockets.
+    """
     body = {**ENDLESS, "messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 50}}
     if path == "/v1/messages":
         del body["prompt"], body["ignore_eos"]

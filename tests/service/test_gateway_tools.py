@@ -353,7 +353,7 @@ def test_what_a_model_wrote_as_arguments_may_be_sent_back(setup: Setup) -> None:
 
 
 def test_stop_strings_count_in_thoughts_too(setup: Setup) -> None:
-    """As in vLLM: a stop string ends the output wherever it stands."""
+    """A stop string ends the output wherever it stands, as in vLLM."""
     choice = setup.create(THOUGHT + "fox", stop=["fox wants"]).choices[0]
     assert choice.finish_reason == "stop"
     assert choice.message.content is None

@@ -131,7 +131,9 @@ class ServedExperts:
 def test_log_probabilities_of_k_quants_are_those_of_the_decoded_weights(
     gguf: Callable[[str], GgufFile],
 ) -> None:
-    """Through all layers, as served by default: so near that no router turns another way."""
+    """Log-probabilities through all layers, as served by default, are so near that no router turns another
+    way.
+    """
     file = gguf("qwen3_moe")
     tokens = np.random.default_rng(1).integers(3, 200, 200).tolist()
     runner = load_runner(file.path, experts=ServedExperts(host_of(file.path)), page_size=16)

@@ -183,7 +183,7 @@ GGUF = [
     [("", GGUF[:1]), ("q8_0", GGUF[1:3])],
 )
 def test_one_quantisation_is_chosen(quantisation: str, chosen: list[str]) -> None:
-    """Of a repository of GGUF files the one that is named, with all its parts; else the usual one."""
+    """The quantisation of a GGUF repository that is named is taken with all its parts, else the usual one."""
     assert chosen_files(HubModel("a/b", quantisation), GGUF) == chosen
 
 

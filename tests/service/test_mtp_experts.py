@@ -55,7 +55,7 @@ def host_of(request: SliceRequest, memory: Path | None = None) -> ExpertHost:
 
 
 def test_servers_compute_the_heads_experts(model: Path) -> None:
-    """Divided over two, like any layer's."""
+    """Two servers divide the heads' experts like any layer's."""
     geometry = read_geometry(model, mtp_heads=1)
     rng = np.random.default_rng(3)
     hidden = rng.standard_normal((5, geometry.hidden_size), np.float32)

@@ -123,7 +123,9 @@ def test_who_computes_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_process_stopped_while_it_starts_is_noticed(tmp_path: Path) -> None:
-    """Long before ready_timeout_s, with its name; a stop of the whole does not wait for it either."""
+    """The process is noticed long before ready_timeout_s, with its name; a stop of the whole does not wait
+    for it either.
+    """
     frozen = spec("gpu", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", tmp_path)
     begin = time.monotonic()
     with (

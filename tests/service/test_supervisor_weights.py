@@ -132,7 +132,9 @@ def reserved(root: Path, place: str, pages: int) -> None:
 def test_reserved_pages_are_taken_where_all_fit(
     tmp_path: Path, sizes: tuple[int, ...], nodes: tuple[int, ...], fits: bool
 ) -> None:
-    """On the machine and on every node: a server that ran out of them on its node could not load."""
+    """Pages must fit on the machine and on every node: a server that ran out of them on its node could not
+    load.
+    """
     reserved(tmp_path, "kernel/mm", 6)
     reserved(tmp_path, "devices/system/node/node0", 3)
     reserved(tmp_path, "devices/system/node/node1", 3)

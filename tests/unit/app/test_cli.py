@@ -79,14 +79,14 @@ def test_user_error_is_one_line(
 
 @pytest.mark.parametrize("group", ["", "bench", "models", "experts", "keys"])
 def test_a_group_alone_lists_its_commands(capsys: pytest.CaptureFixture[str], group: str) -> None:
-    """As `--help` does: what somebody types first is no error."""
+    """A group lists its commands as `--help` does: what somebody types first is no error."""
     asked = run_cli(capsys, *group.split(), "--help")
     assert run_cli(capsys, *group.split()) == asked
     assert ("\nCommands:\n" if group else "\nServe:\n") in asked[1]
 
 
 def test_help_lists_every_command_once() -> None:
-    """Under a heading of its own; a new command that has none would be missing in `--help`."""
+    """Every command has a heading; a new one without it would be missing in `--help`."""
     shown = [name for names in cli.COMMANDS.values() for name in names]
     assert sorted(shown) == sorted(cli._command("").commands)
 

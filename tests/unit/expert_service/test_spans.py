@@ -33,7 +33,9 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 
 def test_calls_of_a_step_become_one_span(exporter: InMemorySpanExporter) -> None:
-    """Only once the step is quiet; start and end enclose all layers; the parent is the engine's span."""
+    """The span is made only once the step is quiet; start and end enclose all layers; the parent is the
+    engine's span.
+    """
     recorder = SpanRecorder({"moebius.expert.server": 1})
     for recorded in (call(3, 2000), call(1, 1000), call(1, 5000, span_id=7)):
         recorder.add(recorded)

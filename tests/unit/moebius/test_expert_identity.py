@@ -87,7 +87,7 @@ def test_large_files_are_sampled(model: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_every_setting_that_changes_answers_is_part_of_it(
     model: Path, name: str, change: dict[str, Any]
 ) -> None:
-    """By its name, so that the difference can be seen."""
+    """Each setting is there by its name, so that the difference can be seen."""
     geometry = read_geometry(model)
     request = SliceRequest(str(model), split_count=2)
     ours = expert_identity(request, geometry, "aa", exact=False)

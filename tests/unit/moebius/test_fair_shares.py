@@ -134,8 +134,9 @@ def test_one_connection_is_not_held_up_by_sixty_four() -> None:
 def test_no_client_falls_behind_by_more_than_what_is_in_progress(
     shapes: list[tuple[int, int, int]], seed: int
 ) -> None:
-    """At any time, of clients that always wait: the most and the least served differ by what fits into the
-    batch twice, not by more the longer it lasts."""
+    """At any time the most and the least served of clients that always wait differ by what fits into the
+    batch twice, not by more the longer it lasts.
+    """
     clients = [
         Client(f"c{number}", connections, (1, prompt), (1, output))
         for number, (connections, prompt, output) in enumerate(shapes)
@@ -219,7 +220,9 @@ def test_turns_are_by_what_was_served() -> None:
 
 
 def test_a_full_queue_lets_in_who_has_less_than_a_share() -> None:
-    """Up to the limit anyone; beyond it those below an equal share, so that at most twice as many are in."""
+    """The queue takes any client up to the limit; beyond it those below an equal share, so that at most twice
+    as many are in.
+    """
     assert has_place({"a": 255}, "a", 256)
     assert not has_place({"a": 256}, "a", 256)
     assert has_place({"a": 256}, "b", 256)

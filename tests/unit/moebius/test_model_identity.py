@@ -187,7 +187,7 @@ def test_the_first_reader_notes_and_all_later_ones_compare(tmp_path: Path) -> No
 
 
 def test_many_readers_at_once(tmp_path: Path) -> None:
-    """As processes start together: of two contents one is refused, however they come."""
+    """Processes start together: of two contents one is refused, however they come."""
     path, refused = tmp_path / "identity.json", []
 
     def read(value: str) -> None:
@@ -206,7 +206,7 @@ def test_many_readers_at_once(tmp_path: Path) -> None:
 
 
 def test_what_is_written_while_it_is_read_is_refused(model: Path) -> None:
-    """As by a download that still runs."""
+    """A file is refused that a download still writes."""
     identity = read_identity(config_of(model))
     identity.confirm()
     change(model / "generation_config.json")

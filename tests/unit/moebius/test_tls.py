@@ -134,7 +134,7 @@ def test_strangers_are_refused_and_named(authority: Authority, tmp_path: Path, w
 async def test_a_gateway_without_tls_says_that_the_engine_speaks_it(
     authority: Authority, tmp_path: Path
 ) -> None:
-    """Once, with the engine's address, and not of an engine that is not there."""
+    """The line comes once, with the engine's address, and not for an engine that is not there."""
     directory = secret(tmp_path / "own", authority.issue("engine"), authority.pem)
     with served(directory) as address, structlog.testing.capture_logs() as logs:
         configure_tls(SecurityConfig())
@@ -151,7 +151,7 @@ async def test_a_gateway_without_tls_says_that_the_engine_speaks_it(
 
 @pytest.mark.parametrize("mode", ["off", "mutual"])
 def test_a_command_says_that_tls_is_missing(authority: Authority, tmp_path: Path, mode: str) -> None:
-    """Only of a server that speaks TLS, and what would help."""
+    """The line comes only for a server that speaks TLS, and says what would help."""
     directory = secret(tmp_path / "own", authority.issue("engine"), authority.pem)
     with served(directory, mode) as address:
         configure_tls(SecurityConfig())

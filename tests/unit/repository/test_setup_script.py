@@ -91,7 +91,7 @@ def test_all_but_torch_is_installed_by_its_hash(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="is about machines without a GPU")
 def test_the_newest_is_taken_when_asked(tmp_path: Path) -> None:
-    """Within the ranges of pyproject.toml, or whatever they say; torch stays."""
+    """The newest is within the ranges of pyproject.toml, or whatever they say; torch stays."""
     for newest, line in (("ranges", "transformers>=5.23,<6"), ("all", "transformers")):
         venv = tmp_path / newest
         assert run_setup(venv, 0, NEWEST=newest).returncode == 0

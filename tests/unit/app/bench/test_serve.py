@@ -243,7 +243,7 @@ def test_sharegpt_file(tmp_path: Path) -> None:
 
 
 def test_built_in_lengths() -> None:
-    """About 200 tokens on average each, most of them shorter than that, within the limits."""
+    """Lengths are about 200 tokens on average, most of them shorter than that, within the limits."""
     for lengths in sharegpt_lengths(np.random.default_rng(0), 20_000):
         assert lengths.min() >= 4
         assert lengths.max() <= 1024

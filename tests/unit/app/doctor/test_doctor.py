@@ -213,7 +213,7 @@ def test_the_kubelets_settings_are_judged() -> None:
 
 
 def test_volumes_are_recognised(tmp_path: Path) -> None:
-    """By the longest mount above them."""
+    """Volumes are recognised by the longest mount above them."""
     mounts = tmp_path / "mounts"
     mounts.write_text(
         f"disk / ext4 rw 0 0\nshm {tmp_path} tmpfs rw 0 0\nh {tmp_path}/other hugetlbfs rw 0 0\n"

@@ -65,7 +65,7 @@ def packed_bytes(model: Path, index: int, **request: Any) -> int:
 @pytest.mark.parametrize("dtype", ["keep", "int4"])
 @pytest.mark.parametrize("encoder", ["bfloat16", "fp8_block", "compressed_int4_g32_zeros", "nvfp4", "int8"])
 def test_packed_experts_take_what_was_planned(tmp_path: Path, encoder: str, dtype: str, split: str) -> None:
-    """To the byte, of each of two servers."""
+    """The packed experts of each of two servers take, to the byte, what was planned."""
     sizes = TinyMoe(hidden_size=96, moe_intermediate_size=256, num_layers=2, num_experts=3)
     model = QuantisedMoe(encoder, sizes).write(tmp_path / "model")
     geometry = read_geometry(model)

@@ -95,7 +95,7 @@ def test_more_gpu_memory_never_hurts(
 @given(gpu_gib, st.floats(0, 24))
 @examples(max_examples=60, deadline=None)
 def test_tokens_grow_with_memory(planners: Mapping[bool, Planner], memory: float, more: float) -> None:
-    """Of the same placement."""
+    """More memory leaves room for more tokens with the same placement."""
     try:
         less = planners[True].plan(gpu_host(memory), fill=False)
     except DoesNotFit:

@@ -128,7 +128,9 @@ def test_a_checkpoint_that_would_not_load_is_refused(
 
 
 def test_a_checkpoint_that_loads_is_planned(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """So that no case above passes for a reason of its own."""
+    """The checkpoint is planned when nothing is wrong, so that no case above passes for a reason of
+    its own.
+    """
     assert of_services(checkpoint) == ""
     assert refusal(capsys, "plan", checkpoint, *HOST) == ""
 
@@ -160,7 +162,7 @@ FILES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 def test_files_of_text_are_tried_before_anything_starts(
     case: str, dry_run: bool, checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """By `serve` itself as well, which leaves no state behind."""
+    """The files are tried by `serve` itself as well, which leaves no state behind."""
     spoils, named = FILES[case]
     spoils(checkpoint)
     state = tmp_path / "state"

@@ -65,7 +65,7 @@ def test_parameters_are_as_many_as_stated(published: dict[str, Path], name: str)
 def test_experts_take_what_their_format_says(
     published: dict[str, Path], name: str, formats: str, gigabytes: int
 ) -> None:
-    """On a CPU alone: all experts of two servers, within 3 % of parameters times bits."""
+    """On a CPU alone all experts of two servers take parameters times bits, within 3 %."""
     text = {"language_model_only": "true"}
     config = settings(published[name], kv_cache_gib="8", expert_split="expert", **text)
     plan = Planner(config, on_gpu=False).plan(hardware(ram_gib=4096))

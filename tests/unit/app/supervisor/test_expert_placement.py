@@ -97,7 +97,7 @@ def test_with_a_gpu_no_more_threads_than_read_faster() -> None:
 
 
 def test_a_setting_wins() -> None:
-    """Over cores, quota, knee and other instances; it says so."""
+    """A setting wins over cores, quota, knee and other instances; the reason says so."""
     node = replace(cores(range(16)), curve=CURVE)
     assert place_experts({0: node}, 1, 4.0, 1, threads=12)[0].threads == 12
     taken = node.without([other(range(8))], 12)

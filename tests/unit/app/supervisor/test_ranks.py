@@ -93,7 +93,7 @@ def test_all_ranks_are_planned_as_one_group(model: Path) -> None:
 
 
 def test_hosts_start_their_own_ranks(model: Path) -> None:
-    """As many on each; GPUs are counted from 0 on every host, and only rank 0 is probed."""
+    """Each host starts as many; GPUs are counted from 0 on every host, and only rank 0 is probed."""
     flags = {"model": str(model), "device": "cpu", "tensor_parallel_size": "4", "rank_hosts": "2"}
     flags |= {
         "rank_address": "leader:29500",

@@ -159,7 +159,7 @@ def test_limits_of_the_process_are_checked_without_a_model() -> None:
 
 
 def test_a_real_dev_shm_of_1_mib(model: Path, tmp_path: Path) -> None:
-    """As in a container that was given no more."""
+    """A mount of 1 MiB, as in a container that was given no more, is reported."""
     script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
     alone = ["unshare", "--mount", "sh", "-c", script, "sh"]
     if os.geteuid() or subprocess.run([*alone, "true"], capture_output=True).returncode:

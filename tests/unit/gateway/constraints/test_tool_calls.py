@@ -207,7 +207,9 @@ def test_objects_with_combinations_are_followed_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(TOOLS))
 def test_texts_of_custom_tools_follow_their_grammar(name: str) -> None:
-    """Spelled as the format spells a string; the text that the client gets is one of the grammar's."""
+    """Texts are spelled as the format spells a string; the text that the client gets is one of the
+    grammar's.
+    """
     patch = '*** Begin Patch\n*** Add File: a "b".py\n+\tx = "\\n" </p>\n+\n*** End Patch'
     texts = {
         ("lark", PATCH): ([patch, patch + "\n"], ["*** Begin Patch\n*** End Patch", patch + "x"]),

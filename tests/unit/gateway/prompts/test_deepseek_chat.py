@@ -144,7 +144,9 @@ def test_the_models_parsers_read_what_its_history_shows(models: dict[str, Served
 def test_requests_switch_thoughts(
     models: dict[str, ServedModel], name: str, fields: dict[str, Any], thinks: dict[str, bool]
 ) -> None:
-    """By either name of the switch and by the effort; `chat_template_kwargs` win; the parser knows it."""
+    """Requests use either name of the switch, or the effort; `chat_template_kwargs` win; the parser
+    knows it.
+    """
     text = text_of(models[name], ("user", "Hi"), **fields)
     assert text.endswith("<｜Assistant｜><think>" if thinks[name] else "<｜Assistant｜></think>")
     message = {"role": "user", "content": "Hi"}

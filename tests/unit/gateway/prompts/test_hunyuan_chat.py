@@ -61,7 +61,7 @@ def prompt_of(model: ServedModel, body: ChatCompletionRequest) -> str:
 
 
 def test_thoughts_and_calls_are_read_by_the_checkpoints_own_tags(model: ServedModel) -> None:
-    """With the suffix of the template: thought, content and call are distinguished."""
+    """Thought, content and call are distinguished with the suffix of the template."""
     body = request()
     plan = output_plan(body, model, prompt_of(model, body))
     assert plan is not None

@@ -330,8 +330,9 @@ async def test_clients_that_went_away_take_no_place(tmp_path: Path, monkeypatch:
 async def test_what_waits_is_what_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Whatever becomes of processes and clients: each request is answered once, the count is of those that
-    wait, and ends at none."""
+    """Each request is answered once whatever becomes of processes and clients; the count is of those that
+    wait, and ends at none.
+    """
     files, setup = setup_for(tmp_path)
     pool = fateful_pool(monkeypatch, seed, 2, 24)
     fate = FatefulProcess.fate

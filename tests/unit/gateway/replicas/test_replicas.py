@@ -122,7 +122,9 @@ def test_the_load_that_others_cause_counts() -> None:
     prompt=PROMPTS,
 )
 def test_only_replicas_that_may_be_used_are_chosen(states: list[Any], prompt: list[int]) -> None:
-    """Whatever their load and cache; and when none may be, the last resort is one of the same model."""
+    """Replicas are chosen so whatever their load and cache; and when none may be, the last resort is one of
+    the same model.
+    """
     replicas = []
     for number, (serving, mismatch, leaving, failures, in_flight) in enumerate(states):
         one = replica(str(number), is_serving=serving, mismatch="another" * mismatch, is_leaving=leaving)
@@ -367,7 +369,7 @@ async def test_conversations_stay_where_their_prefix_is(tmp_path: Path) -> None:
 
 
 async def test_busy_replicas_are_avoided(tmp_path: Path) -> None:
-    """By what they say of themselves: other gateways send requests there, too."""
+    """Replicas are avoided by what they say of themselves: other gateways send requests there, too."""
     async with replicas(tmp_path, 2) as made:
         made.engines[0].num_waiting = 40
         await made.until(lambda: made.of(0).reported == 40)
@@ -375,7 +377,7 @@ async def test_busy_replicas_are_avoided(tmp_path: Path) -> None:
 
 
 async def test_a_replica_of_another_model_is_not_used(tmp_path: Path) -> None:
-    """Whatever its load; and it is found out also when it comes back as another one."""
+    """It is not used whatever its load; and it is found out also when it comes back as another one."""
     async with replicas(tmp_path, 2) as made:
         facts = await made.set.model_info()
         assert facts.vocab_size == 100
@@ -396,8 +398,10 @@ async def test_a_replica_of_another_model_is_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 async def test_an_engine_that_comes_back_with_other_files_gets_nothing(tmp_path: Path, count: int) -> None:
-    """Not one request between its start and the moment at which that is found out: each says for which files
-    it was made. Of several engines another one computes it; with the right files back it is used again."""
+    """It gets not one request between its start and the moment at which that is found out: each says for
+    which files it was made. Of several engines another one computes it; with the right files back it is used
+    again.
+    """
     async with replicas(tmp_path, count, IDENTITY) as made:
         assert {await made.ask(str(number)) for number in range(8)} <= {"0", "1"}
         right = made.engines[0].info.identity

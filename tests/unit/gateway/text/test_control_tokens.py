@@ -183,7 +183,7 @@ def test_marks_are_characters_that_the_text_lacks() -> None:
 
 @given(st.text(alphabet="<|stardend>ab \n", max_size=60), st.sampled_from(["byte level", "markers"]))
 def test_any_text_becomes_ordinary_tokens_that_spell_it(text: str, name: str) -> None:
-    """Whatever is typed, overlapping tokens included: no control token, and not a character changed."""
+    """Typed text, overlapping tokens included, gives no control token, and not a character is changed."""
     tokenizer = served(name)
     ids = tokenizer.encode(mark_text(tokenizer.controls, text), add_special_tokens=False)
     assert controls_in(tokenizer, ids) == []

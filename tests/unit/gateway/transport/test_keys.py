@@ -102,7 +102,7 @@ def test_a_full_table_counts_in_each_process(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_requests_in_flight_are_given_back() -> None:
-    """Also by a request that fails."""
+    """A request gives its place back, also one that fails."""
     use = KeyUse("a", KeyLimits(requests_in_flight=1))
     with use.request():
         assert "1 requests in flight" in refusal(use).message

@@ -67,7 +67,7 @@ def test_compiled_kernels_go_where_the_setting_says(tmp_path: Path, monkeypatch:
 
 
 def test_a_jit_cache_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
-    """Before hours of compiling end nowhere."""
+    """The cache is refused before hours of compiling end nowhere."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="jit_cache_dir"):
         use_jit_cache(str(tmp_path / "file"))

@@ -66,7 +66,7 @@ def _naive(case: Case, pages: torch.Tensor, query: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("step", sorted(STEPS))
 def test_scores_are_the_best_token_of_each_block(step: str, first: int) -> None:
-    """In torch and as a kernel, also of a later part of the rows."""
+    """Scores agree in torch and as a kernel, also of a later part of the rows."""
     case = make_case(Geometry(), STEPS[step])
     generator = torch.Generator().manual_seed(3)
     pages = torch.randn(case.cache.num_pages, 4, SIZES.head_dim, generator=generator)
@@ -123,7 +123,9 @@ def test_short_sequences_do_not_choose() -> None:
 
 @pytest.mark.parametrize("storage", [None, torch.float8_e4m3fn])
 def test_pages_hold_the_keys_that_layers_choose_by(storage: torch.dtype | None) -> None:
-    """In the type of activations, planned as they are allocated, of a stage its own layers', and cleared."""
+    """Keys have the type of activations, are planned as they are allocated, are a stage's own layers', and
+    are cleared.
+    """
     layers = frozenset({1})
     config = replace(Geometry().config(), dtype="float32", block_indexer=replace(SIZES, layers=layers))
     cache = KVCache(config.layers, 6, 4, torch.float32, storage_dtype=storage)

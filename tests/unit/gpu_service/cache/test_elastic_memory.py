@@ -178,7 +178,7 @@ def test_an_idle_engine_finds_memory_for_the_longest_request() -> None:
 
 
 def test_memory_goes_back_when_it_stays_spare() -> None:
-    """After a long prompt, with one stream that goes on: within half a second, all but a little; and
+    """After a long prompt, with one stream that goes on, all but a little goes back within half a second; and
     a prefix that is worth its memory keeps it.
     """
     world = World()

@@ -118,7 +118,9 @@ def test_a_launch_that_fails_ends_when_what_it_launched_has() -> None:
 
 
 def test_what_one_rank_alone_fails_with_ends_its_group() -> None:
-    """At the launch, before others wait for its collectives; experts that were replaced end nothing."""
+    """The group ends at the launch, before others wait for its collectives; experts that were replaced end
+    nothing.
+    """
     reported: list[str] = []
     lane, stream, model, found, _ = made(lambda runner: GuardedRunner(runner, reported.append))
     found.source.made[0].is_complete = False

@@ -58,7 +58,9 @@ def undisturbed() -> list[list[int]]:
 def test_tokens_are_those_of_an_undisturbed_run(
     undisturbed: list[list[int]], lost_at: set[int], overlap: bool
 ) -> None:
-    """With penalties (counted once per token however often a step runs), seeds, and reused slots."""
+    """Tokens agree with penalties (counted once per token however often a step runs), seeds, and reused
+    slots.
+    """
     tokens, experts, requests = run(lambda step: LOST if step in lost_at else None, overlap=overlap)
     assert tokens == undisturbed
     assert experts.recoveries >= 1
@@ -66,7 +68,7 @@ def test_tokens_are_those_of_an_undisturbed_run(
 
 
 def test_every_single_step_may_be_the_one(undisturbed: list[list[int]]) -> None:
-    """Wherever the one failure falls, the outcome is the same."""
+    """The outcome is the same wherever the one failure falls."""
     steps = run(lambda step: None)[1].steps
     assert steps > 10
     for lost in range(1, steps + 1):

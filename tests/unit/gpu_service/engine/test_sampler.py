@@ -146,7 +146,7 @@ def test_bias_and_min_tokens() -> None:
 
 
 def test_only_allowed_ids_are_drawn() -> None:
-    """Whatever bias and temperature say, and of each row its own; the other rows do not change."""
+    """Each row draws from its own ids, whatever bias and temperature say; the other rows do not change."""
     one = request_with(temperature=0.0, allowed_token_ids=(30,))
     plain = request_with(temperature=0.0)
     drawn = set()
@@ -197,7 +197,9 @@ def test_a_request_that_leaves_no_token_fails_alone() -> None:
 
 
 def test_named_ids_are_scored() -> None:
-    """After the best ones of the row, in the order in which they were named; rows have their own."""
+    """Named ids come after the best ones of the row, in the order in which they were named; rows have their
+    own.
+    """
     first = request_with(temperature=0.0, logprobs=2, logprob_token_ids=(8, 1, 8))
     second = request_with(temperature=0.0, logprobs=0, logprob_token_ids=(4,))
     sampled = draw([request_with(), first, second], [0, 0, 0])

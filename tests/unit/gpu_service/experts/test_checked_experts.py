@@ -111,7 +111,7 @@ def test_a_server_that_computes_as_before_is_welcome(good: Path) -> None:
 
 
 def test_a_wrong_server_is_sent_away_until_a_right_one_returns(good: Path, bad: Path) -> None:
-    """By what it computes: layer, expert and error are named."""
+    """The server is refused by what it computes: layer, expert and error are named."""
     checked, returning = started(good, [bad, bad, good])
     checked.recover(60)
     assert len(returning.rejected) == 2

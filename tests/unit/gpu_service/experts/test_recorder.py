@@ -86,7 +86,9 @@ def test_counts_are_those_by_hand(mode: str) -> None:
 
 
 def test_choices_without_weights_are_no_experts_but_their_rows_are_tokens() -> None:
-    """Also of a row that chose nothing else; and a file of choices has no number that no expert has."""
+    """A row that chose nothing else is a token, too; and a file of choices has no number that no
+    expert has.
+    """
     target = recorder()
     target.start("per_token")
     ids = torch.tensor([[0, 7, 9], [8, 8, 7], [-1, -1, -1]], dtype=torch.int32)

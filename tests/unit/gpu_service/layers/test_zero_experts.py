@@ -61,7 +61,7 @@ def test_the_answer_is_the_row_times_the_weights_of_such_choices() -> None:
 def test_the_kernel_is_the_reference(
     tokens: int, top_k: int, size: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Also of rows that lie in a wider matrix, and more than one block wide."""
+    """The kernel agrees also for rows that lie in a wider matrix, and for more than one block."""
     weights, ids = _choices(tokens, top_k, seed)
     rows = torch.randn(tokens, size + 3, dtype=dtype)[:, 3:]
     wanted_ids, found_ids = ids.clone(), ids.clone()

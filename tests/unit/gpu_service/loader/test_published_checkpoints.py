@@ -141,7 +141,7 @@ def _experts(index: CheckpointIndex, geometry: MoeGeometry) -> ExpertCheckpoint:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_experts_are_found(name: str, tmp_path: Path) -> None:
-    """In every MoE layer, the first and the last of them; the fixture numbers as many as there are."""
+    """Every MoE layer has the first and the last of them; the fixture numbers as many as there are."""
     published = Published.load(name)
     index = published.index(tmp_path)
     geometry = read_geometry(tmp_path)

@@ -113,14 +113,14 @@ def test_the_old_spelling_of_scaling_agrees() -> None:
 
 
 def test_an_original_length_outside_counts_first() -> None:
-    """As in transformers, where the model's own key wins over the scaling's."""
+    """The model's own key wins over the scaling's, as in transformers."""
     values = {"max_position_embeddings": LENGTH, "original_max_position_embeddings": 2048}
     config = read_rope(HfKeys("t", {**values, "rope_scaling": YARN}), HEAD_DIM)
     assert dict(config.scaling)["original_max_position_embeddings"] == 2048
 
 
 def test_the_attention_factor_multiplies_the_table() -> None:
-    """Before it is rounded to the dtype of activations; 1 changes no bit."""
+    """The table is multiplied before it is rounded to the dtype of activations; 1 changes no bit."""
     positions, frequencies = torch.tensor([0, 3, 500]), torch.tensor([1.0, 0.1])
     for interleaved in (False, True):
         plain = rope_table(positions, frequencies, torch.float32, interleaved)

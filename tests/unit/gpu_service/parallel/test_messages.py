@@ -85,7 +85,7 @@ def test_what_is_no_message_is_refused() -> None:
 
 
 def test_constraints_arrive_as_they_were_sent() -> None:
-    """With a state of their own at the beginning; a rank without a tokenizer says so."""
+    """Constraints arrive with a state of their own at the beginning; a rank without a tokenizer says so."""
     source = Constraint(regex="[ab]+", after_token_ids=[4, 5], max_reasoning_tokens=0)
     sent = [constrained("a", [3], source), Request("b", [3], SamplingParams())]
     (arrived,) = decode_messages(encode_messages([Add(tuple(sent))]), compiler())

@@ -111,7 +111,7 @@ def test_ranks_that_ask_for_different_things_part(trio: Trio) -> None:
 
 
 def test_messages_arrive_once_each_and_in_order(trio: Trio) -> None:
-    """Also empty ones: an iteration without messages is an iteration."""
+    """Empty messages arrive, too: an iteration without messages is an iteration."""
     controls, _ = trio
     sent = [iteration(text) for text in ("one", "", "three")]
     for each in sent:
@@ -134,7 +134,9 @@ def test_long_messages_arrive_whole(trio: Trio, length: int) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\0\x09part"])
 def test_a_silent_rank_is_noticed(sent: bytes) -> None:
-    """After the timeout, between two frames and within one: a frozen process closes nothing."""
+    """The rank is noticed after the timeout, between two frames and within one: a frozen process closes
+    nothing.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         frozen = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()

@@ -236,7 +236,7 @@ def test_decoding_never_waits_for_a_long_prompt() -> None:
 
 
 def test_a_request_alone_reaches_the_context_limit() -> None:
-    """As large as the pool: no watermark or reservation may keep it waiting."""
+    """A request as large as the pool runs: no watermark or reservation may keep it waiting."""
     scheduler = build_scheduler(Knobs(num_pages=11, page_size=4, budget=16))
     assert scheduler.limits.context_limit == 40
     request = make_request("big", prompt_of(1, 30), max_tokens=10)
@@ -250,7 +250,7 @@ def test_a_request_alone_reaches_the_context_limit() -> None:
     ("length", "output", "field"), [(40, 1, "input_ids"), (30, 11, "max_tokens"), (0, 1, "one")]
 )
 def test_what_can_never_fit_is_refused(length: int, output: int, field: str) -> None:
-    """At the door, with the field and the limit; not by waiting for ever."""
+    """The request is refused at the door, with the field and the limit, and does not wait for ever."""
     scheduler = build_scheduler(Knobs(num_pages=11, page_size=4))
     with pytest.raises(RequestRefused, match=field):
         scheduler.add(make_request("big", prompt_of(1, length), max_tokens=output))

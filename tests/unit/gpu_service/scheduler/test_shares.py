@@ -112,7 +112,8 @@ ARRIVALS = st.lists(
 def test_every_prompt_is_done_within_the_work_of_its_elders(
     arrivals: list[list[tuple[int, int]]], budget: int
 ) -> None:
-    """Whatever arrives later, and however short: at most what older prompts need, at half the budget.
+    """A prompt waits at most for what older prompts need, at half the budget, whatever arrives later, and
+    however short.
 
     With it in every step: the budget holds, each decode gets its token, chunks are whole pages.
     """

@@ -140,7 +140,7 @@ def test_bytes_of_a_layer_are_those_of_its_experts(tmp_path: Path) -> None:
 
 
 def test_what_moves_is_the_streamers_and_the_placements(tmp_path: Path) -> None:
-    """By layer, where there are such; costs and predictions are the engine's."""
+    """Moves are shown by layer, where there are such; costs and predictions are the engine's."""
     check = StepCheck(NullObserver(), ExpertCosts(4, 2), StepFacts(2, 2))
     check.costs.copied(10**6, 1e-4)
     layers = {2: LayerFigures(3, 3000, 40, 30)}
@@ -183,7 +183,7 @@ def test_what_moves_is_the_streamers_and_the_placements(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [0.25, None])
 def test_hand_offs_are_the_clients(tmp_path: Path, seconds: float | None) -> None:
-    """Where it measures them; a client that a GPU drives does not."""
+    """Hand-offs are shown where the client measures them; a client that a GPU drives does not."""
     stats = ExpertClientStats(calls=4, wait_seconds=1.0, hand_off_seconds=seconds)
 
     async def run() -> pb.GetLiveResponse:

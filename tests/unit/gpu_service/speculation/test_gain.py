@@ -225,7 +225,9 @@ def test_drafts_are_worth_it_or_left_out(
 def test_the_models_own_drafts_are_worth_it_or_left_out(
     seconds_of: Callable[[int], float], streams: int, right: float, least: float
 ) -> None:
-    """From the second text on: what the first steps took, which were slow, is not believed for long."""
+    """The policy decides from the second text on: what the first steps took, which were slow, is not believed
+    for long.
+    """
     plain = SimulatedEngine(seconds_of, speculates=False).decode(streams, 0.0)
     engine = SimulatedEngine(seconds_of, speculates=True, right=right)
     speeds = [engine.decode(streams, 0.0) for _ in range(3)]

@@ -147,8 +147,9 @@ def test_a_share_follows_the_latest_drafts_and_is_forgotten() -> None:
 
 @pytest.mark.parametrize(("said", "waits"), [(1, True), (9, False)])
 def test_steps_wait_for_tokens_whose_drafts_are_usually_accepted(said: int, waits: bool) -> None:
-    """Next to a step in flight the token that it samples is drafted: only where those were accepted is it
-    worth waiting for it, and that is known without a row being spent."""
+    """The token that a step in flight samples is drafted: only where those were accepted is it worth waiting
+    for it, and that is known without a row being spent.
+    """
     policy = speculation(plain={1: 1.0}, verifying={2: 1.4, 4: 2.2})
     request = make_request("r", prompt_of(1, 5), max_tokens=90)
     request.computed_len, request.scheduled_len = 5, 6
@@ -243,7 +244,7 @@ def test_steps_are_measured_from_commit_to_commit_and_forgotten() -> None:
 
 
 def test_steps_without_drafts_are_measured_again_soon_and_then_later() -> None:
-    """While every step has drafts: what the first ones took is forgotten after 64 steps, then after 128."""
+    """While every step has drafts, what the first ones took is forgotten after 64 steps, then after 128."""
     clock = Clock()
     pace = DraftPace(clock)
 

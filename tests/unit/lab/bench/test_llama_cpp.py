@@ -42,7 +42,9 @@ def settings(llama_cpp: ModuleType, on_gpu: bool = True) -> Any:
 
 
 def test_experts_stay_on_the_cpus_in_page_locked_memory(scripts: SimpleNamespace) -> None:
-    """Both programs: experts on the CPUs, all else on the GPU, weights read rather than mapped."""
+    """Both programs have experts on the CPUs, all else on the GPU, and read weights rather than
+    mapping them.
+    """
     server = settings(scripts.llama_cpp).server(8080, 64, 200)
     bench = settings(scripts.llama_cpp).bench((512, 4096), 64, 3)
     for command in (server, bench):

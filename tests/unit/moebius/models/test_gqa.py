@@ -246,6 +246,6 @@ def test_hunyuan_v1_moe(tmp_path: Path) -> None:
 def test_what_a_family_does_not_compute_is_refused(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    """By the name of the key and its value."""
+    """The refusal has the name of the key and its value."""
     with pytest.raises(ModelConfigError, match=message):
         _read(tmp_path, base, **changes)

@@ -85,7 +85,9 @@ def test_the_models_here_have_every_kind(configs: dict[str, ModelConfig]) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_count_the_weights_of_their_mixers(name: str, configs: dict[str, ModelConfig]) -> None:
-    """Up to norms, biases and vectors of heads: what the planner and the scheduler's costs go by."""
+    """Layers count all weights up to norms, biases and vectors of heads: what the planner and the scheduler's
+    costs go by.
+    """
     config = configs[name]
     model = build_model(config)
     for layer, module in zip(config.layers, model.model.layers, strict=True):
@@ -110,7 +112,9 @@ def _mixer_of(module: nn.Module, index: int) -> nn.Module:
 def test_caches_and_states_are_what_layers_declare(
     name: str, stages: int, configs: dict[str, ModelConfig]
 ) -> None:
-    """Of every rank: bytes as planned, and a place of its own for each part that keeps something."""
+    """Every rank has the bytes that are planned, and a place of its own for each part that keeps
+    something.
+    """
     config, dtype = configs[name], torch.float32
     for stage in range(stages):
         try:
@@ -140,7 +144,7 @@ def test_ranks_have_equal_parts(name: str, configs: dict[str, ModelConfig]) -> N
 
 
 def test_a_switch_that_no_layer_reads_is_refused(tmp_path: Path) -> None:
-    """By name: it would be without effect in silence."""
+    """The refusal names the switch, which would be without effect in silence."""
     write_tiny_model(TINY_MODELS["deepseek_v3"], tmp_path, seed=3)
     config = read_model_config(tmp_path)
     with pytest.raises(ModelConfigError, match="qk_norm has no effect"):

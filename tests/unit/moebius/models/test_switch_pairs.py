@@ -245,7 +245,7 @@ def _names_one(error: str, config: ModelConfig) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in SWITCHES if name != "compressed"])
 def test_a_switch_alone_changes_what_is_written(name: str) -> None:
-    """Also the base, whose answer is another."""
+    """Each switch changes the answer, which for the base is another one, too."""
     base, written = _logits(BASE)
     torch.testing.assert_close(base, written, rtol=1e-3, atol=1e-3)
     assert (_single(name) - base).abs().max() > 1e-3
@@ -253,7 +253,9 @@ def test_a_switch_alone_changes_what_is_written(name: str) -> None:
 
 @pytest.mark.parametrize("first", SWITCHES)
 def test_two_switches_are_computed_or_refused(first: str) -> None:
-    """With every later one: the answer is the written one, and neither switch's alone."""
+    """Each switch is tried with every later one: the answer is the written one, and neither
+    switch's alone.
+    """
     later = list(SWITCHES)[list(SWITCHES).index(first) + 1 :]
     for second in later:
         config = SWITCHES[second](SWITCHES[first](BASE))

@@ -208,7 +208,7 @@ def test_entries_are_the_formula_whatever_the_steps(name: str, layer: int) -> No
 @EACH
 @pytest.mark.parametrize("layer", range(3))
 def test_attention_is_the_formula_whatever_the_steps(name: str, layer: int) -> None:
-    """Of a window, with entries and without, and of a choice among entries."""
+    """Attention agrees for a window, with entries and without, and for a choice among entries."""
     world = World.make(name)
     backend, cache, rate = world.backend, world.backend.cache, RATES[layer]
     longest = STEPS[-1][0]
@@ -249,7 +249,7 @@ def _some_selection(inputs: ForwardInputs) -> torch.Tensor:
 
 @EACH
 def test_the_highest_scores_are_chosen(name: str) -> None:
-    """In ascending order, all of them while there are no more than may be chosen."""
+    """Choices are in ascending order, and all of them while there are no more than may be chosen."""
     backend = World.make(name).backend
     keys = backend.cache.index_pages(SPARSE)
     keys.copy_(_draw(*keys.shape))
@@ -337,7 +337,7 @@ def test_who_serves_what_is_decided_once() -> None:
 
 
 def test_rotation_back_is_the_inverse() -> None:
-    """Of the table that layers share: what was rotated is as before."""
+    """What the table that layers share rotated is, rotated back, as before."""
     from gpu_service.layers.compressed import StepTables
     from gpu_service.layers.decoder import RotaryEmbedding
 

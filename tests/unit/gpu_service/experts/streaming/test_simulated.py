@@ -309,7 +309,9 @@ def run_steps(world: World, count: int) -> None:
     "seed", [*range(8), *(pytest.param(s, marks=pytest.mark.full) for s in range(8, 40))]
 )
 def test_each_pair_once(seed: int) -> None:
-    """With reloads, residents that move, broken-off launches, replays and both lanes."""
+    """Each pair is computed once with reloads, residents that move, broken-off launches, replays and both
+    lanes.
+    """
     world = World(seed)
     run_steps(world, 150)
     assert world.counts["streamed"] > 20

@@ -210,7 +210,7 @@ def test_an_image_that_no_step_can_hold_is_refused_at_the_start(tmp_path: Path) 
 
 
 def test_sizes_of_kimi_are_transformers() -> None:
-    """For the released limits and small ones, images of all proportions."""
+    """Sizes agree for the released limits and small ones, for images of all proportions."""
     for limits in ({}, {"max_patches": 100, "max_side_patches": 17}):
         processor = KimiImageProcessor(**limits)
         for step in range(60):

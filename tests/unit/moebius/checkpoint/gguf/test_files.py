@@ -63,7 +63,7 @@ def small_file(
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.02, 0.5, 0.999])
 def test_a_truncated_file_is_named(part: float, tmp_path: Path, gguf: Callable[[str], GgufFile]) -> None:
-    """Wherever it ends: in the header or in the data."""
+    """The error names the file wherever it ends: in the header or in the data."""
     content = gguf("qwen3_moe_tied").path.read_bytes()
     short = tmp_path / "short.gguf"
     short.write_bytes(content[: int(len(content) * part)])
@@ -140,7 +140,7 @@ def test_rows_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_that_no_rule_knows_are_listed(tmp_path: Path) -> None:
-    """Such as factors of a rotary scaling that the metadata does not mention."""
+    """The list has such tensors as factors of a rotary scaling that the metadata does not mention."""
     path = small_file(tmp_path / "m.gguf", name="rope_freqs.weight")
     refused(path, "qwen3moe is not known to have: rope_freqs.weight")
 
@@ -236,7 +236,7 @@ def test_a_directory_is_a_gguf_model_if_it_has_one_and_no_safetensors(tmp_path: 
 
 
 def test_commands_take_a_file_or_a_directory_of_one(gguf: Callable[[str], GgufFile], tmp_path: Path) -> None:
-    """Before anything starts, and with the message of what is wrong with it."""
+    """Commands fail before anything starts, with the message of what is wrong with the file."""
     for path in (gguf("qwen3_moe").path, gguf("qwen3_moe").path.parent):
         config = MoebiusConfig.model_validate({"model": {"model": str(path)}})
         assert with_checkpoint(config).model.model == str(path)
