@@ -174,7 +174,9 @@ def _is_unread() -> bool:
 
 
 def _status_of_unwritten(error: Exception, status: object) -> object:
-    """Of a command whose last output could not be written; says why, unless an earlier line has met it."""
+    """Returns the status of a command whose last output could not be written; says why, unless an earlier
+    line has met it.
+    """
     said = _lacking(error) if isinstance(error, OSError) else None
     if said is None:
         return BROKEN_PIPE_EXIT

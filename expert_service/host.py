@@ -80,11 +80,11 @@ class Packing(Protocol):
 
     @property
     def model(self) -> MoeGeometry:
-        """Of the checkpoint."""
+        """The model of the checkpoint."""
 
     @property
     def gate_up_formats(self) -> tuple[str, ...]:
-        """Of every decoder layer."""
+        """The packed format of gate and up in every decoder layer."""
 
     @property
     def down_formats(self) -> tuple[str, ...]:
@@ -237,7 +237,7 @@ class ExpertHost:
 
     @property
     def verify_pass_seconds(self) -> float:
-        """Of the latest comparison of all experts with their checksums; 0: there was none yet."""
+        """The seconds of the latest comparison of all experts with their checksums; 0: there was none yet."""
         return 0.0 if self._watch is None else self._watch.pass_seconds
 
     def load(self, request: SliceRequest) -> LoadedSlice:

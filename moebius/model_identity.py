@@ -39,7 +39,7 @@ ROUTER_FILES = (
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 MODEL_FILES = (*ROUTER_FILES, *PROCESSOR_FILES)
 CHECKPOINT = "checkpoint"
-"""Of all weights and of what describes them, without the names of their files."""
+"""The identity of all weights and of what describes them, without the names of their files."""
 EXPERT_CHECKPOINT = "expert_checkpoint/"
 """Comes before names of that checkpoint's files."""
 TEMPLATE_FILE = "--chat-template"

@@ -207,7 +207,10 @@ def processor_line(isa: str, cost: str) -> str:
 
 
 def _processor(serve_plan: ServePlan) -> tuple[str, str]:
-    """Of this host, where remote expert servers do not run. Raises ConfigError for a wrong MOEBIUS_ISA."""
+    """Returns the line of this host, where remote expert servers do not run.
+
+    Raises ConfigError for a wrong MOEBIUS_ISA.
+    """
     try:
         level = isa_level()
     except ValueError as error:

@@ -46,7 +46,7 @@ class Compared:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one stream; 0 where nothing is served."""
+        """The predicted rate of one stream; 0 where nothing is served."""
         return self.plan.decode[0].tokens_per_second if self.plan is not None else 0.0
 
 

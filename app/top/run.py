@@ -88,7 +88,8 @@ def print_once(source: Source, interval_s: float, as_json: bool) -> None:
 
 
 def print_layers(source: Source, interval_s: float, as_json: bool) -> None:
-    """Of two answers, `interval_s` apart: a line for each MoE layer, and what limits a step.
+    """Prints what two answers, `interval_s` apart, say: a line for each MoE layer, and what limits a step.
+    Raises UserError.
 
     Raises UserError.
     """

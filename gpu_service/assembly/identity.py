@@ -39,7 +39,7 @@ class EngineIdentity:
 
     @property
     def experts(self) -> str:
-        """Of what holds the routed experts, as their servers say it."""
+        """The identity of what holds the routed experts, as their servers say it."""
         return expert_fingerprint(self.parts)
 
     @property

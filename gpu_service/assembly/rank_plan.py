@@ -224,7 +224,7 @@ _log = structlog.get_logger(__name__)
 
 
 class RankPlan:
-    """Of one rank; `model` is its part as `config` composes it, memory or not."""
+    """Plans one rank; `model` is its part as `config` composes it, memory or not."""
 
     def __init__(
         self,

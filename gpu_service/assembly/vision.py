@@ -26,7 +26,7 @@ _TRIAL_SIZE = (32, 32)
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """Of a model with vision; filled by `load_vision`."""
+    """The vision part of a model that has one; filled by `load_vision`."""
 
     encoder: ImageEncoder
     preparer: ImagePreparer

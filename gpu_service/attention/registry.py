@@ -186,7 +186,7 @@ COMPRESSED_BACKENDS: dict[str, BackendEntry] = {
 
 
 def compressed_dimensions(layers: Layers) -> CompressedDimensions:
-    """Of a rank's own layers. Raises ValueError where none compresses."""
+    """Returns the sizes of a rank's own layers. Raises ValueError where none compresses."""
     kept = [mixer for mixer in mixers(layers) if isinstance(mixer, CompressedAttention)]
     if not kept:
         raise ValueError("no layer has compressed attention")
@@ -207,7 +207,7 @@ def compressed_dimensions(layers: Layers) -> CompressedDimensions:
 
 
 def mla_dimensions(layers: Layers) -> MlaDimensions:
-    """Of a rank's own layers. Raises ValueError where none has latents."""
+    """Returns the sizes of a rank's own layers. Raises ValueError where none has latents."""
     kept = [mixer for mixer in mixers(layers) if isinstance(mixer, MLA)]
     if not kept:
         raise ValueError("no layer has latent attention")

@@ -52,7 +52,7 @@ class GatherPlan:
 
     @property
     def most_pages(self) -> int:
-        """Of the gathers, which follow one another: the largest's pages."""
+        """The pages of the largest gather; gathers follow one another."""
         gathers = [group.pages for group in self.decode_groups] + [chunk.pages for chunk in self.chunks]
         return max((pages.shape[0] for pages in gathers), default=0)
 

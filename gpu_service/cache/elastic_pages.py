@@ -31,7 +31,7 @@ class _Tensor:
 
 
 class ElasticPages:
-    """Of one cache, whose tensors `allocate` makes. Driven by one thread."""
+    """The elastic pages of one cache, whose tensors `allocate` makes. Driven by one thread."""
 
     def __init__(self, pool: PhysicalPool, num_pages: int, row_bytes: int) -> None:
         """`num_pages`: the most there may be; `row_bytes`: a page's in the layer with the largest rows."""

@@ -217,7 +217,7 @@ class ConstraintCompiler:
 
     @property
     def num_words(self) -> int:
-        """Of a mask."""
+        """The number of words of a mask."""
         return -(-self._tokenizer.vocab_size // 32)
 
     def make(self, constraint: Constraint, count: int = 1) -> list[OutputConstraint]:

@@ -12,7 +12,7 @@ from gpu_service.device.virtual_memory import VirtualMemory, VirtualMemoryUnavai
 
 
 class CudaVirtualMemory(VirtualMemory):
-    """Of one GPU, in the context that torch uses there."""
+    """The virtual memory of one GPU, in the context that torch uses there."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises VirtualMemoryUnavailable for a GPU or a driver without it."""

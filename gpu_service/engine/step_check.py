@@ -159,7 +159,7 @@ class StepCheck(EngineObserver):
 
     @property
     def prompt_token_seconds(self) -> float | None:
-        """Of the latest steps with prompts, seconds by token; None: there was none."""
+        """The seconds by token of the latest steps with prompts; None: there was none."""
         seconds, tokens = self._prompts
         return seconds / tokens if tokens else None
 

@@ -136,7 +136,9 @@ class CostCurve:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Of one MoE layer on average, as they are known at one moment; filled by `ExpertCosts.layer`."""
+    """The costs of one MoE layer on average, as they are known at one moment; filled by
+    `ExpertCosts.layer`.
+    """
 
     # Seconds for all of a layer's experts that are not resident.
     copy: float
@@ -211,7 +213,7 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class CostFigures:
-    """Of now, for people and metrics; filled by `ExpertCosts.figures`. None: not measured."""
+    """The present costs for people and metrics; filled by `ExpertCosts.figures`. None: not measured."""
 
     link_bytes_per_second: float | None
     # Servers' of one expert and row of a decode step, and the GPU's of one expert in a slot.
@@ -220,7 +222,7 @@ class CostFigures:
 
 
 class ExpertCosts:
-    """Of one rank. Any thread may ask and report."""
+    """The costs of one rank. Any thread may ask and report."""
 
     def __init__(self, num_experts: int, top_k: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`top_k`: experts of a token."""
@@ -261,7 +263,7 @@ class ExpertCosts:
 
     @property
     def figures(self) -> CostFigures:
-        """Of now."""
+        """The present figures."""
         with self._lock:
             return CostFigures(
                 None if self._link is None else self._link.value,

@@ -170,7 +170,7 @@ class GQAttention(nn.Module):
         return self.qkv_proj.after_seam(seam)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of the parameters that are this module's own, a rank has those of its heads."""
+        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
         if self.sinks is not None:
             yield CheckpointPart("", "sinks", self._query_heads, None)
 

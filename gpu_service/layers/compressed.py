@@ -188,7 +188,7 @@ class CompressedAttention(nn.Module):
         self._ones: torch.Tensor | None = None
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of the parameters that are this module's own, a rank has those of its heads."""
+        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
         yield CheckpointPart("", "sinks", self._heads, None)
 
     def pack(self) -> None:

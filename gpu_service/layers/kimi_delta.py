@@ -57,7 +57,9 @@ class KimiDeltaAttention(StateLayer):
         self.o_proj = RowParallelLinear(values, size, bias=False, dtype=dtype, parallel=made.parallel)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of this module's own parameters, a rank has those of its heads, but first all of A_log."""
+        """Returns the parts that a rank has of this module's own parameters: those of its heads, but first
+        all of A_log.
+        """
         rows, *rest = self.A_log.shape
         cols = ShardRange.whole(rest[0]) if rest else None
         yield CheckpointPart("", "A_log", ShardRange.whole(rows), cols, rest=tuple(rest[1:]))

@@ -70,7 +70,7 @@ class LightningAttention(StateLayer):
         self._scalars: torch.Tensor | None = None
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of the rates, where there are any, a rank has those of its heads."""
+        """Returns the parts that a rank has of the rates, where there are any: those of its heads."""
         yield CheckpointPart("", "slope_rate", self._heads, ShardRange.whole(1), rest=(1,))
 
     def pack(self) -> None:

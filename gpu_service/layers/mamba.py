@@ -51,7 +51,7 @@ class Mamba(StateLayer):
         self.out_proj = RowParallelLinear(channels, size, bias=False, dtype=dtype, parallel=parallel)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of this module's own parameters, a rank has those of its channels."""
+        """Returns the parts that a rank has of this module's own parameters: those of its channels."""
         yield from super().checkpoint_parts()
         yield CheckpointPart("", "A_log", self._heads, ShardRange.whole(self.A_log.shape[1]))
 

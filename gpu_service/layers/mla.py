@@ -223,7 +223,7 @@ class MLAttention(nn.Module):
         return FusedLinear(made.hidden_size, {"g_proj": gates}, bias=False, dtype=made.dtype)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of the parameters that are this module's own, a rank has those of its heads."""
+        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
         if self.sinks is not None:
             yield CheckpointPart("", "sinks", self._heads, None)
 

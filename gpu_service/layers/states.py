@@ -126,7 +126,7 @@ class StateLayer(nn.Module):
             self.register_parameter(name, empty_parameter(self._heads.size, dtype=torch.float32))
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of the parameters that are this module's own, a rank has those of its heads."""
+        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
         for name in self.head_vectors:
             yield CheckpointPart("", name, self._heads, None)
 

@@ -59,7 +59,7 @@ class DeviceMemory(ABC):
 
 
 class CudaMemory(DeviceMemory):
-    """Of a CUDA device, by the driver and torch's caching allocator."""
+    """The memory of a CUDA device, by the driver and torch's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -57,7 +57,7 @@ class SlotMemory(Protocol):
 
 
 class ElasticMemory(PageSupply):
-    """Of one rank; driven by the engine's thread."""
+    """The elastic memory of one rank; driven by the engine's thread."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ def _to_stderr(text: str) -> None:
 
 
 class MemoryLedger:
-    """Of one rank's device. `reached` is called after each phase, `seal` before readiness."""
+    """The ledger of one rank's device. `reached` is called after each phase, `seal` before readiness."""
 
     def __init__(
         self,

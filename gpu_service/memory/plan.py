@@ -253,7 +253,7 @@ class ExpertMemory:
 
 @dataclass(frozen=True, slots=True)
 class VisionMemory:
-    """Of images in prompts; filled by `assembly.vision`."""
+    """The memory for images in prompts; filled by `assembly.vision`."""
 
     tower_bytes: int = 0  # The tower's weights.
     # What comes in service only: encoded images that are kept, and the largest one while it is encoded.

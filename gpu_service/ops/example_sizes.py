@@ -29,7 +29,9 @@ _SMALL_ROUTER = RouterConfig(
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model's tensors, in elements; filled by `sizes_of`, or by the defaults, which fill no block."""
+    """The sizes of a model's tensors, in elements; filled by `sizes_of`, or by the defaults, which fill no
+    block.
+    """
 
     tokens: int = 3
     # A model's width, because libraries compile another kernel for a narrow one.

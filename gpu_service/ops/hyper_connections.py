@@ -89,7 +89,7 @@ def weigh_streams(
 
 
 def project_streams(streams: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """Of the streams before their norm, which is one factor of a token: float32 `[T, rows]`."""
+    """Projects the streams before their norm, which is one factor of a token: float32 `[T, rows]`."""
     return functional.linear(streams.flatten(1).float(), projection)
 
 

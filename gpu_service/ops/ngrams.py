@@ -27,7 +27,7 @@ class NGramTable(NamedTuple):
 
 
 def ngram_table(sizes: NGramConfig, place: int, vocab_size: int, device: torch.device | str) -> NGramTable:
-    """Of the `place`-th layer that embeds n-grams."""
+    """Returns the table of the `place`-th layer that embeds n-grams."""
     factors, primes = hash_factors(sizes, place, vocab_size), hash_primes(sizes, place)
     offsets = [sum(primes[:i]) for i in range(len(primes))]
     num_rows = -(-sum(primes) // sizes.padded_to) * sizes.padded_to

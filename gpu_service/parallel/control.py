@@ -40,7 +40,9 @@ class ConnectionLost(OSError):
 
 
 class _Frames(Protocol):
-    """As `multiprocessing.connection.Connection`: one thread sends at a time, and one receives."""
+    """Sends and receives frames as `multiprocessing.connection.Connection`: one thread sends at a time, and
+    one receives.
+    """
 
     def send_bytes(self, buf: bytes) -> None:
         """One frame. Raises OSError."""

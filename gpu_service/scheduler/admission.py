@@ -156,7 +156,7 @@ def divide_among_prompts(
 
 
 def _least_cost(prompt: Prompt, limits: SchedulerLimits) -> int:
-    """Of the budget, for the fewest tokens that a prompt can compute."""
+    """Returns the part of the budget that the fewest tokens take that a prompt can compute."""
     start = prompt.request.scheduled_len if prompt.index >= 0 else 0
     return least_chunk(prompt.request, start) * token_cost(prompt.request, limits)
 

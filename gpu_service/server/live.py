@@ -37,7 +37,7 @@ _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_reconnect_backof
 
 
 class LiveExperts:
-    """Of all ranks' layers; one event loop calls it."""
+    """The live view of all ranks' layers; one event loop calls it."""
 
     def __init__(
         self,

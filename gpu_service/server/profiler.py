@@ -55,7 +55,7 @@ class ProfileRunning(UserError):
 
 
 class EngineProfiler:
-    """Of rank 0; one event loop calls it."""
+    """The profiler of rank 0; one event loop calls it."""
 
     def __init__(
         self,

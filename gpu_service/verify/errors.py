@@ -117,7 +117,7 @@ def allowed_error(
     formats: Sequence[str],
     max_requantise_error: float,
 ) -> float:
-    """Of loaded experts against the checkpoint's own weights in float32.
+    """Returns the error allowed of loaded experts against the checkpoint's own weights in float32.
 
     `formats` are the checkpoint's, `expert_dtype` what they were requantised to while loading, accepted up to
     `max_requantise_error`.

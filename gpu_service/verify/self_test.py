@@ -93,7 +93,7 @@ def to_name(wrong: Sequence[ExpertError]) -> list[ExpertError]:
 
 
 def refusal(named: Sequence[ExpertError], count: int) -> str:
-    """Of `count` wrong answers those that `to_name` chose."""
+    """Returns the message that names, of `count` wrong answers, those that `to_name` chose."""
     listed = "; ".join(map(str, named))
     more = f"; and {count - len(named)} more" if count > len(named) else ""
     return (

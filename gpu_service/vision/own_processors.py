@@ -90,7 +90,7 @@ class TileImageProcessor:
 
     @property
     def max_patches(self) -> int:
-        """Of one image, with all of its tiles."""
+        """The most patches of one image, with all of its tiles."""
         return (self.max_tiles + 1) * (self.tile_size // self.patch_size) ** 2
 
     def tiles(self, height: int, width: int) -> tuple[int, int]:
@@ -196,7 +196,7 @@ class FrameImageProcessor:
 
     @property
     def max_patches(self) -> int:
-        """Of one image."""
+        """The most patches of one image."""
         return self.max_pixels // self.patch_size**2
 
     def preprocess(self, images: Sequence[Image.Image], return_tensors: str) -> dict[str, Any]:
@@ -392,7 +392,7 @@ class PooledImageProcessor:
 
     @property
     def max_patches(self) -> int:
-        """Of one image."""
+        """The most patches of one image."""
         return self.max_tokens * self.merge_size**2
 
     def tokens(self, height: int, width: int) -> tuple[int, int]:

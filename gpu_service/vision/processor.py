@@ -126,7 +126,7 @@ class PixtralImageProcessor:
 
     @property
     def max_patches(self) -> int:
-        """Of one image."""
+        """The most patches of one image."""
         side = self.patch_size * self.merge_size
         return int(math.ceil(self.longest / side) * self.merge_size) ** 2
 

@@ -76,7 +76,7 @@ class RandomShape:
 
 @dataclass(frozen=True)
 class GlmShape(RandomShape):
-    """Of the first layers, which have no experts, and of the others; filled by `SHAPES`."""
+    """A shape of the first layers, which have no experts, and of the others; filled by `SHAPES`."""
 
     dense_size: int = 12288
     dense_layers: int = 3

@@ -233,7 +233,7 @@ class StoredMatrix:
 
     @property
     def _stored_columns(self) -> int:
-        """Of the stored matrix, of which this may be a part."""
+        """The columns of the stored matrix, of which this may be a part."""
         return (self.whole or self.shape)[1]
 
     def _integers(self, codes: Array, rows: int, cols: int) -> NDArray[np.float32]:

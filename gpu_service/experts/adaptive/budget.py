@@ -32,7 +32,10 @@ _MOST_A_STEP, _REFILLS = 8, 4
 
 
 class TransferBudget:
-    """Of one rank. The thread that launches steps calls `allowed`, the one that ends them `observe`."""
+    """The transfer budget of one rank.
+
+    The thread that launches steps calls `allowed`, the one that ends them `observe`.
+    """
 
     def __init__(self) -> None:
         self.share = _FIRST_SHARE

@@ -25,7 +25,7 @@ class Observation:
 
 
 class RoutingCounts:
-    """Of one rank's layers with slots. Driven by the thread that launches steps."""
+    """The counts of one rank's layers with slots. Driven by the thread that launches steps."""
 
     def __init__(self, layers: Sequence[int], num_experts: int, device: TransferDevice) -> None:
         self._device = device

@@ -19,7 +19,7 @@ _MOST_WANTED, _MOST_REFILLED = 64, 256
 
 
 class PlacementDecision:
-    """Of layers with slots. Not thread safe."""
+    """Decides the exchanges of layers with slots. Not thread safe."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PlacementDecision:
 
     @property
     def rates(self) -> NDArray[np.float64]:
-        """As `RoutingForecast.rates`."""
+        """The rates that `RoutingForecast.rates` gives."""
         return self._forecast.rates
 
     @property

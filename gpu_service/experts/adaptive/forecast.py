@@ -32,7 +32,7 @@ Choices = NDArray[np.float64]
 
 
 class RoutingForecast:
-    """Of some layers with slots. Not thread safe."""
+    """Forecasts the choices of some layers with slots. Not thread safe."""
 
     def __init__(
         self, resident: NDArray[np.bool_], top_k: int, known: NDArray[np.int64] | None = None

@@ -43,7 +43,7 @@ _CAREFUL_S = 60.0
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Residents:
-    """Of one moment; filled by `begin_step`."""
+    """The residents of one moment; filled by `begin_step`."""
 
     mask: NDArray[np.bool_]  # As `AdaptivePlacement.resident_mask`.
     num_slots: NDArray[np.int64]  # [layers]: slots that have memory.
@@ -73,7 +73,10 @@ class LayerFigures:
 
 
 class AdaptivePlacement:
-    """Of one rank. `begin_step` is called by the thread that launches steps, `figures` by any."""
+    """The placement of one rank.
+
+    `begin_step` is called by the thread that launches steps, `figures` by any.
+    """
 
     def __init__(
         self,
@@ -206,7 +209,7 @@ class AdaptivePlacement:
 
     @property
     def hit_share(self) -> float:
-        """Of the latest choices of decoding rows in layers with slots, those in a slot; 0 before any."""
+        """The share in slots of the latest choices of decoding rows in layers with slots; 0 before any."""
         return self._recent_hits / self._recent_chosen if self._recent_chosen else 0.0
 
     @property

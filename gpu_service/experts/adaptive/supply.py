@@ -36,7 +36,7 @@ _BETWEEN_LAYERS_S, _BETWEEN_LAYERS, _PAYS_WITHIN = 0.25, 4, 2048.0
 
 
 class SlotSupply:
-    """Of one rank; driven by the thread that launches steps, with the engine's stream active."""
+    """The supply of one rank; driven by the thread that launches steps, with the engine's stream active."""
 
     def __init__(
         self,

@@ -51,7 +51,9 @@ class FetchFigures:
 
 
 class ExpertFetcher:
-    """Of one rank. Driven by the thread that launches steps; `withdraw` and the figures by any."""
+    """The fetcher of one rank. Driven by the thread that launches steps; `withdraw` and the figures
+    by any.
+    """
 
     def __init__(
         self,
@@ -134,13 +136,13 @@ class ExpertFetcher:
 
     @property
     def share(self) -> float:
-        """Of the latest decoding rows' choices that were not resident, those in fetch slots."""
+        """The share in fetch slots of the latest decoding rows' choices that were not resident."""
         pairs, in_slots = self._recent
         return in_slots / pairs if pairs else 0.0
 
     @property
     def figures(self) -> FetchFigures:
-        """Of all layers."""
+        """The figures of all layers."""
         found = self.by_layer.values()
         return FetchFigures(
             sum(layer.experts for layer in found),
@@ -151,7 +153,7 @@ class ExpertFetcher:
 
     @property
     def by_layer(self) -> dict[int, FetchFigures]:
-        """Of each layer with fetch slots, as of about a tenth of a second ago."""
+        """The figures of each layer with fetch slots, as of about a tenth of a second ago."""
         each, totals = self.state.expert_bytes, self._totals
         return {
             layer: FetchFigures(counts[COPIED], counts[COPIED] * each[layer], counts[IN_SLOTS], counts[LEFT])

@@ -30,7 +30,10 @@ def kept_after(rows: int) -> float:
 
 
 class FetchKernels(ABC):
-    """Of one device. Calls only launch work, which graphs may hold; T = token rows, K = experts a row."""
+    """The kernels of one device.
+
+    Calls only launch work, which graphs may hold; T = token rows, K = experts a row.
+    """
 
     @abstractmethod
     def choose(self, layer: FetchLayer, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,7 +46,7 @@ class FetchPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
+        """The bytes of all slots."""
         return self.num_slots * sum(kind.expert_bytes for found in self.kinds.values() for kind in found)
 
 

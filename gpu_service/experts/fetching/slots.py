@@ -46,7 +46,7 @@ class FetchLayer:
 
     @property
     def num_experts(self) -> int:
-        """Of the layer."""
+        """The number of experts of the layer."""
         return self.scores.shape[0]
 
     @property

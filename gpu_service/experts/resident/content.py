@@ -28,5 +28,5 @@ class SlotContent:
 
 
 def content_of(expert: int, packed: torch.Tensor) -> SlotContent:
-    """Of packed bytes as they were made, uint8 `[expert_bytes]`."""
+    """Returns the content of packed bytes as they were made, uint8 `[expert_bytes]`."""
     return SlotContent(expert, _kernels.weight_digest(packed.cpu().numpy(), expert), expert)

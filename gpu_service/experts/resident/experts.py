@@ -355,7 +355,7 @@ class ResidentExperts:
 
     @property
     def geometry(self) -> MoeGeometry:
-        """Of the model's routed experts."""
+        """The geometry of the model's routed experts."""
         return self._source.geometry
 
     @property

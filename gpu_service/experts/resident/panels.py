@@ -82,7 +82,7 @@ class LayerFormat:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one slot."""
+        """The bytes of one slot."""
         return self.layout.expert_bytes
 
     @property

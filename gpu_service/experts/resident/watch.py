@@ -45,7 +45,7 @@ class ResidentDamaged(ExpertComputeFailed):
 
 @dataclass(eq=False, slots=True)
 class _Damage:
-    """Of one slot, from the find until it is filled again; filled by `ResidentWatch`."""
+    """The damage of one slot, from the find until it is filled again; filled by `ResidentWatch`."""
 
     content: SlotContent
     # What goes into the slot; None: it could not be packed yet.
@@ -111,7 +111,7 @@ class ResidentWatch:
             return next((found.problem for found in self._damaged.values() if found.problem), "")
 
     def suspect(self, noted: Collection[int], is_float16: bool) -> None:
-        """As `compare`, for layers that may have made what was noted; see `ops.overflow.suspects`."""
+        """Compares layers that may have made what was noted; see `ops.overflow.suspects`."""
         self.compare(suspects(noted, self._resident.slots, is_float16))
 
     def compare(self, layers: Iterable[int]) -> None:

@@ -61,7 +61,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffer."""
+        """The bytes of the buffer."""
         return len(self.experts) * self.stored.kind.expert_bytes
 
 
@@ -116,7 +116,7 @@ class LayerStream:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Of a step; filled by `ExpertStreamer`. Layers in the order in which they are computed."""
+    """The plan of a step; filled by `ExpertStreamer`. Layers are in the order in which they are computed."""
 
     # Of `SHARES`, what of each layer's experts is streamed.
     share: int
@@ -124,7 +124,7 @@ class StreamPlan:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Of all layers, in order."""
+        """The pieces of all layers, in order."""
         return tuple(piece for layer in self.layers for piece in layer.pieces)
 
     def pieces_of(self, layers: Collection[int]) -> int:
@@ -195,7 +195,7 @@ class RingLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole ring."""
+        """The bytes of the whole ring."""
         return self.num_buffers * self.buffer_bytes
 
 

@@ -230,7 +230,7 @@ class BufferRing:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return len(self.buffers) * self.buffer_bytes
 
     def start(self, pieces: Sequence[Piece], copy: Copy, keeps_one_free: bool = False) -> None:

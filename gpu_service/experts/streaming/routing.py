@@ -52,7 +52,7 @@ def count_chosen(chosen: Sequence[torch.Tensor], num_experts: int) -> torch.Tens
 
 
 class RecentRouting:
-    """Of one rank's layers. Driven by the thread that launches steps."""
+    """The routing of one rank's layers. Driven by the thread that launches steps."""
 
     def __init__(self, layers: Sequence[int], num_experts: int, known: Mapping[int, Sequence[int]]) -> None:
         """`known`: recorded counts by layer, for the first steps; layers without any have all alike."""

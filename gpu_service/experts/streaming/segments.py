@@ -72,7 +72,7 @@ class ExpertSegments:
 
     @property
     def nbytes(self) -> int:
-        """Of all experts of this rank's layers."""
+        """The bytes of all experts of this rank's layers."""
         return sum(part.nbytes for parts in self.stored.values() for part in parts)
 
     @property

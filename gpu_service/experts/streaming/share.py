@@ -45,7 +45,7 @@ class ShareChooser:
         return True
 
     def share(self, rows: int) -> int:
-        """Of SHARES, for a step that may stream."""
+        """Returns the share in SHARES of a step that may stream."""
         if self.mode == "stream":
             return SHARES
         layer = self.costs.layer

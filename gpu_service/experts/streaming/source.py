@@ -47,7 +47,7 @@ class Registrar(ABC):
 
 
 class NullRegistrar(Registrar):
-    """Of a device that reads any memory."""
+    """The registrar of a device that reads any memory."""
 
     def register(self, address: int, nbytes: int) -> str:
         return ""

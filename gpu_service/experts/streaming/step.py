@@ -25,7 +25,9 @@ class ShareChooser(Protocol):
         """Returns the seconds of a step that streams such a share; None: nothing was measured."""
 
     def step_tokens(self, most: int, wait_s: float | None) -> int:
-        """Of a step that streams all, at most `most`, where others may wait so long; None: not known."""
+        """Returns the tokens of a step that streams all, at most `most`, where others may wait so long; None:
+        not known.
+        """
 
     @property
     def asks_servers(self) -> bool:

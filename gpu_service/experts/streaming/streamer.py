@@ -79,7 +79,7 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertStreamer:
-    """Of one rank. Driven by the thread that launches steps."""
+    """The streamer of one rank. Driven by the thread that launches steps."""
 
     def __init__(
         self,
@@ -221,7 +221,9 @@ class ExpertStreamer:
 
     @property
     def useful_tokens(self) -> int:
-        """Of a step that streams everything: with more it takes as long for each, by what was measured."""
+        """The tokens of a step that streams everything beyond which each takes as long, by what was
+        measured.
+        """
         return self.chooser.step_tokens(MAX_STREAMED_TOKENS, 0.0)
 
     @property

@@ -141,7 +141,7 @@ def add_norm_linear(
 
 
 class Launch(NamedTuple):
-    """Of `gemv_kernel`, or of a kernel that begins with it."""
+    """A launch of `gemv_kernel`, or of a kernel that begins with it."""
 
     grid: tuple[int]
     arguments: dict[str, Any]

@@ -33,7 +33,9 @@ _COLUMNS = 32
 
 @jit
 def _log_decay(x, a_log, bound, HAS_BOUND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each element: `-exp(a_log) softplus(x)`, or `bound * sigmoid(exp(a_log) x)`."""
+    """Returns the log decay of each element: `-exp(a_log) softplus(x)`, or `bound *
+    sigmoid(exp(a_log) x)`.
+    """
     # Chosen while compiling.
     return bound * tl.sigmoid(tl.exp(a_log) * x) if HAS_BOUND else -tl.exp(a_log) * softplus(x)
 

@@ -31,7 +31,7 @@ from gpu_service.ops.triton.linear_attention import launch_update, softplus
 
 @jit
 def request_of_tile(tile, query_starts, num_requests, first_row, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the rows from `first_row` on: a tile's request, and where in these rows the request's tiles begin.
+    """Finds a tile's request among the rows from `first_row` on, and where in these rows its tiles begin.
 
     Returns the last request whose first tile is not after `tile`, by bisection, and that first tile. Request
     r owns tiles from start // ROWS + r on: at least as many as it needs, because rounding down loses less

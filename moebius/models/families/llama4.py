@@ -70,7 +70,7 @@ def _read_moe(hf: HfKeys, num_layers: int, size: int) -> MoeConfig:
 
 
 def _read_growth(hf: HfKeys) -> tuple[float, float]:
-    """Of queries in layers that do not rotate; switched on by a number, too."""
+    """Reads the growth of queries in layers that do not rotate; switched on by a number, too."""
     tuned: Any = hf.value("attn_temperature_tuning")
     if tuned is not None and tuned not in (0, 1, 4, False, True):
         raise hf.error("attn_temperature_tuning", tuned, "true or false")

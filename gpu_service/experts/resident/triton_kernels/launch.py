@@ -33,7 +33,7 @@ _EXACT_IN_BFLOAT16 = frozenset({"bfloat16", "float8", "int8", "float4", *CODE_MI
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of `tiles.py`: pairs and columns of one program, and its warps."""
+    """A tile of `tiles.py`: pairs and columns of one program, and its warps."""
 
     rows: int
     columns: int
@@ -124,7 +124,9 @@ HIGH_TILE_FROM = 128
 
 @dataclass(frozen=True, slots=True)
 class DenseTile:
-    """Of `dense.py`: pairs and columns of one program, k that it takes at once, warps, loads in advance."""
+    """A tile of `dense.py`: pairs and columns of one program, k that it takes at once, warps, loads in
+    advance.
+    """
 
     rows: int
     columns: int
