@@ -119,9 +119,7 @@ class Planner:
         return self._with(placement=placement.model_copy(update={"drop_resident": chosen}))
 
     def _keeps(self, hardware: Hardware, residency: Residency) -> bool:
-        """Returns whether servers hold resident experts, too, so that they can be exchanged: if the RAM
-        allows it.
-        """
+        """Returns whether servers hold resident experts, too, for exchanges: if RAM allows it."""
         # Neither that of several ranks nor that of a CPU engine changes (docs/placement.md).
         is_fixed = len(self.forecast.ranks) > 1 or not self.on_gpu
         if is_fixed or residency.is_everything or not keeps_residents(self.config.placement):
@@ -134,8 +132,7 @@ class Planner:
         return True
 
     def _kept_tokens(self, hardware: Hardware) -> int:
-        """Returns the number of tokens that the KV cache keeps room for when experts fill a GPU: a long
-        context if it is cheap.
+        """Returns the tokens of KV cache that experts leave room for on a GPU: a long context if it is cheap.
 
         That is one of at most a quarter of what experts and cache could have together.
         """
@@ -246,9 +243,7 @@ class Planner:
     def _ledgers(
         self, hardware: Hardware, residency: Residency, explain: bool = False
     ) -> tuple[MemoryPlan, ...]:
-        """Returns every rank's. Raises DoesNotFit in the ledger's words, if asked with what would make it
-        fit.
-        """
+        """Returns every rank's plan. Raises DoesNotFit in the ledger's words, if asked with what would do."""
         from gpu_service.memory.plan import MemoryShort
 
         assert hardware.gpu is not None
@@ -329,9 +324,7 @@ class Planner:
         return ExpertMemory(count, each, is_everything=residency.is_everything)
 
     def _pool(self, ledgers: tuple[MemoryPlan, ...]) -> KvPool:
-        """Returns the KV pool of every rank: the one with least room decides, and none takes more than is
-        usable.
-        """
+        """Returns every rank's KV pool: the one with least room decides, none takes more than is usable."""
         pages = min(ledger.kv_bytes // ledger.page_bytes for ledger in ledgers)
         settings = self.config.gpu
         if settings.num_pages is None and settings.kv_cache_gib is None:
@@ -472,9 +465,7 @@ def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -
 
 
 def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> CapacityPlan:
-    """Returns the capacity, as `Planner.plan`; a refusal names how many GPUs of the kind would do, where up
-    to 8 do.
-    """
+    """Returns the capacity, as `Planner.plan`; a refusal names how many GPUs, up to 8, would do."""
     planner = make_planner(config, hardware, fill)
     if not planner.on_gpu:
         hardware = replace(hardware, gpus=0, gpu=None)
@@ -488,9 +479,7 @@ def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: b
 
 
 def _name(config: MoebiusConfig) -> str:
-    """Returns the name of the checkpoint's directory; where that is a version in the hub's cache, of the
-    repository.
-    """
+    """Returns the name of the checkpoint's directory, or of the repository of one in the hub's cache."""
     path = Path(config.model.model)
     named = config.model.served_model_name if path.parent.name == "snapshots" else ""
     return named.rpartition("/")[2] or path.name

@@ -28,9 +28,7 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns pages that all have memory, for good; on a CPU once they are used, since mappings begin as
-    zeros.
-    """
+    """Returns pages that all have memory for good; on a CPU once used, as mappings begin as zeros."""
     if device.type == "cpu" and all(shape):
         return own_pages(shape, dtype)
     return torch.zeros(tuple(shape), dtype=dtype, device=device)

@@ -235,9 +235,7 @@ class RequestCache:
 
     @property
     def keeps_states(self) -> bool:
-        """Returns whether a state is worth computing where a prompt's whole pages end: others can start from
-        it.
-        """
+        """Returns whether states at the end of a prompt's whole pages are worth computing."""
         return self.prefix_caching and self.states is not None and self.states.max_snapshots > 0
 
     def keep_state(self, request: Request, slot: int) -> None:

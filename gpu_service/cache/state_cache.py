@@ -52,9 +52,7 @@ class StateSlots:
         return sum(tensor.nbytes for state in self._parts for tensor in state)
 
     def of(self, place: int) -> tuple[torch.Tensor, ...]:
-        """Returns all slots of each tensor of the `place`-th part with a state, in the order of its
-        `state`.
-        """
+        """Returns all slots of each tensor of the `place`-th part with a state, in its order."""
         return self._parts[place]
 
 

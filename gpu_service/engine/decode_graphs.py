@@ -199,8 +199,6 @@ class DecodeGraphs:
             out.hidden_states[:size].copy_(hidden_states)
 
     def _is_ever_padded(self, size: int) -> bool:
-        """Returns whether smaller batches use this graph; where none does, masking would waste a kernel a
-        layer.
-        """
+        """Returns whether smaller batches use this graph; else masking would waste a kernel a layer."""
         index = self._sizes.index(size)
         return size - (self._sizes[index - 1] if index else 0) > 1

@@ -174,9 +174,7 @@ class DeviceRunner(StepRunner):
             raise DeviceLost(brief(error)) from error
 
     def time_of(self, started: float) -> float:
-        """Returns the seconds that a step that has just ended had the device: it began when the one before
-        had ended.
-        """
+        """Returns how long a step that has just ended had the device: since the one before had ended."""
         begin, self._last_end = max(started, self._last_end), time.monotonic()
         return self._last_end - begin
 

@@ -445,9 +445,7 @@ class Engine:
         self._damage.clear_pages()
 
     def _compute_again(self, batch: Batch, reason: str, keep: bool = True) -> None:
-        """The lane's step lost the experts that it streamed: its requests return to the queue, for either
-        lane.
-        """
+        """Requests whose experts were lost in a step of the lane return to the queue, for either lane."""
         _log.warning("experts changed during a prefill step, which is computed again", error=reason)
         self.scheduler.give_up(batch, keep)
         if not keep:

@@ -46,10 +46,7 @@ class Model(Protocol):
     """What the engine needs of a model; `models.common.CausalLM` is the real one."""
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Returns hidden states `[T, H]`; writes the new tokens' KV.
-
-        Idempotent: may be run again unchanged.
-        """
+        """Returns hidden states `[T, H]` and writes the new tokens' KV. Idempotent: may be run again."""
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps `[L, H]` to float32 `[L, V]`."""
@@ -238,9 +235,7 @@ class ModelRunner:
         return self.fetcher.begin() if self.fetcher is not None and rows <= MOST_ROWS else None
 
     def context(self, inputs: ForwardInputs, streamed: StreamedExperts | None = None) -> ForwardContext:
-        """Returns what the model's layers may touch in this step; a captured one streams nothing that is
-        planned.
-        """
+        """Returns what the layers may touch in this step; a captured one streams nothing that is planned."""
         return ForwardContext(
             inputs,
             self.kv_cache,
@@ -292,9 +287,7 @@ class ModelRunner:
         self.kv_cache.zero_pages(pages)
 
     def _on_device(self, plan: StepPlan) -> StepPlan:
-        """Returns the plan with what only the device knows; images that no earlier step has encoded are
-        encoded.
-        """
+        """Returns the plan with what only the device knows; images not encoded yet are encoded."""
         features = None
         if plan.images is not None:
             assert self.encoder is not None, "requests with images are refused where there is no tower"

@@ -183,9 +183,7 @@ def _ban_last_ids(logits: torch.Tensor, words: BadWords, tokens: torch.Tensor) -
 
 
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Returns the first index whose cumulative weight exceeds `uniform` times the total: never one of weight
-    0.
-    """
+    """Returns the first index whose cumulative weight exceeds `uniform` times the total."""
     cumulative = weights.double().cumsum_(dim=-1)
     target = uniform.unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).squeeze(1)

@@ -79,9 +79,7 @@ def _index(rows: list[int]) -> torch.Tensor:
 
 
 def _sparse(parts: Sequence[tuple[int, Entries]]) -> SparseBias | None:
-    """Returns row and entries of each; arrays all the way, since there may be thousands of entries in every
-    step.
-    """
+    """Returns row and entries of each, as arrays: there may be thousands of entries in every step."""
     if not parts:
         return None
     rows = np.repeat([row for row, _ in parts], [len(ids) for _, (ids, _) in parts])

@@ -41,15 +41,10 @@ class Pending(ABC, Generic[Result]):
 
     @abstractmethod
     def query(self) -> bool:
-        """Returns whether `wait` would not block.
-
-        False after a loss of experts, whose recovery takes its time.
-        """
+        """Returns whether `wait` would not block. False after a loss of experts: recovery takes time."""
 
     def supply(self, masks: TokenMasks | None) -> None:
-        """Supplies the masks that the step's plan awaits, before the step is waited for; None: no row has
-        one.
-        """
+        """Supplies the masks that the plan awaits, before the step is waited for; None: no row has one."""
         raise AssertionError("the step was launched with its masks")
 
 
@@ -267,9 +262,7 @@ class StepsInFlight:
                 self._recovery.is_due = True
 
     def _failure_of(self, step: StepInFlight) -> ExpertFailure | None:
-        """Returns what makes a step that has ended worthless; a later step's failure may show here
-        already.
-        """
+        """Returns what makes a step that has ended worthless; a later step's failure may show here, too."""
         if self._experts is None:
             return None
         if isinstance(step.error, ExpertUnavailable):

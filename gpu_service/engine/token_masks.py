@@ -68,9 +68,7 @@ class MaskBuilder:
         self._held = frozenset(json.loads(message))
 
     def holds(self, request: Request) -> bool:
-        """Returns whether the request sits out: its mask takes long, and was being computed when that was
-        said.
-        """
+        """Returns whether the request skips steps, as its slow mask was being computed."""
         if request.key not in self._held or request.constraint is None:
             return False
         if request.inflight_tokens == 0:

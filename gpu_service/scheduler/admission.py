@@ -74,9 +74,7 @@ class Prompt:
 
 
 def token_cost(request: Request, limits: SchedulerLimits) -> int:
-    """Returns what a token of the request takes of the budget: more, if the head has to score every
-    position.
-    """
+    """Returns a token's share of the budget: more, if the head has to score every position."""
     scores = request.params.prompt_logprobs is not None and request.scheduled_len < request.prompt_len
     return limits.scored_token_cost if scores else 1
 
@@ -183,9 +181,7 @@ def turn(prompt: Prompt) -> tuple[int, int, tuple[int, int, int]]:
 
 
 def _waits_for_end(request: Request, limits: SchedulerLimits) -> bool:
-    """Returns whether the token in flight is the last by length, so that nothing after it is to be
-    computed.
-    """
+    """Returns whether the token in flight is the last by length, so that nothing follows it."""
     return request.inflight_tokens > 0 and ends_by_length(request, request.planned_len, limits)
 
 

@@ -99,9 +99,7 @@ class Scheduler:
             self._leave(request, keep)
 
     def schedule(self) -> Batch | None:
-        """Returns the next step's batch, or None when nothing can be computed before an earlier step's
-        commit.
-        """
+        """Returns the next step's batch; None: nothing can be computed before an earlier step's commit."""
         if self.speculation is not None and self.speculation.waits(self.running):
             return None
         self.lane.lacks_pages = None
@@ -134,9 +132,7 @@ class Scheduler:
         return self._plan(division)
 
     def _take_turns(self) -> Batch | None:
-        """Plans in turns as `turns.py` says; None: no prompt needs a step of its own, or neither has any
-        work.
-        """
+        """Plans in turns as `turns.py` says; None: no prompt needs its own step, or neither has any work."""
         turns = self.turns
         if not self._prompts_of(self._long_prompts):
             turns.ended()

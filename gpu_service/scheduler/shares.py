@@ -73,9 +73,7 @@ class ClientShares:
         return (self._accounts.get(request.fairness_id, 0.0), seniority(request))
 
     def oldest(self, candidates: Sequence[Request]) -> Request:
-        """Returns the waiting request that no other may overtake: the oldest of the client that was served
-        least.
-        """
+        """Returns the waiting request that none may overtake: the oldest of the least served client."""
         return min(candidates, key=self.rank) if self._accounts else candidates[0]
 
     def choose(self, prompts: Sequence[Prompt], count: int) -> list[Prompt]:

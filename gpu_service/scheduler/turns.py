@@ -59,15 +59,11 @@ class PromptTurns:
 
     @property
     def is_due(self) -> bool:
-        """Returns whether the next step is one of long prompts: to the nearest whole number of
-        others' steps.
-        """
+        """Returns whether the next step is one of long prompts, to the nearest number of others' steps."""
         return self.left < 0.5
 
     def took(self, is_prompts: bool, tokens_to_come: int, most: int) -> None:
-        """Notes a planned step, after which long prompts need `tokens_to_come`, at `most` of them
-        in a step.
-        """
+        """Notes a step, after which long prompts need `tokens_to_come`, at `most` of them in a step."""
         if not is_prompts:
             self.left -= 1
             self.owed = max(self.owed - 1, -self.steps_between)

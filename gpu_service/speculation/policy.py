@@ -60,10 +60,7 @@ class StepCosts:
         return self._plain.get(bucket(rows)) if self.is_measured else 1.0
 
     def verifying(self, rows: int) -> float:
-        """Returns the time of a step with drafts.
-
-        More rows than were ever tried cost as much as those, until they are.
-        """
+        """Returns the time of a step with drafts; more rows than were ever tried cost as much as those."""
         if not self._verifying:
             return 1.0
         at = bisect_left(self._verifying, (rows, 0.0))

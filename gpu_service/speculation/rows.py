@@ -31,9 +31,7 @@ def as_rows(batch: Batch) -> Batch:
 
 
 def plan_drafts(batch: Batch) -> Drafts | None:
-    """Returns where the drafts of a batch go before its step, and where they are verified; None: it
-    has none.
-    """
+    """Returns where a batch's drafts go before its step, and where they are verified; None: it has none."""
     if not batch.drafts:
         return None
     requests = zip(batch.requests, batch.start_positions, batch.drafts, strict=True)

@@ -180,18 +180,14 @@ def read_sparse_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
 
 
 def after_dense(hf: HfKeys, num_layers: int, default: int | None = None) -> frozenset[int]:
-    """Returns MoE layers where the first ones are dense; `default`: how many where the checkpoint does not
-    say.
-    """
+    """Returns the MoE layers after the first dense ones; `default`: how many without a key."""
     if default is not None and not hf.has("first_k_dense_replace"):
         return frozenset(range(default, num_layers))
     return frozenset(range(hf.integer("first_k_dense_replace", minimum=0), num_layers))
 
 
 def listed_or_after_dense(hf: HfKeys, num_layers: int, default: int | None = None) -> frozenset[int]:
-    """Returns MoE layers as `mlp_layer_types` lists them; where it does not, those after the first dense
-    ones.
-    """
+    """Returns the MoE layers that `mlp_layer_types` lists; by default those after the first dense ones."""
     kinds = hf.strings("mlp_layer_types")
     if not kinds:
         return after_dense(hf, num_layers, default)

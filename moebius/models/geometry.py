@@ -53,9 +53,7 @@ class MoeGeometry:
         return self.top_k * self.num_experts / (self.num_experts + self.num_zero_experts)
 
     def stored_place(self, expert: int) -> tuple[int, int, int]:
-        """Returns its number in the checkpoint, the first of its channels there, and the channels that are
-        stored.
-        """
+        """Returns its number in the checkpoint, its first channel there, and the channels that are stored."""
         if self.kinds is None:
             return expert, 0, self.moe_intermediate_size
         return self.kinds.stored_place(expert)

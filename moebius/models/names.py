@@ -85,9 +85,7 @@ def drop(stored: str) -> RenameRule:
 
 
 def rename(stored: str, canonical: str) -> RenameRule:
-    """Returns the rule of `rename("model.layers.*.mlp.shared_mlp.**",
-    "model.layers.*.mlp.shared_experts.**")`; see the class.
-    """
+    """Returns a rule, as `rename("model.layers.*.mlp.a.**", "model.layers.*.mlp.b.**")`; see the class."""
     return RenameRule(stored, canonical)
 
 

@@ -25,9 +25,7 @@ _HARMLESS = ("cache_implementation", "layer_switch", "model_max_length", "order_
 
 
 def _layer_types(hf: HfKeys, num_layers: int, num_dense: int) -> list[str]:
-    """Returns `layer_types`; without it every n-th layer sees all; the first dense ones have an n of their
-    own.
-    """
+    """Returns `layer_types`; by default every n-th layer sees all; the first dense ones have their own n."""
     before = hf.integer("prefix_dense_sliding_window_pattern", default=1)
     after = hf.integer("sliding_window_pattern", "_sliding_window_pattern", default=4)
     places = [(layer, before) for layer in range(num_dense)]

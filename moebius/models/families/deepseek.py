@@ -24,9 +24,7 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 
 def read_deepseek_v2(hf: HfKeys) -> ModelConfig:
-    """Reads DeepSeek-V2 and V2-Lite: softmax scores, chosen among all or within the groups of the best
-    experts.
-    """
+    """Reads DeepSeek-V2 and V2-Lite: softmax scores, chosen among all or in the best experts' groups."""
     hf.refuse("scoring_func", "softmax")
     hf.refuse("mlp_bias")
     # Transformers and the published code disagree about what it would do; no checkpoint has it.

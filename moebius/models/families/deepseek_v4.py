@@ -68,9 +68,7 @@ _OF_V41 = (
 
 
 def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
-    """Returns the kind of attention of each layer; numbers beyond the last one are of multi-token
-    prediction.
-    """
+    """Returns each layer's kind of attention; numbers beyond the last one are of multi-token prediction."""
     kinds = hf.strings("layer_types")
     ratios = hf.integers("compress_ratios")
     if not kinds and ratios:
@@ -98,10 +96,7 @@ def _rates(hf: HfKeys) -> dict[str, int]:
 
 
 def _read_ropes(hf: HfKeys, head_dim: int) -> dict[bool, RopeConfig]:
-    """Returns rotations by whether a layer compresses.
-
-    Scaling is of those that do, and changes frequencies only.
-    """
+    """Returns rotations by whether a layer compresses, which alone scales, and only frequencies."""
     by_kind = hf.section("rope_parameters")
     theta = hf.number("rope_theta", default=10000.0)
     compressed_theta = hf.number("compress_rope_theta", default=160000.0)

@@ -194,9 +194,7 @@ _VISION = VisionFamily(
 
 
 def _rotated(keys: MetadataKeys) -> float:
-    """Returns the part of a head that layers with the whole context rotate; other frequencies are divided
-    away.
-    """
+    """Returns the part of a head that layers with the whole context rotate; the rest is divided away."""
     factors = keys.floats("rope_freqs.weight")
     if factors is None:
         return 1.0

@@ -39,9 +39,7 @@ def read_glm4_moe(hf: HfKeys, *, mrope: SectionDefaults | None = None) -> ModelC
 
 
 def read_glm4v_moe(hf: HfKeys) -> ModelConfig:
-    """Reads GLM-4.5V and 4.6V: GLM-4.5 without norms of queries and keys, and mRoPE in consecutive
-    sections.
-    """
+    """Reads GLM-4.5V and 4.6V: GLM-4.5 without norms of queries and keys, and with mRoPE by sections."""
     config = read_glm4_moe(hf, mrope=_SECTIONS)
     if config.qk_norm:
         raise hf.error("use_qk_norm", True, "false")

@@ -48,9 +48,7 @@ def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
 
 
 def _kinds(hf: HfKeys, num_layers: int) -> list[str]:
-    """Returns kinds by `layer_types` or the published pattern; without either the first and every sixth layer
-    see all.
-    """
+    """Returns kinds as listed or by the published pattern; by default the first and every sixth see all."""
     listed = list(hf.strings("layer_types"))
     if hf.has("hybrid_layer_pattern") and not listed:
         flags = _flags(hf, "hybrid_layer_pattern", num_layers)

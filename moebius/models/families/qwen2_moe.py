@@ -30,9 +30,7 @@ def _qwen2(keys: MetadataKeys, config: Config) -> Config:
 
 
 def _windows(hf: HfKeys, num_layers: int) -> tuple[int | None, ...]:
-    """Returns windows by `layer_types`; without it every other one of the first
-    `max_window_layers`, if used.
-    """
+    """Returns windows by `layer_types`; by default every other one of the first `max_window_layers`."""
     slides = hf.boolean("use_sliding_window", default=False)
     last = hf.integer("max_window_layers", default=28, minimum=0)
     default = [SLIDING if slides and i % 2 == 0 and i < last else FULL for i in range(num_layers)]

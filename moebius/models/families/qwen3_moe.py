@@ -45,9 +45,7 @@ def read_qwen3_moe(
 
 
 def read_qwen3_vl_moe(hf: HfKeys) -> ModelConfig:
-    """Reads Qwen3-VL-MoE: Qwen3-MoE that renormalises whatever `norm_topk_prob` says, and
-    alternating mRoPE.
-    """
+    """Reads Qwen3-VL-MoE: Qwen3-MoE that always renormalises, with alternating mRoPE."""
     if hf.boolean("use_sliding_window", default=False):
         raise hf.error("use_sliding_window", True, "false")
     config = read_qwen3_moe(hf, default_theta=500000.0, mrope=_SECTIONS)

@@ -163,9 +163,7 @@ def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: dict[str, Any]) -> tu
 
 
 def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """Returns `moe_layers_enum`, numbers in a list or in a string with commas; without it all from
-    the third.
-    """
+    """Returns `moe_layers_enum`, a list or a string with commas; by default all from the third."""
     listed = hf.value("moe_layers_enum")
     if hf.has("mlp_layer_types"):
         return listed_or_after_dense(hf, num_layers)
@@ -212,9 +210,7 @@ def clamp_limits(hf: HfKeys, name: str, num_layers: int) -> tuple[float, ...]:
 
 
 def read_step3p5(hf: HfKeys) -> ModelConfig:
-    """Reads Step-3.5-Flash: every layer may have its own number of heads, window, rotary embedding
-    and clamp.
-    """
+    """Reads Step-3.5-Flash: each layer may have its own heads, window, rotary embedding and clamp."""
     hf.skip(*_HARMLESS)
     _check_fixed(hf)
     common = read_common(
@@ -337,9 +333,7 @@ def _gguf_scaling(keys: MetadataKeys, size: int, theta: float) -> dict[str, Any]
 
 
 def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns heads, windows and clamps by layer; llama.cpp rotates half of a head in layers that do not
-    slide.
-    """
+    """Returns heads, windows and clamps by layer; llama.cpp rotates half a head unless layers slide."""
     count = config["num_hidden_layers"]
     slides = keys.listed("attention.sliding_window_pattern", count)
     heads, kv_heads = (keys.listed(f"attention.{name}", count) for name in ("head_count", "head_count_kv"))

@@ -41,9 +41,7 @@ class Layer:
         return tuple(state for state in own if state)
 
     def weight_elements(self, hidden_size: int) -> int:
-        """Returns elements of the weights that a token meets, chosen experts' included, up to norms and
-        biases.
-        """
+        """Returns the weights that a token meets, chosen experts' included, up to norms and biases."""
         mixed = sum(mixer.weight_elements(hidden_size) for mixer in self.mixers)
         return mixed + sum(ffn.weight_elements(hidden_size) for ffn in self.ffns)
 
@@ -128,9 +126,7 @@ class Places:
 
 
 def places(layers: Layers) -> list[list[Places]]:
-    """Returns the places of each layer's parts: of its mixers, then, where a state is left, of its
-    n-grams.
-    """
+    """Returns the places of each layer's parts: its mixers, then, where a state is left, its n-grams."""
     found: list[list[Places]] = []
     num_cached = num_indexed = num_states = 0
     for index, layer in enumerate(layers):
