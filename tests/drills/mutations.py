@@ -170,15 +170,15 @@ def _change_field(rng: random.Random, message: Message) -> None:
     if not message.DESCRIPTOR.fields:
         return
     field = rng.choice(message.DESCRIPTOR.fields)
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        getattr(message, field.name).clear()
-    elif field.message_type is not None:
-        part = getattr(message, field.name)
-        _change_field(rng, part.add() if field.is_repeated else part)
-    elif field.is_repeated:
-        getattr(message, field.name).extend(_scalar(rng, field) for _ in range(rng.choice([1, 3, 500])))
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:  # type: ignore[attr-defined]
+        getattr(message, field.name).clear()  # type: ignore[attr-defined]
+    elif field.message_type is not None:  # type: ignore[attr-defined]
+        part = getattr(message, field.name)  # type: ignore[attr-defined]
+        _change_field(rng, part.add() if field.is_repeated else part)  # type: ignore[attr-defined]
+    elif field.is_repeated:  # type: ignore[attr-defined]
+        getattr(message, field.name).extend(_scalar(rng, field) for _ in range(rng.choice([1, 3, 500])))  # type: ignore[attr-defined]
     else:
-        setattr(message, field.name, _scalar(rng, field))
+        setattr(message, field.name, _scalar(rng, field))  # type: ignore[attr-defined]
 
 
 def _scalar(rng: random.Random, field: FieldDescriptor) -> Any:

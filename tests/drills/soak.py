@@ -142,7 +142,7 @@ def _any_request(rng: random.Random) -> tuple[str, str, dict[str, Any]]:
         ("tokenize", "/tokenize", {"model": MODEL, "prompt": words}),
         ("refused", "/v1/completions", text | {"max_tokens": "many"}),
     ]
-    return rng.choice(requests)
+    return rng.choice(requests)  # type: ignore[return-value]
 
 
 async def _send(

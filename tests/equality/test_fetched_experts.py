@@ -211,7 +211,7 @@ def test_memory_is_given_up_when_no_step_reads_it() -> None:
     world = fetching(tensor_split)
     waited: list[Any] = []
     world.fetcher._device = device = type(world.found.streamer.device)()
-    device.wait = waited.append  # type: ignore[method-assign]
+    device.wait = waited.append  # type: ignore[assignment, method-assign]
     step = world.fetcher.begin()
     thread = threading.Thread(target=world.fetcher.withdraw)
     thread.start()

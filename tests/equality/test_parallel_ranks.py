@@ -151,7 +151,7 @@ _LETTERS = {"chunked": "a", "prefix": "b", "scored": "d", "flushed": "e"}
 
 def draft_answers(answers: Answers) -> None:
     """Called in each rank's process: its drafter proposes these, every fourth token changed."""
-    speculation.NGramDrafter = lambda *sizes: AnswerDrafter(answers, 200, 4)  # type: ignore[assignment, misc]
+    speculation.NGramDrafter = lambda *sizes: AnswerDrafter(answers, 200, 4)  # type: ignore[assignment, attr-defined, misc]
 
 
 def cases_and_drafts(script: Script) -> dict[str, list[Outcome]]:

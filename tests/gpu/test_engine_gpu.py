@@ -92,7 +92,7 @@ def gpu_engine(
 
     def make(layers: Layers, cache: KVCache) -> AttentionBackend:
         try:
-            return make_attention(layers, cache, device, attention)
+            return make_attention(layers, cache, device, attention)  # type: ignore[return-value]
         except UserError as error:
             pytest.skip(str(error))
 
@@ -253,7 +253,7 @@ def test_the_host_runs_ahead_of_the_device(directory: Path, largest_graph: int) 
         stream = engine.stream
         # Held by a word, not for a time: how long the host takes depends on what else the machine does.
         go_on = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        driver.wait_until_equal(go_on.data_ptr(), 1, stream.stream.cuda_stream)
+        driver.wait_until_equal(go_on.data_ptr(), 1, stream.stream.cuda_stream)  # type: ignore[attr-defined]
         try:
             (request,) = requests(1, GREEDY)
             engine.engine.submit([request])

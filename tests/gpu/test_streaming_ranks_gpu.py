@@ -9,7 +9,7 @@ import pytest
 from moebius.config import MoebiusConfig
 from tests.helpers.expert_cluster import Cluster
 from tests.helpers.rank_group import Outcome, run_group
-from tests.service.test_streaming_ranks import LANE, cluster, fetched, routing, served, settings, streamed
+from tests.service.test_streaming_ranks import LANE, cluster, fetched, routing, served, settings, streamed  # type: ignore[attr-defined]
 
 pytestmark = pytest.mark.multigpu
 # Found by its name.

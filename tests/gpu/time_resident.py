@@ -68,11 +68,11 @@ def measure(slots: LayerSlots, rows: int, few_rows: int, count: int = CALLS) -> 
 
 def dense(slots: LayerSlots, weight_format: str) -> None:
     """Many rows."""
-    tiles, least = launch.dense_tiles, launch.UNPACK_FROM
+    tiles, least = launch.dense_tiles, launch.UNPACK_FROM  # type: ignore[attr-defined]
     for rows in (1024, 2048, 4096, 16384):
-        launch.UNPACK_FROM = ALWAYS
+        launch.UNPACK_FROM = ALWAYS  # type: ignore[attr-defined]
         print(f"{weight_format:10s} {rows:5d} rows, packed: {measure(slots, rows, NEVER, 2)}", flush=True)
-        launch.UNPACK_FROM = least
+        launch.UNPACK_FROM = least  # type: ignore[attr-defined]
         for height, columns, chunk, warps, stages in (
             (64, 128, 64, 4, 3),
             (64, 256, 64, 4, 3),

@@ -33,4 +33,4 @@ def share_contexts() -> None:
     httpx makes one for each client and each call like `httpx.get`, plain HTTP or not. That takes a processor
     20 ms, and was most of what waiting for a server took.
     """
-    httpx._transports.default.create_ssl_context = _shared_context
+    httpx._transports.default.create_ssl_context = _shared_context  # type: ignore[attr-defined]

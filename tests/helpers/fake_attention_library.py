@@ -130,7 +130,7 @@ class PagedWrapper(PlanningWrapper):
         self.check_ready()
         keys, values = pages
         assert keys.stride() == values.stride(), "FlashInfer takes one set of strides for both"
-        assert (query.dtype, keys.dtype) == self.types
+        assert (query.dtype, keys.dtype) == self.types  # type: ignore[attr-defined]
         bounds = self._paged_kv_indptr_buf.tolist()
         for request, last in enumerate(self._paged_kv_last_page_len_buf.tolist()):
             assert 1 <= last <= keys.shape[1]
@@ -139,7 +139,7 @@ class PagedWrapper(PlanningWrapper):
             rows = slice(starts[request], starts[request + 1])
             key = keys.float()[own].flatten(0, 1)[:length] * (k_scale or 1.0)
             value = values.float()[own].flatten(0, 1)[:length] * (v_scale or 1.0)
-            out[rows] = causal_attention(query[rows], key, value, self.scale).to(out.dtype)
+            out[rows] = causal_attention(query[rows], key, value, self.scale).to(out.dtype)  # type: ignore[attr-defined]
         return out
 
 

@@ -134,7 +134,7 @@ class Call:
         self.values = random.integers(-64, 65, (rows, shape.hidden_size)).astype(np.float32)
         bits = (self.values.view(np.uint32) >> 16).astype(np.uint16)
         typed = {"float32": self.values, "bfloat16": bits, "float16": self.values.astype(np.float16)}
-        self.hidden_states: NDArray[Any] = typed[shape.dtype]
+        self.hidden_states: NDArray[Any] = typed[shape.dtype]  # type: ignore[assignment]
         self.topk_ids = random.integers(-1, 32, (rows, shape.top_k)).astype(np.int32)
         self.topk_weights = random.integers(0, 5, (rows, shape.top_k)).astype(np.float32) / 4
         self.output = np.full((rows, shape.hidden_size), np.nan, np.float32)

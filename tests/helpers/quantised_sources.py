@@ -43,7 +43,7 @@ class Quantised:
 def random_weights(rng: np.random.Generator, rows: int, cols: int) -> Floats:
     """Returns normal weights with rows of different size, as trained ones have."""
     return (
-        rng.standard_normal((rows, cols), np.float32) * rng.uniform(0.2, 2, (rows, 1)).astype(np.float32) / 16
+        rng.standard_normal((rows, cols), np.float32) * rng.uniform(0.2, 2, (rows, 1)).astype(np.float32) / 16  # type: ignore[return-value]
     )
 
 
@@ -363,7 +363,7 @@ def float4_codes(scaled: Floats) -> NDArray[np.uint8]:
 
 def pack_bytes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     padded = np.pad(codes, [(0, 0), (0, codes.shape[1] % 2)])
-    return padded[:, ::2] | padded[:, 1::2] << 4
+    return padded[:, ::2] | padded[:, 1::2] << 4  # type: ignore[return-value]
 
 
 def mxfp4(weights: Floats) -> Quantised:

@@ -165,8 +165,8 @@ class Script:
         cases = {"chunked": self.wait([self.submit(f"a{i}", p) for i, p in enumerate(prompts)])}
         cases["prefix"] = self.wait([self.submit(f"b{i}", [*p, 5, 6]) for i, p in enumerate(prompts)])
         sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.3}
-        sampled |= {"frequency_penalty": 0.3, "logit_bias": ((9, 2.0),), "min_tokens": 3}
-        sampled |= {"allowed_token_ids": tuple(range(5, 60)), "bad_words": ((7,), (9, 8), (8, 8, 9))}
+        sampled |= {"frequency_penalty": 0.3, "logit_bias": ((9, 2.0),), "min_tokens": 3}  # type: ignore[dict-item]
+        sampled |= {"allowed_token_ids": tuple(range(5, 60)), "bad_words": ((7,), (9, 8), (8, 8, 9))}  # type: ignore[dict-item]
         cases["sampled"] = self.wait(
             [self.submit(f"c{i}", p, seed=i + 1, **sampled) for i, p in enumerate(prompts)]
         )
@@ -256,10 +256,10 @@ def run_group(
         rank.start()
     sending.close()
     try:
-        cases: dict[str, list[Outcome]] = receiving.recv()
+        cases: dict[str, list[Outcome]] = receiving.recv()  # type: ignore[no-redef]
     finally:
         for rank in ranks:
             rank.join(WAIT_S)
             rank.kill()
     assert [rank.exitcode for rank in ranks] == [0] * size
-    return cases
+    return cases  # type: ignore[return-value]

@@ -234,7 +234,7 @@ def check_pod(pod: Manifest, drain_s: float) -> None:
     assert spec["terminationGracePeriodSeconds"] >= drain_s + 20
     assert spec["automountServiceAccountToken"] is False
     assert spec["securityContext"]["runAsNonRoot"]
-    ports = [port["containerPort"] for one in all_containers(pod) for port in one.get("ports", ())]
+    ports = [port["containerPort"] for one in all_containers(pod) for port in one.get("ports", ())]  # type: ignore[assignment]
     assert len(set(ports)) == len(ports)
 
 

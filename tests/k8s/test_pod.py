@@ -195,7 +195,7 @@ def test_the_image_is_lean_and_listed(image: str) -> None:
     assert {"torch", "grpcio", "uvicorn"} <= set(names)
     # The base is Debian 12.
     wanted = locked("3.11", *SETS["CPU image"]) | {"torch": locked("3.11", "cuda")["torch"]}
-    found = {name: version.partition("+")[0] for name, version in names.items() if name != "moebius"}
+    found = {name: version.partition("+")[0] for name, version in names.items() if name != "moebius"}  # type: ignore[assignment]
     assert found == wanted
 
 

@@ -26,7 +26,7 @@ def kernels_for(format_name: str) -> list[str]:
     found = [name for name in KERNELS if name in testing.gemms_for(format_name, "bfloat16")]
     if not found:
         pytest.skip(f"this machine has none of these kernels for {format_name}")
-    return found
+    return found  # type: ignore[return-value]
 
 
 def unit_rows(k: int) -> NDArray[np.uint16]:

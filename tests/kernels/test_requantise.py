@@ -41,7 +41,7 @@ BOUNDS = {
 
 
 def normal(rows: int, cols: int, seed: int = 0) -> Floats:
-    return np.random.default_rng(seed).standard_normal((rows, cols), np.float32) / 16
+    return np.random.default_rng(seed).standard_normal((rows, cols), np.float32) / 16  # type: ignore[return-value]
 
 
 def meant(name: str, packed: NDArray[np.uint8], shape: tuple[int, int]) -> Floats:

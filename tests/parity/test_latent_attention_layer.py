@@ -52,7 +52,7 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
         expanded.append(attention.non_absorbed)
         context = ForwardContext(inputs, cache, attention, None)
         layer = model.model.layers[LAYER].self_attn
-        outputs.append(layer(hidden_states[old : old + new], rotary.table(positions), context))
+        outputs.append(layer(hidden_states[old : old + new], rotary.table(positions), context))  # type: ignore[operator]
     pages = [cache.pages(LAYER)] + ([] if cache.index_keys is None else [cache.index_keys.pages(LAYER)])
     assert attention.selects == (len(pages) == 2)
     return torch.cat(outputs), torch.cat(pages, dim=-1), expanded

@@ -151,7 +151,7 @@ def fetched(script: Script) -> dict[str, list[Outcome]]:
         pieces.append(piece)
         return fetch(ring, piece)
 
-    BufferRing.fetch = noting  # type: ignore[method-assign]
+    BufferRing.fetch = noting  # type: ignore[assignment, method-assign]
     return streamed(script) | {"pieces": [Outcome([len(pieces)], "", 0)]}
 
 
@@ -199,7 +199,7 @@ def test_a_request_that_is_aborted_in_the_lane(cluster: Cluster, wanted: list[Ou
 
 def stream_a_part() -> None:
     """Of this process: a third of every layer is streamed, by steps of prompts, and servers have the rest."""
-    ShareChooser.share = lambda chooser, rows: SHARES // 3  # type: ignore[method-assign]
+    ShareChooser.share = lambda chooser, rows: SHARES // 3  # type: ignore[assignment, method-assign]
 
 
 def lost_while_streaming(pid: int, script: Script) -> dict[str, list[Outcome]]:
@@ -212,7 +212,7 @@ def lost_while_streaming(pid: int, script: Script) -> dict[str, list[Outcome]]:
             os.kill(pid, signal.SIGKILL)
         return forward(step, layer, *given)
 
-    StreamedStep.forward = killing  # type: ignore[method-assign]
+    StreamedStep.forward = killing  # type: ignore[assignment, method-assign]
     answers = script.wait(submit(script))
     assert next(calls) > 4, "no step streamed"
     streamer_of(script)

@@ -305,8 +305,8 @@ def test_one_layer_is_in_memory_at_a_time(
 
         return wrapper
 
-    monkeypatch.setattr(verify_experts, "make_engine", counted("experts", verify_experts.make_engine))
-    monkeypatch.setattr(staged_model, "build_model", counted("dense", staged_model.build_model))
+    monkeypatch.setattr(verify_experts, "make_engine", counted("experts", verify_experts.make_engine))  # type: ignore[attr-defined]
+    monkeypatch.setattr(staged_model, "build_model", counted("dense", staged_model.build_model))  # type: ignore[attr-defined]
     directory, _ = models("deepseek_v3")
     copy = directory.parent / "copy"
     shutil.copytree(directory, copy)

@@ -219,7 +219,7 @@ def _tokenizer(_name: str, **_options: Any) -> Any:
 
 def _install() -> None:
     sys.meta_path.insert(0, _Finder())
-    AutoTokenizer.from_pretrained = _tokenizer  # type: ignore[method-assign]
+    AutoTokenizer.from_pretrained = _tokenizer  # type: ignore[assignment, method-assign]
     utils, conftest = ModuleType("tests.utils"), _Module("tests.conftest")
     utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
     utils.ROCM_EXTRA_ARGS = []  # type: ignore[attr-defined]

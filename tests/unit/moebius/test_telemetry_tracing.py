@@ -26,7 +26,7 @@ def settings(collector: Collector | None, ratio: float = 1.0) -> TelemetryConfig
     return TelemetryConfig(otlp_endpoint=endpoint, trace_sample_ratio=ratio)
 
 
-def parent(sampled: bool) -> trace.Context:
+def parent(sampled: bool) -> trace.Context:  # type: ignore[name-defined]
     """Returns a context as it arrives with a caller's `traceparent`."""
     flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
     context = SpanContext(trace_id=0xABC, span_id=0xDEF, is_remote=True, trace_flags=flags)

@@ -166,7 +166,7 @@ def test_the_engine_takes_what_was_planned(
     states = allocate_states(config.gpu, model.rank_layers, model.dtype, torch.device("cpu"))
     assert planned.get("engine: states of requests", 0) == (states.nbytes if states else 0)
     geometry = read_geometry(tmp_path)
-    dtype = TORCH_DTYPES[model.config.dtype]
+    dtype = TORCH_DTYPES[model.config.dtype]  # type: ignore[assignment]
     held = make_resident_experts(config, geometry, torch.device("cpu"), dtype)
     assert held is not None
     assert planned["engine: resident experts"] == held.nbytes

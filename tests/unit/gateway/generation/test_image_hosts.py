@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from gateway.generation import images as images_module
-from gateway.generation.images import ImageRefused, from_host, is_public
+from gateway.generation.images import ImageRefused, from_host, is_public  # type: ignore[attr-defined]
 from moebius.config import ImageConfig
 
 INSIDE = (

@@ -317,7 +317,7 @@ async def test_clients_that_went_away_take_no_place(tmp_path: Path, monkeypatch:
             gone = [asyncio.create_task(pool.prepare("tokenize", [b"x"])) for _ in range(8)]
             await asyncio.sleep(0)
             assert pool.waiting == 8
-            for task in gone:
+            for task in gone:  # type: ignore[assignment]
                 task.cancel()
             await asyncio.gather(*gone, return_exceptions=True)
             pool.check_integrity()

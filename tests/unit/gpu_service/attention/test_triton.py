@@ -188,8 +188,8 @@ def test_planning_launches_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise AssertionError("a plan must not make tensors")
 
-    monkeypatch.setattr(triton_backend.torch, "empty", refuse)
-    monkeypatch.setattr(triton_backend.torch, "tensor", refuse)
+    monkeypatch.setattr(triton_backend.torch, "empty", refuse)  # type: ignore[attr-defined]
+    monkeypatch.setattr(triton_backend.torch, "tensor", refuse)  # type: ignore[attr-defined]
     attention.plan(case.inputs)
 
 

@@ -168,7 +168,7 @@ def test_room_for_all_streams() -> None:
     with pytest.raises(UserError, match=r"--fetch: \['on'\] are not allowed; allowed: auto, off"):
         with_room(MoebiusConfig(), EngineBenchOptions(streams=(1,), fetch=("auto", "on")))
     with pytest.raises(UserError, match="--max-tokens: 4"):
-        with_room(MoebiusConfig(), cast("EngineBenchOptions", replace(options, max_tokens=4)))
+        with_room(MoebiusConfig(), cast("EngineBenchOptions", replace(options, max_tokens=4)))  # type: ignore[redundant-cast]
 
 
 def test_a_span_counts_what_came_in_it() -> None:

@@ -211,10 +211,10 @@ def test_a_later_call_measures_only_what_is_missing(
     first = module.Results(file, {"tokens": 8})
     for system in ("llama-server", "moebius"):
         first.add(system, module.Key("prefill", 512), scripts.serving_load.Measured(5.0, (5.0,), 1.0))
-    system = FakeSystem(scripts.serving_load, SPEEDS, set())
+    system = FakeSystem(scripts.serving_load, SPEEDS, set())  # type: ignore[assignment]
     results = module.Results(file, {"tokens": 8})
     measure_all(scripts, monkeypatch, results, system)
-    assert system.measured == [("decode", 1), ("decode", 8)] * 2
+    assert system.measured == [("decode", 1), ("decode", 8)] * 2  # type: ignore[attr-defined]
     assert [row.moebius for row in results.rows()] == [5.0, 40.0, 90.0]
     with pytest.raises(UserError, match="other settings"):
         module.Results(file, {"tokens": 9})

@@ -158,7 +158,7 @@ class Meddling(HostTransfers):
         if self.spoils is not None and _same_memory(self.spoils, target):
             target[5] ^= 1
 
-    def wait(self, event: None) -> None:
+    def wait(self, event: None) -> None:  # type: ignore[override]
         act, self.after = self.after, lambda: None
         act()
 
