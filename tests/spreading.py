@@ -79,5 +79,8 @@ class FileScheduling(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
-    """Of the process that hands tests to workers. Other ways to spread tests are xdist's own."""
+    """Returns the scheduler of the process that hands tests to workers.
+
+    Other ways to spread tests are xdist's own.
+    """
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -259,8 +259,8 @@ class MlaCache(AttendedPages):
 
 
 class CompressedCache(AttendedPages):
-    """Of compressed attention: entries of all layers, `[num_pages, places, head_dim]` each, which are keys
-    and values of all heads; of layers without entries no places.
+    """Holds the entries of compressed attention of all layers, `[num_pages, places, head_dim]` each, which
+    are keys and values of all heads; layers without entries have no places.
 
     The entry that ends with token t of a request is in the place `t % page_size // rate` of the token's page.
     In layers with an indexer, `index_keys` has its keys of the same entries in the same places. Tokens that

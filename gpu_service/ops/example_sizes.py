@@ -65,7 +65,8 @@ _DECODE, _CHUNK = 3, 128
 
 
 def sizes_of(config: ModelConfig, layers: Layers, storage: torch.dtype | None = None) -> tuple[Sizes, ...]:
-    """Of a rank's own `layers`: few tokens, many tokens; for each kind of mixer that rotates.
+    """Returns the sizes of a rank's own `layers` for few tokens and many, and for each kind of mixer that
+    rotates.
 
     `storage`: `kv_cache_dtype`, None for the activations' own type.
     """

@@ -113,7 +113,7 @@ def run_memory(
 def run_residents(
     duration: Duration = 120, period: Period = 3, streams: Streams = 8, seed: Seed = 1, output: Output = None
 ) -> None:
-    """As memory, of experts that the engine holds itself, with the host as its device."""
+    """Runs the drill `memory` for experts that the engine holds itself, with the host as its device."""
     settings = {"duration": duration, "period": period, "streams": streams, "seed": seed}
     report = Report("residents", settings)
     residents.run(report, duration, period, streams, seed)

@@ -27,7 +27,7 @@ WARM_UP = 0.1
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one process, or of several of one name; filled by `usage`."""
+    """The usage of one process, or of several of one name; filled by `usage`."""
 
     rss_mib: float
     descriptors: int

@@ -43,7 +43,9 @@ def deferring(config: MoebiusConfig, count: int, **experts: Any) -> MoebiusConfi
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Of all layers MoE, and with a dense first layer and shared experts; the directory and transformers'."""
+    """Returns a model with all layers MoE, and with a dense first layer and shared experts; the directory and
+    transformers'.
+    """
     directory = tmp_path_factory.mktemp("deferral") / request.param
     return directory, make_tiny_model(request.param, directory)
 

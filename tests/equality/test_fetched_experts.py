@@ -70,7 +70,7 @@ def fetching(
 def check_sums(
     found: Streaming, step: StreamedExperts, rows: int, seed: int, resident: ResidentExperts | None
 ) -> None:
-    """Of every layer, as the MoE block asks for them."""
+    """Compares the sums of every layer, as the MoE block asks for them."""
     alone, shape = MadeExperts(found.client.servers), found.client.servers[0].shape
     for layer in range(LAYERS):
         hidden_states, ids, weights = routed(shape, rows, seed=1000 * layer + seed)

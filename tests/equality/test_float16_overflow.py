@@ -36,7 +36,7 @@ from tests.helpers.vision_engine import Prompt, vision_engine
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model in which it happens."""
+    """Returns the checkpoint of a model in which it happens."""
     directory: Path = tmp_path_factory.mktemp("overflowing")
     make_overflowing(directory)
     return directory

@@ -181,8 +181,9 @@ def test_a_stream_and_a_long_prompt_both_get_on(shares: tuple[float, float], ove
 def without_lane(
     streams: bool, max_added_s: float | None = None
 ) -> tuple[VirtualEngine, float, list[float], list[float]]:
-    """Of one running stream and a prompt of 2048 tokens: when that ended, and the stream's times between
-    tokens before it and meanwhile. A step that streams its experts takes 61 ms for 512 tokens, 34 ms for 64.
+    """Returns, for one running stream and a prompt of 2048 tokens, when that ended, and the stream's times
+    between tokens before it and meanwhile. A step that streams its experts takes 61 ms for 512 tokens, 34 ms
+    for 64.
     """
     virtual = VirtualEngine(
         long_knobs(), Times(), has_lane=False, prefill_chunk_max=512, max_added_s=max_added_s

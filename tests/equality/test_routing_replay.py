@@ -49,7 +49,7 @@ def sets(statistics: ExpertStatistics) -> NDArray[np.int16]:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model with skewed routers and topics: neighbours share 45 % of their experts."""
+    """Returns the trace of a model with skewed routers and topics: neighbours share 45 % of their experts."""
     directory = tmp_path_factory.mktemp("recorded")
     options = RandomModelOptions("small", skew="zipf:1.2", head="chain", overlap=45, topic_tokens=32, seed=3)
     write_random_model(directory / "model", options)

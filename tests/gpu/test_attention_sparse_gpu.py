@@ -36,7 +36,9 @@ def make(shape: Shape) -> MlaCase:
 
 
 def checked(case: MlaCase, selection: torch.Tensor) -> list[list[int]]:
-    """As many tokens as allowed, ascending, none of them worse than one left out by more than rounding."""
+    """Returns as many tokens as allowed, ascending, none of them worse than one left out by more than
+    rounding.
+    """
     rows = []
     for row, scores in zip(selection.tolist(), naive_scores(case), strict=True):
         chosen = [position for position in row if position >= 0]

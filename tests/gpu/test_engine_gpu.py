@@ -206,7 +206,7 @@ def test_verified_drafts_do_not_show(directory: Path, attention: str, params: di
 
 
 def masked(directory: Path, count: int, params: dict[str, Any]) -> list[Request]:
-    """As `requests`, every other one with a constraint."""
+    """Returns what `requests` does, every other one with a constraint."""
     return constrain_some(requests(count, params), read_model_config(directory).vocab_size)
 
 

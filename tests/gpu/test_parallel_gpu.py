@@ -113,7 +113,7 @@ def assert_close_in_the_median(found: Cases, expected: Cases) -> None:
 
 
 def assert_same_tokens(found: Cases, expected: Cases) -> None:
-    """Of all cases, and as much of each prompt found in the cache."""
+    """Compares the tokens of all cases, and as much of each prompt found in the cache."""
     # A first stage without routed experts has nothing to record.
     assert expected.keys() - found.keys() <= {"recorded"}
     for case, outcomes in ((case, expected[case]) for case in found):

@@ -37,7 +37,7 @@ def test_a_lane_of_two_gpus(overlap: bool, cluster: Cluster, wanted_on_gpu: list
 
 
 def defer_most() -> None:
-    """Of this process: after a step few experts are copied before the layer's router has chosen them."""
+    """Changes this process: after a step few experts are copied before the layer's router has chosen them."""
     routing._LEAST_EXPECTED = 1e9
 
 

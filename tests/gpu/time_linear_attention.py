@@ -30,7 +30,7 @@ STEPS = {
 
 
 def least_us(sizes: LinearSizes, lengths: list[int]) -> tuple[float, float]:
-    """Of the bytes, and of the products."""
+    """Returns the least time of the bytes, and of the products."""
     tokens, heads = sum(lengths), sizes.value_heads
     state = heads * sizes.key_dim * sizes.value_dim
     rows = 2 * tokens * (sizes.conv_size + heads * (sizes.value_dim + 2))

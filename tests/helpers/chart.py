@@ -84,7 +84,7 @@ def helm_cli() -> str | None:
 
 
 def shape_values(name: str) -> Values:
-    """Of one shape."""
+    """Returns the shape values of one shape."""
     values: Values = yaml.safe_load(SHAPES[name].read_text())
     return values
 
@@ -121,7 +121,7 @@ def _rules(document: Manifest) -> list[dict[str, Any]]:
 
 
 def kustomization_text(name: str) -> str:
-    """Of a base."""
+    """Returns the kustomization text of a base."""
     first = next(
         line.removeprefix("# ") for line in SHAPES[name].read_text().splitlines() if line.startswith("# ")
     )

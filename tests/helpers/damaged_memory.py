@@ -15,7 +15,7 @@ FORGOTTEN = "an expert was damaged: requests are computed again"
 
 
 def segment_of(state_dir: Path, server: int) -> WeightSegment:
-    """Of expert server `server` of a `moebius serve` with that state directory."""
+    """Returns the segment of expert server `server` of a `moebius serve` with that state directory."""
     return WeightSegment.open(next(iter(state_dir.rglob(f"expert-{server}.weights"))))
 
 

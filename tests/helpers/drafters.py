@@ -23,7 +23,7 @@ class AnswerDrafter:
         self._wrong_every = wrong_every
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """As many as the answer still has."""
+        """Returns as many as the answer still has."""
         said = len(request.output_token_ids)
         draft_tokens = list(self._answers.get(request.request_id, ())[said : said + count])
         for index in range(len(draft_tokens)):

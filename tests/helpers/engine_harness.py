@@ -86,7 +86,7 @@ class FlakyExperts:
         return "" if self.present.is_set() else "expert server 0 is dead"
 
     def damages(self) -> int:
-        """As a test says."""
+        """Returns what a test has set."""
         return self.found
 
     def interrupt(self) -> None:

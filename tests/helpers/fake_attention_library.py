@@ -106,7 +106,9 @@ class PagedWrapper(PlanningWrapper):
     """Both paged wrappers: requests' pages from indptr, indices and last_page_len."""
 
     def set_pages(self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> None:
-        """As the originals: graph mode copies into its own buffers, else the arguments are kept."""
+        """Sets pages as the originals: graph mode copies into its own buffers, else the arguments
+        are kept.
+        """
         assert len(indices) == int(indptr[-1])
         if not self.graph:
             self._paged_kv_indptr_buf, self._paged_kv_indices_buf = host(indptr).clone(), indices
@@ -246,7 +248,7 @@ def fast_decode_plan(
     kv_data_type: torch.dtype, sm_scale: float, disable_split_kv: bool = False,
     global_override_indptr_cpu: torch.Tensor,
 ) -> None:  # fmt: skip
-    """As FlashInfer: for a wrapper planned before; the caller has filled the device's copies."""
+    """Plans as FlashInfer for a wrapper planned before; the caller has filled the device's copies."""
     assert self.graph
     assert self.num_plans > 0
     assert len(last_page_len) == len(self._paged_kv_last_page_len_buf), "the batch size is frozen"

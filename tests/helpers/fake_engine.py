@@ -236,7 +236,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         return self.script.fail_after is None and not self.script.error_message
 
     def _scored(self, ids: Sequence[int], params: pb.SamplingParams, index: int) -> pb.OutputLogProbs:
-        """As scripted for the output; after the alternatives the ids that the request names."""
+        """Returns the log-probabilities as scripted for the output; after the alternatives the ids that the
+        request names.
+        """
         value = self.script.logprobs[min(index, len(self.script.logprobs) - 1)]
         top = [_top(token, params.logprobs) for token in ids]
         for row in top:
@@ -373,7 +375,7 @@ class ExplainedHealth(health.HealthServicer):
     not_ready = ""
 
     def Check(self, request: Any, context: Any) -> Any:
-        """As the standard says."""
+        """Answers as the standard says."""
         if self.not_ready:
             context.set_trailing_metadata(((NOT_READY_METADATA, self.not_ready.encode()),))
         return super().Check(request, context)

@@ -86,7 +86,7 @@ class Answers:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Of the scored requests."""
+        """Returns the tokens of the scored requests."""
         return [request.output_token_ids for request in self.scored]
 
     @property
@@ -145,7 +145,7 @@ class Errors:
 
 
 def errors(found: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]) -> Errors:
-    """Of one engine's log-probabilities against another's."""
+    """Returns the errors of one engine's log-probabilities against another's."""
     differences = {
         (request, token): abs(a - b)
         for request, pair in enumerate(zip(found, exact, strict=True))

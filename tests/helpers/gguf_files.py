@@ -170,7 +170,7 @@ def _converted(
 
 
 def _text_config(model: Any) -> Any:
-    """Of the language model, which transformers may have inside of another."""
+    """Returns the text config of the language model, which transformers may have inside of another."""
     inner = model.config.get_text_config()
     is_inside = model.config.model_type == "step3p7" or inner.model_type in ARCHITECTURES_OF_TODAY
     return inner if is_inside else model.config

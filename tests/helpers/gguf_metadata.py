@@ -403,7 +403,9 @@ def _by_layer(config: Any, kind: str, value: int) -> list[int]:
 
 
 def write_mamba2(writer: GGUFWriter, config: Any) -> None:
-    """Of layers with Mamba-2: heads are called time steps, and lists have zeros for layers without."""
+    """Writes the keys of layers with Mamba-2: heads are called time steps, and lists have zeros for layers
+    without.
+    """
     is_granite = config.model_type == "granitemoehybrid"
     full = _by_layer(config, "full_attention", config.num_key_value_heads)
     writer.add_head_count_kv(full)

@@ -212,7 +212,7 @@ _KINDS = {
 
 
 def _parts(config: Any, module: str, places: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of what is one tensor in memory and several in the file."""
+    """Yields the parts of what is one tensor in memory and several in the file."""
     if module in _OWN.get(config.model_type, {}):
         return
     if module.endswith(("gate_up_proj", "input_linear")):

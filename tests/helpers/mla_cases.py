@@ -154,7 +154,7 @@ def run_non_absorbed(case: MlaCase, backend: MlaAttentionBackend) -> torch.Tenso
 
 
 def naive_scores(case: MlaCase) -> list[torch.Tensor]:
-    """Of each row's tokens, itself included, float64."""
+    """Returns the naive scores of each row's tokens, itself included, float64."""
     index_keys, rows = case.cache.index_keys, []
     assert index_keys is not None
     for request, (begin, end) in enumerate(pairwise(case.inputs.query_start_loc)):

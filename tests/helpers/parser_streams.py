@@ -176,7 +176,7 @@ def _minimax_m3() -> str:
 
 
 def _gemma(value: object) -> str:
-    """As Gemma 4's chat template writes it."""
+    """Returns the text as Gemma 4's chat template writes it."""
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
     if isinstance(value, dict):

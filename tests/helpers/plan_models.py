@@ -56,7 +56,7 @@ def write_headers(directory: Path, tensors: Iterable[tuple[str, str, tuple[int, 
 
 
 def settings(model: Path, **flags: Any) -> MoebiusConfig:
-    """As `moebius plan MODEL --flag ...` reads them."""
+    """Returns the settings as `moebius plan MODEL --flag ...` reads them."""
     return load_config(None, {"model": str(model), **flags})
 
 

@@ -148,7 +148,9 @@ def _noted_calls(spans: Sequence[dict[str, Any]]) -> list[Interval]:
 
 
 def _kernel_calls(spans: Sequence[dict[str, Any]]) -> list[Interval]:
-    """Of the mailbox's kernels: from the first that rings to the last that waits before the next rings."""
+    """Returns the calls of the mailbox's kernels: from the first that rings to the last that waits before the
+    next rings.
+    """
     kernels = [event for event in spans if event.get("cat") == "kernel"]
     handing = sorted(
         (*_interval(event), RING in event["name"])
@@ -168,7 +170,7 @@ def _kernel_calls(spans: Sequence[dict[str, Any]]) -> list[Interval]:
 
 
 def _share_within(calls: Sequence[Interval], served: Sequence[Interval], shift: float, slack: float) -> float:
-    """Of `served`, moved by `shift`: what lies within the last call that had begun."""
+    """Returns the share of `served`, moved by `shift`, that lies within the last call that had begun."""
     begins = [begin for begin, _ in calls]
     within = 0
     for begin, end in served:

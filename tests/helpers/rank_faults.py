@@ -34,7 +34,7 @@ class StartedGroup:
     results: multiprocessing.connection.Connection
 
     def pid(self, rank: int) -> int:
-        """Of a rank's process."""
+        """Returns the process id of a rank's process."""
         return int(self.processes[rank].pid)
 
     def kill(self, rank: int, number: int) -> None:

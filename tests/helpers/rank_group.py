@@ -141,7 +141,7 @@ class Script:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Of the lengths `LENGTHS`."""
+        """Returns the prompts of the lengths `LENGTHS`."""
         return [
             [(i * 37 + k * k * 5 + k) % (self.vocab_size - 3) + 3 for k in range(n)]
             for i, n in enumerate(LENGTHS)

@@ -47,7 +47,7 @@ def without(*names: str) -> Edit:
 
 
 def reshaped(name: str, *shape: int) -> Edit:
-    """Of ones, in the type it had."""
+    """Returns an edit to a tensor of ones, in the type it had."""
 
     def spoil(model: QuantisedModel) -> None:
         model.tensors[name] = np.ones(shape, model.tensors[name].dtype)
@@ -83,7 +83,7 @@ def typed(name: str, dtype: str) -> Edit:
 
 
 def configured(**changes: Any) -> Edit:
-    """Of quantization_config."""
+    """Returns an edit of quantization_config."""
 
     def spoil(model: QuantisedModel) -> None:
         model.config["quantization_config"] = {**model.config["quantization_config"], **changes}
@@ -92,7 +92,7 @@ def configured(**changes: Any) -> Edit:
 
 
 def weights_configured(**changes: Any) -> Edit:
-    """Of the one group's weights in compressed-tensors."""
+    """Returns an edit of the one group's weights in compressed-tensors."""
 
     def spoil(model: QuantisedModel) -> None:
         config = json.loads(json.dumps(model.config["quantization_config"]))

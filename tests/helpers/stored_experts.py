@@ -39,7 +39,7 @@ class MadeSegment:
     closed: bool = False
 
     def digest(self, layer: int, slot: int) -> int:
-        """Of what it holds now, as a server computes it."""
+        """Returns the digest of what it holds now, as a server computes it."""
         found = self.layers[layer]
         begin = found.offset + slot * found.expert_bytes
         return _kernels.weight_digest(self.data[begin : begin + found.expert_bytes], digest_seed(layer, slot))

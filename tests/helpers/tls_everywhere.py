@@ -62,7 +62,7 @@ def switch_on_for_others(directory: Path) -> None:
 
 
 def follow() -> None:
-    """Of a process of tests: speaks as its settings say; without `--tls` nothing happens."""
+    """Makes a process of tests speak as its settings say; without `--tls` nothing happens."""
     if is_on():
         from moebius.config import SecurityConfig
         from moebius.tls import configure_tls
@@ -105,7 +105,7 @@ def is_on() -> bool:
 
 
 def use_https(wanted: bool) -> None:
-    """Of servers that are started from now on, if tests run with `--tls` at all."""
+    """Uses HTTPS for servers that are started from now on, if tests run with `--tls` at all."""
     _State.https = wanted and is_on()
 
 

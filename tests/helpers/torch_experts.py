@@ -92,7 +92,9 @@ class TorchExperts:
         return down @ (functional.silu(gate @ x).clamp(max=limit) * (up @ x).clamp(-limit, limit))
 
     def _part(self, stem: str, expert: int) -> list[torch.Tensor]:
-        """Of ERNIE 4.5 VL, parts of the text's experts, then of those of images, all equally wide."""
+        """Returns, of ERNIE 4.5 VL, parts of the text's experts, then of those of images, all
+        equally wide.
+        """
         widths = self.config["moe_intermediate_size"] if "moe_k" in self.config else 0
         if not isinstance(widths, list):
             return self.matrices(stem, expert)

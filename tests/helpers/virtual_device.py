@@ -301,7 +301,7 @@ class Frames:
 
 
 class VirtualLeader(VirtualInbox, LeaderInbox):
-    """Of rank 0, whose messages are a script's."""
+    """The inbox of rank 0, whose messages are a script's."""
 
     def __init__(self, device: VirtualDevice, frames: Frames) -> None:
         LeaderInbox.__init__(self, frames)  # type: ignore[arg-type]
@@ -310,7 +310,7 @@ class VirtualLeader(VirtualInbox, LeaderInbox):
 
 
 class VirtualFollower(VirtualInbox, FollowerInbox):
-    """Of another rank, which repeats what rank 0 did, at its own pace."""
+    """The inbox of another rank, which repeats what rank 0 did, at its own pace."""
 
     def __init__(self, device: VirtualDevice, frames: Frames) -> None:
         FollowerInbox.__init__(self, frames)  # type: ignore[arg-type]

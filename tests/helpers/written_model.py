@@ -247,7 +247,9 @@ class WrittenModel:
     def _softmax(
         self, scores: torch.Tensor, layer: int, sinks: torch.Tensor | None, kept: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Of `[H, T, T]` scores, as the layer's mask and sinks have it; `kept` `[H, T, T]` besides."""
+        """Returns the softmax of `[H, T, T]` scores, as the layer's mask and sinks have it; `kept` `[H, T,
+        T]` besides.
+        """
         shape, (rows, columns) = (
             self.config.layers[layer].mixer,
             torch.meshgrid(*[torch.arange(scores.shape[1])] * 2, indexing="ij"),

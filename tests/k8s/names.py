@@ -31,7 +31,7 @@ class Pod:
     spec: dict[str, Any]
 
     def arguments(self) -> Iterator[str]:
-        """Of all containers."""
+        """Yields the arguments of all containers."""
         for container in (*(self.spec.get("initContainers") or ()), *self.spec["containers"]):
             for word in container.get("args", ()):
                 text = str(word)

@@ -121,7 +121,7 @@ class PodmanPod:
             raise AssertionError(f"{error}\n{self.logs('preflight')}") from error
 
     def container(self, name: str) -> str:
-        """As podman calls it."""
+        """Returns the container as podman calls it."""
         return f"{self.name}-{name}"
 
     def inspect(self, name: str) -> Manifest:
@@ -159,7 +159,7 @@ class PodmanPod:
             time.sleep(1.0)
 
     def kill_process(self, name: str) -> None:
-        """As by the kernel: podman did not ask for it, so its restart policy applies."""
+        """Kills the process as the kernel does: podman did not ask for it, so its restart policy applies."""
         os.kill(int(self.inspect(name)["Pid"]), 9)
 
     def remove(self) -> None:

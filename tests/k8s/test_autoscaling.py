@@ -67,7 +67,7 @@ def test_a_scaler_scales_what_there_is() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_busy_engines_are_kept(name: str) -> None:
-    """Of every trigger KEDA asks for value / threshold engines, rounded up; the largest number counts."""
+    """For every trigger KEDA asks for value / threshold engines, rounded up; the largest number counts."""
     case = CASES[name]
     thresholds = [float(one["metadata"]["threshold"]) for one in scaler()["spec"]["triggers"]]
     wanted = [math.ceil(value / each) for value, each in zip(case.values, thresholds, strict=True)]

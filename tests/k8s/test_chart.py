@@ -198,7 +198,7 @@ def has_experts(name: str) -> bool:
 
 
 def expected_servers(values: Values) -> int:
-    """Of all hosts of one engine."""
+    """Returns the number of servers expected on all hosts of one engine."""
     experts, nodes = values.get("experts", {}), values.get("engine", {}).get("nodes", 1)
     if experts.get("mode") == "none":
         return 0

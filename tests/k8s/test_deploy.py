@@ -42,7 +42,7 @@ DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.cuda")
 
 
 def instructions(name: str) -> list[str]:
-    """Of a Dockerfile, each as one line."""
+    """Returns the instructions of a Dockerfile, each as one line."""
     text = re.sub(r"^#.*\n", "", (DEPLOY / name).read_text(), flags=re.MULTILINE)
     return [re.sub(r"\s+", " ", line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
 

@@ -35,7 +35,9 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 
 
 def registries() -> Iterator[CollectorRegistry]:
-    """Of a gateway, an engine with a GPU and an expert server with everything loaded."""
+    """Yields the registries of a gateway, an engine with a GPU and an expert server with everything
+    loaded.
+    """
     yield GatewayMetrics().registry
     engine = CollectorRegistry()
     metrics = EngineMetrics("m", engine)

@@ -147,7 +147,7 @@ def chat(pod: PodmanPod, tokens: int = TOKENS, stream: bool = False) -> str:
 
 
 def text_of(stream: str) -> str:
-    """Of a stream's lines, which have to be whole."""
+    """Returns the text of a stream's lines, which have to be whole."""
     lines = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     chunks = [json.loads(line) for line in lines[:-1]]

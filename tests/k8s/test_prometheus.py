@@ -31,7 +31,7 @@ LIMIT_S = 120.0
 
 
 def rules() -> list[dict[str, Any]]:
-    """Of a release."""
+    """Returns the rules of a release."""
     found: list[dict[str, Any]] = rendered("PrometheusRule")["spec"]["groups"]
     return found
 
@@ -83,7 +83,7 @@ def unit_test(
 
 
 def texts_of(rule: dict[str, Any], labels: dict[str, str], value: str) -> dict[str, str]:
-    """As Prometheus fills them in."""
+    """Returns the texts as Prometheus fills them in."""
 
     def filled(text: str) -> str:
         text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels[found[1]], text)

@@ -41,7 +41,7 @@ def forward(engine: ExpertEngine, layer: int, *chosen: int) -> bytes:
 
 
 def flip(engine: ExpertEngine, layer: int, number: int, bit: int = 4) -> None:
-    """As a cosmic ray would."""
+    """Flips a bit as a cosmic ray would."""
     address = engine.packed_expert(layer, number).ctypes.data + 37
     ctypes.c_uint8.from_address(address).value ^= bit
 

@@ -121,7 +121,9 @@ def check_bfloat16(output: np.ndarray, golden: Golden, shape: Shape) -> None:
 
 
 def options_at(level: str, shape: Shape) -> list[dict[str, object]]:
-    """Of engines at the level; emulated kernels are never a choice: each that knows the format is forced."""
+    """Returns the options of engines at the level; emulated kernels are never a choice: each that knows the
+    format is forced.
+    """
     if level != "amx_emulated":
         return [{"isa": level}]
     rows = "int8" if shape.gate_up == "int8_w8a8" else "bfloat16"

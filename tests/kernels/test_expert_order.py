@@ -35,7 +35,7 @@ EMULATED = [name for name in testing.gemm_names() if name.startswith("amx_emulat
 
 
 def ordered_experts(encoder: str, shape: Shape) -> list[GoldenExpert]:
-    """Of the shape, whose gate and up have one random order for each expert."""
+    """Returns experts of the shape, whose gate and up have one random order for each expert."""
     experts = []
     for number, expert in enumerate(golden_experts(encoder, shape, seed=7)):
         order = np.random.default_rng(number).permutation(shape.hidden).astype(np.uint32)

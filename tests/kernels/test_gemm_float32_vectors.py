@@ -40,7 +40,8 @@ def golden(activation: str, gate: NDArray[np.float32], up: NDArray[np.float32]) 
 
 
 def allowed(activation: str, gate: NDArray[np.float32], up: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Of each value by itself; where GELU leaves next to nothing of a gate, of a part of what went in.
+    """Returns the error allowed of each value by itself; where GELU leaves next to nothing of a gate, of a
+    part of what went in.
 
     There a rounding of the power's argument, which grows with the gate's cube, is many of the result.
     """

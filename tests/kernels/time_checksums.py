@@ -42,7 +42,7 @@ def calls(engine: ExpertEngine, count: int) -> list[float]:
 
 
 def compare(engine: ExpertEngine, stop: threading.Event) -> None:
-    """As an expert server's watch does."""
+    """Compares as an expert server's watch does."""
     while True:
         for layer, expert in ALL:
             begin = time.perf_counter()

@@ -78,7 +78,7 @@ def libraries(files: Iterable[Path]) -> Iterator[Path]:
 
 
 def copy_libraries(tree: Path) -> None:
-    """Of all binaries copied so far, those that are not there yet."""
+    """Copies the libraries of all binaries copied so far that are not there yet."""
     binaries = [path for path in tree.rglob("*.so*") if path.is_file()]
     binaries.append(tree / str(Path(sys.executable).resolve()).lstrip("/"))
     for library in libraries(binaries):

@@ -40,7 +40,7 @@ class Choices:
         self.differing: set[int] = set()
 
     def __call__(self, scores: torch.Tensor, lengths: torch.Tensor, top_k: int) -> torch.Tensor:
-        """As `select_tokens`."""
+        """Selects as `select_tokens`."""
         own = self._mask(select_tokens(scores, lengths, top_k), scores)
         visible = torch.arange(scores.shape[1]) < lengths[:, None]
         first = self.num_taken

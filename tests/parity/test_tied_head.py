@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Of a model with a head of its own."""
+    """Returns the checkpoint of a model with a head of its own."""
     make_tiny_model("qwen3_moe", tmp_path)
     return tmp_path
 

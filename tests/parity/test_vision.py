@@ -42,12 +42,12 @@ TIGHT = GpuConfig(page_size=4, num_pages=32, max_num_batched_tokens=16, gpu_thre
 
 
 def text_family(name: str) -> str:
-    """Of the language model below a tower."""
+    """Returns the text family of the language model below a tower."""
     return TINY_MODELS[VISION_MODELS[name].text].model_type
 
 
 def family(name: str) -> str:
-    """Of the whole model: towers differ between models of one text family."""
+    """Returns the family of the whole model: towers differ between models of one text family."""
     return VISION_MODELS[name].family or text_family(name)
 
 

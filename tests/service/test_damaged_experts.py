@@ -58,7 +58,7 @@ def loaded(
 
 
 def outputs(host: ExpertHost, only: tuple[int, ...] = tuple(range(5))) -> list[bytes]:
-    """Of all layers, with these experts."""
+    """Returns the outputs of all layers, with these experts."""
     found = host.loaded
     assert found is not None
     rng = np.random.default_rng(3)
@@ -69,7 +69,7 @@ def outputs(host: ExpertHost, only: tuple[int, ...] = tuple(range(5))) -> list[b
 
 
 def address_of(host: ExpertHost, layer: int, expert: int) -> int:
-    """Of its packed bytes."""
+    """Returns the address of its packed bytes."""
     assert host.loaded is not None
     return int(host.loaded.engine.packed_expert(layer, expert).ctypes.data)
 

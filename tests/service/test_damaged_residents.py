@@ -62,7 +62,7 @@ def events(logs: list[Any], name: str) -> int:
 
 
 def flip_signs(slots: LayerSlots) -> None:
-    """Of all weights: outputs stay finite."""
+    """Flips the signs of all weights: outputs stay finite."""
     slots.weights[:, 3::4] ^= 0x80
 
 

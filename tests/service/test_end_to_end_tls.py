@@ -38,7 +38,7 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, secret: Path) -> Iterator[Stack]:
-    """As in test_end_to_end.py, with TLS everywhere."""
+    """Yields the stack of test_end_to_end.py, with TLS everywhere."""
     directory = tmp_path_factory.mktemp("stack")
     flags = list(EXACT_FLAGS)
     flags += ["--expert-transport", "grpc", *grpc_flags(secret)]

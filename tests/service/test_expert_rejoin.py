@@ -36,7 +36,7 @@ def kill(cluster: Cluster, index: int) -> None:
 
 
 def last_words(cluster: Cluster) -> str:
-    """Of the process that has ended last."""
+    """Returns the last words of the process that has ended last."""
     return cluster.log.read_text().strip().splitlines()[-1]
 
 

@@ -112,7 +112,7 @@ def test_residents_are_kept_where_asked(model: Path, split: str) -> None:
 
 
 def planned_bytes(model: Path, placement: dict[str, Any]) -> tuple[int, int]:
-    """Of two servers' experts: what the plan counts, and what their segments take, bytes."""
+    """Returns, for two servers' experts, what the plan counts, and what their segments take, bytes."""
     tree = {"model": {"model": str(model)}, "placement": placement, "experts": {"expert_servers": 2}}
     config = MoebiusConfig.model_validate(tree)
     geometry = read_geometry(model)

@@ -108,7 +108,7 @@ def _own_watches() -> None:
 
 
 def end_of_watch() -> None:
-    """Of this test's hosts, which are drained."""
+    """Ends the watches of this test's hosts, which are drained."""
     for thread in watches() - _EARLIER:
         thread.join(60)
         assert not thread.is_alive()

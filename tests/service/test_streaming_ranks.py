@@ -69,7 +69,7 @@ def settings(cluster: Cluster, tp: int, **gpu: Any) -> MoebiusConfig:
 
 
 def lane_on_the_host() -> None:
-    """Of this process: the lane's stream is one of the host's."""
+    """Changes this process: the lane's stream is one of the host's."""
     build: Any = gpu_service.assembly.build
     build.make_lane_stream = lambda *_: HostDeviceStream()
 
@@ -138,13 +138,13 @@ def test_steps_that_stream_without_a_lane(chunk: int, cluster: Cluster, wanted: 
 
 
 def defer_most() -> None:
-    """Of this process: after a step few experts are copied before the layer's router has chosen them."""
+    """Changes this process: after a step few experts are copied before the layer's router has chosen them."""
     lane_on_the_host()
     routing._LEAST_EXPECTED = 1e9
 
 
 def fetched(script: Script) -> dict[str, list[Outcome]]:
-    """As `streamed`, and how many pieces were copied within a layer."""
+    """Returns what `streamed` does, and how many pieces were copied within a layer."""
     fetch, pieces = BufferRing.fetch, []
 
     def noting(ring: BufferRing, piece: Piece) -> int:
@@ -198,7 +198,9 @@ def test_a_request_that_is_aborted_in_the_lane(cluster: Cluster, wanted: list[Ou
 
 
 def stream_a_part() -> None:
-    """Of this process: a third of every layer is streamed, by steps of prompts, and servers have the rest."""
+    """Changes this process: a third of every layer is streamed, by steps of prompts, and servers have the
+    rest.
+    """
     ShareChooser.share = lambda chooser, rows: SHARES // 3  # type: ignore[assignment, method-assign]
 
 

@@ -90,7 +90,7 @@ def test_stale_directories_of_other_ports_are_cleaned(tmp_path: Path) -> None:
 
 
 def test_survivor_is_killed_and_a_reused_pid_is_not(tmp_path: Path) -> None:
-    """Of two recorded pids, the one with the recorded start time dies, a stranger that reused a pid lives."""
+    """The recorded pid with the recorded start time dies, a stranger that reused a pid lives."""
     with sleeping() as survivor, sleeping() as stranger:
         entries = [
             {"name": "gpu", "pid": survivor.pid, "start_ticks": start_ticks(survivor.pid)},

@@ -147,7 +147,7 @@ def test_reserved_pages_are_taken_where_all_fit(
 
 
 def test_a_link_that_can_not_be_made_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
-    """Of two files the second fails."""
+    """The second of two files fails."""
     files = [WeightFile(tmp_path / "a", 0, -1), WeightFile(tmp_path / "none" / "b", 0, -1)]
     with pytest.raises(StartupError, match="cannot use the state directory"):
         WeightFiles(files)

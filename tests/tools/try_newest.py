@@ -91,7 +91,7 @@ def groups_of(changed: dict[str, tuple[str, str]], wants: dict[str, list[str]]) 
 
 
 def locked_versions(python: str) -> dict[str, str]:
-    """Of what developers have without a GPU."""
+    """Returns the versions of what developers have without a GPU."""
     directory, found = ROOT / "deploy" / "locks" / f"python{python}", dict[str, str]()
     for kind in ("serve", "dev", "cpu"):
         text = (directory / f"{kind}.txt").read_text()
@@ -117,7 +117,7 @@ class Environment:
         self._reverted: frozenset[str] = frozenset()
 
     def groups(self) -> list[frozenset[str]]:
-        """As `groups_of`, by what the newest packages say that they need."""
+        """Returns the groups, as `groups_of`, by what the newest packages say that they need."""
         wants = {}
         for name in self.changed:
             code = f"import importlib.metadata as m; print(*(m.requires({name!r}) or ()), sep='\\n')"
@@ -134,7 +134,7 @@ class Environment:
         self._reverted = names
 
     def failing(self, names: frozenset[str], checks: Sequence[str]) -> set[str]:
-        """Of the given checks and tests, with locked versions of `names`."""
+        """Returns those of the given checks and tests that fail, with locked versions of `names`."""
         self.revert(names)
         return failing(self.python, checks)
 
@@ -145,7 +145,7 @@ class Environment:
 
 
 def failing(python: str, checks: Sequence[str]) -> set[str]:
-    """Of names of CHECKS and tests by their ids."""
+    """Returns those of the names of CHECKS and tests, by their ids, that fail."""
     found = {name for name in checks if name in CHECKS and _run([python, *CHECKS[name]])[0]}
     tests = [name for name in checks if name not in CHECKS]
     if tests:

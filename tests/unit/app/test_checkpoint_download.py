@@ -232,7 +232,7 @@ def test_refusals_are_said_at_once(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_lists_of_digests_are_read_strictly(tmp_path: Path) -> None:
-    """As sha256sum writes them; names stay below the directory."""
+    """Lists have the form of sha256sum; names stay below the directory."""
     path = tmp_path / "sums"
     path.write_text(f"{DIGEST}  config.json\n{DIGEST} *sub/a b.bin\n")
     assert read_checksums(path) == {"config.json": DIGEST, "sub/a b.bin": DIGEST}

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fingerprint(directory: Path) -> str:
-    """Of the checkpoint there."""
+    """Returns the fingerprint of the checkpoint there."""
     return checkpoint_fingerprint(open_index(directory))
 
 

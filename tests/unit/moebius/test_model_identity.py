@@ -81,7 +81,7 @@ def test_every_file_that_makes_an_answer_counts(model: Path, name: str) -> None:
 
 
 def test_copies_links_and_touched_files_are_the_same(model: Path, tmp_path: Path) -> None:
-    """As hosts have copies, the hub's cache has links, and network file systems have times of their own."""
+    """Hosts have copies, the hub's cache has links, and network file systems have times of their own."""
     before = read_identity(config_of(model))
     copied, linked = tmp_path / "copied", tmp_path / "snapshot"
     shutil.copytree(model, copied)

@@ -112,7 +112,7 @@ class FakeHost:
         return {-1: CURVE.points}
 
     def measure(self) -> int | None:
-        """As a start does; the knee that is known then."""
+        """Measures as a start does; returns the knee that is known then."""
         measure_missing({-1: self.node}, self.quota)
         curve = known_cores(ExpertConfig()).nodes[-1].curve
         return curve.knee if curve else None

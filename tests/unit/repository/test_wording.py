@@ -29,6 +29,8 @@ PLACES = (
     "k8s",
     "docs",
 )
+# Places with Python files of ours.
+PROGRAMS = [place for place in PLACES if place not in ("protos", "tools", "deploy", "k8s", "docs")]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", ".github")
 COMMENTS = re.compile(r"//.*|/\*(?:.|\n)*?\*/")
 # Messages as programs write them.
@@ -82,6 +84,14 @@ def private_names(text: str) -> list[str]:
     return [name for name in names if re.search(rf"(?:^|_)(?:{IDENTIFIERS})(?:_|$)", name, re.IGNORECASE)]
 
 
+def fragments(text: str) -> list[str]:
+    """Returns the docstrings that begin with a preposition and have no subject."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
+    docstrings = (ast.get_docstring(node) or "" for node in nodes)
+    return [docstring for docstring in docstrings if docstring.startswith(("Of ", "As "))]
+
+
 def files(place: str) -> list[str]:
     """Returns tracked files below a folder or of a pattern; an empty place is a mistake of this test."""
     listed = subprocess.run(["git", "ls-files", place], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -96,13 +106,18 @@ def test_words_that_the_field_does_not_use_stay_out(place: str) -> None:
     assert {name: found for name in files(place) if (found := words_in(Path(name)))} == {}
 
 
-@pytest.mark.parametrize(
-    "place", [place for place in PLACES if place not in ("k8s", "deploy", "docs", "tools")]
-)
+@pytest.mark.parametrize("place", PROGRAMS)
 def test_names_are_the_fields(place: str) -> None:
     """A function or class is named in words that a maintainer of another engine knows."""
     found = {name: private_names((ROOT / name).read_text()) for name in files(place) if name.endswith(".py")}
     assert {name: names for name, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize("place", PROGRAMS)
+def test_docstrings_have_a_subject(place: str) -> None:
+    """A docstring says what the caller gets: it does not begin with "Of" or "As", as a remark on a name."""
+    found = {name: fragments((ROOT / name).read_text()) for name in files(place) if name.endswith(".py")}
+    assert {name: texts for name, texts in found.items() if texts} == {}
 
 
 @pytest.mark.parametrize("place", SPECULATION)
@@ -117,6 +132,8 @@ def test_words_are_found_across_lines_and_only_in_prose(tmp_path: Path) -> None:
     file.write_text('"""Keeps so\nmany."""\nA = "nobody"  # made anew\n')
     assert words_in(file) == ["anew", "so many"]
     assert private_names("def test_it_harms_nobody(): ...\nclass Folded: ...\n") == ["test_it_harms_nobody"]
+    assert fragments('class One:\n    """Of one file."""\n    """As an attribute."""\n') == ["Of one file."]
+    assert fragments('"""Often."""\n') == []
     page = tmp_path / "page.md"
     page.write_text("Nobody reads `an expert is packed anew`.\n\n    whoever\n")
     assert words_in(page) == ["nobody"]

@@ -277,7 +277,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_threads_and_their_reason_are_said_for_each_server() -> None:
-    """Of one node no node is named; cores that instances share are a warning with a remedy."""
+    """No node is named where there is one; cores that instances share are a warning with a remedy."""
     (alone,) = check_threads([ServerBinding(-1, (0, 1), 2, "one for each CPU")])
     assert (alone.check, alone.status, alone.found) == ("expert threads", "ok", "2 (one for each CPU)")
     found = list(

@@ -125,7 +125,9 @@ def test_a_larger_wish_never_fits_where_a_smaller_does_not(
 def test_more_bandwidth_is_never_slower(
     planners: Mapping[bool, Planner], bandwidth: float, factor: float, rows: int, on_gpu: bool
 ) -> None:
-    """Of RAM; and a step of more streams never takes less time, nor fewer different experts."""
+    """More bandwidth of RAM is not slower; and a step of more streams never takes less time, nor fewer
+    different experts.
+    """
     host = gpu_host(2.8) if on_gpu else hardware(ram_gib=12)
     wish = Wish(streams=(rows, rows + 1))
     slow, fast = (

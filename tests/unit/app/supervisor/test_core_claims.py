@@ -42,7 +42,7 @@ def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def others(directory: Path) -> tuple[OtherInstance, ...]:
-    """As an instance that starts now sees them."""
+    """Returns the others as an instance that starts now sees them."""
     claims = CoreClaims(directory)
     with claims.exclusive():
         return claims.others()

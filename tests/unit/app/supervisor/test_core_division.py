@@ -37,7 +37,7 @@ sys.stdin.read()
 
 
 def start(directory: Path, threads: int) -> tuple[object, tuple[ServerBinding, ...]]:
-    """As `serve` does on a machine of `NODES`, with expert_threads; the claim, and its servers."""
+    """Starts as `serve` does on a machine of `NODES`, with expert_threads; the claim, and its servers."""
     experts = ExpertConfig.model_validate({"expert_threads": threads})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_division, "DIRECTORY", directory)

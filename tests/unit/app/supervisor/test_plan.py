@@ -110,7 +110,7 @@ def test_two_instances_on_a_gpu_divide_its_host(
 
 
 def name_of(serve_plan: ServePlan) -> str:
-    """As other instances see it."""
+    """Returns the name as other instances see it."""
     return f"port {serve_plan.config.gateway.port} "
 
 

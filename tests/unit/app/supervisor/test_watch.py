@@ -47,15 +47,15 @@ class Script(Probe, Liveness):
     count: int | None = None
 
     def ready(self) -> bool:
-        """As set."""
+        """Returns what was set."""
         return self.is_ready
 
     def sign(self, pid: int, timeout_s: float) -> object:
-        """As set."""
+        """Returns what was set."""
         return self.next_sign
 
     def requests_served(self, pid: int) -> int | None:
-        """As set."""
+        """Returns what was set."""
         return self.count
 
 

@@ -49,7 +49,7 @@ def store(tmp_path: Path) -> ResponseStore:
 
 @pytest.fixture
 def context(tmp_path: Path, store: ResponseStore) -> Context:
-    """As in a prompt process."""
+    """Returns the context as in a prompt process."""
     return Context(Tolerance(), served_model(tmp_path), store)
 
 

@@ -60,7 +60,7 @@ def texts(schema: Any) -> Texts | None:
 
 
 def is_within(value: Decimal, bounds: Mapping[str, float]) -> bool:
-    """As JSON schemas define the four keywords."""
+    """Returns whether it is, as JSON schemas define the four keywords."""
     tests = {
         "minimum": lambda bound: value >= bound,
         "maximum": lambda bound: value <= bound,

@@ -339,7 +339,7 @@ async def test_a_request_that_ends_all_that_compute_it_does_not_reach_every_repl
 
 
 async def test_requests_of_a_replica_that_goes_are_computed_by_the_others(tmp_path: Path) -> None:
-    """Of a process that ends no call that has sent nothing is lost; when it is back it is used again."""
+    """When a process ends, no call that has sent nothing is lost; when it is back it is used again."""
     async with replicas(tmp_path, 2) as made:
         await made.servers[0].stop(None)
         assert {await made.ask(str(number)) for number in range(8)} == {"1"}

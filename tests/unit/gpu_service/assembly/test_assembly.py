@@ -128,7 +128,7 @@ def test_a_scored_prompt_token_costs_what_the_head_adds(name: str, cost: int, tm
 def test_torch_has_a_thread_for_each_physical_core(
     monkeypatch: pytest.MonkeyPatch, cores: int, cpus: int, setting: int, threads: int
 ) -> None:
-    """Of those the engine may use; two threads of a core would wait for one another."""
+    """Only cores that the engine may use count; two threads of a core would wait for one another."""
     found: list[int] = []
     topology = SimpleNamespace(recommended_threads=lambda: cores)
     monkeypatch.setattr(process, "Topology", SimpleNamespace(detect=lambda: topology))

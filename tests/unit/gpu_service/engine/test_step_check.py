@@ -37,7 +37,7 @@ class Served:
         self.check.on_too_slow = self.measure
 
     def measure(self) -> None:
-        """As an engine does."""
+        """Measures as an engine does."""
         self.again += 1
         self.check.forget()
         self.costs.forget()

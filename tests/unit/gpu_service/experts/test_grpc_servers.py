@@ -42,7 +42,7 @@ class Fake(expert_pb2_grpc.ExpertServicer):
     health: health.HealthServicer = field(default_factory=health.HealthServicer)
 
     def Info(self, request: Any, context: Any) -> expert_pb2.InfoResponse:
-        """As set."""
+        """Answers with what was set."""
         return expert_pb2.InfoResponse(**self.info, instance_id=self.instance_id, version="9.9")
 
     def Compute(self, requests: Any, context: Any) -> Iterator[expert_pb2.ComputeResponse]:

@@ -31,7 +31,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 
 
 def _choices(tokens: int, top_k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of 5 experts with weights and 4 without, and a last row that chose none."""
+    """Returns the choices of 5 experts with weights and 4 without, and a last row that chose none."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, 9, generator=generator).argsort(1)[:, :top_k].int().contiguous()
     ids[-1] = -1
@@ -92,7 +92,7 @@ class Watched(TorchExperts):
 
 
 class OwnRows:
-    """Of a rank, which brings its own rows from servers."""
+    """The client of a rank, which brings its own rows from servers."""
 
     call_log = None
 
@@ -149,7 +149,7 @@ def test_servers_compute_while_the_rest_of_the_layer_does(
 def test_servers_are_never_given_a_choice_without_weights(
     longcat: tuple[PagedRunner, list[str], Watched],
 ) -> None:
-    """Of the tests' models most rows make some, so that the others would notice nothing of their loss."""
+    """Most rows of the tests' models make some, so that the others would notice nothing of their loss."""
     runner, _, client = longcat
     blocks = [module for module in runner.model.modules() if isinstance(module, MoE)]
     asked: list[torch.Tensor] = []

@@ -116,7 +116,7 @@ def test_dense_layers_load_completely(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(PUBLISHED_TENSORS))
 def test_there_are_as_many_tensors_as_were_published(name: str) -> None:
-    """Of naming rules, one that is wrong somewhere hardly gives the right number of names."""
+    """A naming rule that is wrong somewhere hardly gives the right number of names."""
     assert sum(count(pattern) for pattern, _, _ in Published.load(name).tensors) == PUBLISHED_TENSORS[name]
 
 

@@ -90,7 +90,7 @@ class PoolEngine(Engine):
         self.requests: list[Request] = []
 
     def step(self) -> None:
-        """As the engine's turn, with what may happen before it."""
+        """Takes the engine's turn, with what may happen before it."""
         self.now += self.rng.choice([0.01, 0.2])
         self.happen()
         self.come_and_go()
@@ -117,7 +117,9 @@ class PoolEngine(Engine):
         self.stale_s = self.rng.choice([0.0, 0.1, math.inf])
 
     def tend_lane(self) -> None:
-        """As `Engine._tend`: nothing of the main lane is in flight when a step is planned here."""
+        """Does what `Engine._tend` does: nothing of the main lane is in flight when a step is
+        planned here.
+        """
         books = self.scheduler.lane
         if self.open_lane is not None and self.open_lane.step.has_ended:
             self.open_lane, ended = None, self.open_lane

@@ -82,7 +82,7 @@ def _text_config(**changes: Any) -> Any:
 
 
 def _their_rows(place: int) -> tuple[list[list[int]], Any]:
-    """Of transformers' table the rows of all tokens, and its module."""
+    """Returns the rows of all tokens in transformers' table, and its module."""
     from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
     module = Qwen4ExpTextNGramEmbedding(_text_config(), SIZES.embed_dim, 0, place)

@@ -149,7 +149,7 @@ def _read_hy(tmp_path: Path, **changes: Any) -> Any:
 
 
 def test_hy4_is_read(tmp_path: Path) -> None:
-    """Of published weights, neighbours are a rotary pair; keys that transformers has not tell them."""
+    """Neighbours in published weights are a rotary pair; keys that transformers has not tell them."""
     config = _read_hy(tmp_path)
     hyper, indexer = config.hyper, config.mla.indexer
     assert (hyper.num_streams, hyper.iterations, hyper.magnitude, hyper.weighs_last) == (4, 0, 2.0, True)

@@ -312,7 +312,7 @@ def test_chunks_end_on_pages_or_make_progress() -> None:
 
 
 def test_a_token_is_the_main_lanes_even_where_streaming_pays_from_one_on() -> None:
-    """Of a model whose experts are streamed at any length, decoding is never left to the prefill lane, which
+    """For a model whose experts are streamed at any length, decoding is never left to the prefill lane, which
     takes prompts only: it would not be computed.
     """
     scheduler = build_scheduler(

@@ -53,7 +53,7 @@ def file() -> bytes:
 
 
 def preparer(family: str, pixels: int, config: ModelConfig, directory: Path) -> ImagePreparer:
-    """Of a checkpoint whose images have at most a number of pixels."""
+    """Returns the preparer of a checkpoint whose images have at most a number of pixels."""
     settings: dict[str, Any] = dict(VISION_MODELS[family].processor)
     if family == "gemma4":
         settings |= {"max_soft_tokens": pixels // 64}

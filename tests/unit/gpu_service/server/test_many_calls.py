@@ -56,7 +56,7 @@ class OldEngine(Engine):
     """One that has no GenerateMany."""
 
     async def GenerateMany(self, requests: Any, context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
-        """As an engine that does not know the method."""
+        """Answers like an engine that does not know the method."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         yield pb.GenerateManyResponse()
 

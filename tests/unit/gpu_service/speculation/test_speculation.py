@@ -75,7 +75,9 @@ def test_only_the_end_of_a_very_long_text_is_indexed(monkeypatch: pytest.MonkeyP
 
 
 def speculation(num_drafts: int = 3, **tables: dict[int, float]) -> Speculation:
-    """Of a drafter that always has drafts; without `plain` and `verifying` costs are unknown."""
+    """Returns the speculation of a drafter that always has drafts; without `plain` and `verifying` costs are
+    unknown.
+    """
     scheduler = build_scheduler(Knobs(num_drafts=num_drafts, drafter=FixedDrafter(1, 2, 3)))
     assert scheduler.speculation is not None
     if tables:

@@ -24,7 +24,7 @@ PLACEHOLDER = ImageLayout(99, 99)
 
 
 def image(key: int, rows: int, columns: int) -> PreparedImage:
-    """Of rows x columns tokens; its pixels tell its key."""
+    """Returns an image of rows x columns tokens; its pixels tell its key."""
     pixels = np.full((4 * rows * columns, 3), key, np.float32)
     return PreparedImage(key, pixels, (1, 2 * rows, 2 * columns), (rows, columns))
 

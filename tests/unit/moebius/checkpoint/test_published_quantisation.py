@@ -56,7 +56,7 @@ _QUARK = {
 
 
 def _quark(weight: dict[str, Any]) -> dict[str, Any]:
-    """Of a module."""
+    """Returns the quark configuration of a module."""
     return {"weight": weight, "input_tensors": {**weight, "is_dynamic": True}, "output_tensors": None}
 
 

@@ -98,7 +98,7 @@ def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
 
 
 def _moe_layers(tmp_path: Path, base: dict[str, Any], **changes: Any) -> tuple[int, ...]:
-    """As both services read them, which must agree."""
+    """Returns the MoE layers as both services read them, which must agree."""
     layers = _read(tmp_path, base, **changes).moe_layer_ids
     assert read_geometry(tmp_path).moe_layers == layers
     return layers

@@ -198,7 +198,7 @@ JAMBA = Published.load("jamba-1.5-mini").config
 
 
 def test_layers_of_one_half_are_read(tmp_path: Path) -> None:
-    """Of 88 layers 8 have a cache, 40 a state and 40 experts, which work in a narrower space."""
+    """8 of 88 layers have a cache, 40 a state and 40 experts, which work in a narrower space."""
     config = _read(tmp_path, NEMOTRON)
     linear = config.linear
     assert linear is not None

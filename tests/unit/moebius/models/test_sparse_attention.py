@@ -55,7 +55,7 @@ def read(directory: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
 
 
 def indexer(config: ModelConfig) -> IndexerConfig:
-    """Of a model that has one."""
+    """Returns the indexer config of a model that has one."""
     assert config.mla is not None
     assert config.mla.indexer is not None
     return config.mla.indexer
@@ -123,7 +123,7 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 def test_pages_hold_the_keys_of_layers_that_choose(tmp_path: Path) -> None:
-    """Of every rank, whose part of the heads does not matter; of a stage, its own layers'."""
+    """Every rank has them, whatever its part of the heads; a stage has its own layers'."""
     config = read(tmp_path, GLM)
     heads = rank_layers(config, ParallelContext(1, 2))
     stage = rank_layers(

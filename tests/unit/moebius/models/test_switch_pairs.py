@@ -97,7 +97,7 @@ def _set(**values: Any) -> Change:
 
 
 def _rope(**values: Any) -> Change:
-    """Of all layers that rotate."""
+    """Returns the rotations of all layers that rotate."""
 
     def change(config: ModelConfig) -> ModelConfig:
         turn = partial(replace, **values)

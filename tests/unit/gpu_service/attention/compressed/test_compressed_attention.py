@@ -64,7 +64,7 @@ class World:
 
 
 def _config(top_k: int) -> ModelConfig:
-    """Of a tiny checkpoint, with the sizes of this test."""
+    """Returns the configuration of a tiny checkpoint, with the sizes of this test."""
     tiny, compressed, num_layers = _tiny(), replace(_sizes(), top_k=top_k), len(RATES)
     ropes = tiny.layer_ropes[:num_layers]
     sizes = {"head_dim": SIZE, "num_layers": num_layers, "layer_ropes": ropes}
@@ -127,7 +127,7 @@ def _steps() -> list[tuple[tuple[int, int], ForwardInputs]]:
 
 
 def _rows(whole: torch.Tensor, previous: tuple[int, int], inputs: ForwardInputs) -> torch.Tensor:
-    """Of `[2, L, ...]` the rows of a step."""
+    """Returns the rows of a step of `[2, L, ...]`."""
     return torch.cat([whole[r, previous[r] : inputs.seq_lens[r]] for r in range(2)])
 
 

@@ -14,7 +14,7 @@ EXPERTS, TOP_K, SLOTS, PRICE = 64, 4, 8, 4.0
 
 
 def forecast_of(known: NDArray[np.int64] | None = None) -> RoutingForecast:
-    """Of one layer, whose first experts are in its slots."""
+    """Returns a forecast of one layer, whose first experts are in its slots."""
     return RoutingForecast(np.arange(EXPERTS)[None] < SLOTS, TOP_K, known)
 
 
@@ -32,13 +32,13 @@ def counts_of(rng: np.random.Generator, chances: NDArray[np.float64], tokens: in
 
 
 def observed(decode: NDArray[np.int64] | None, prefill: NDArray[np.int64] | None = None) -> Observation:
-    """Of one layer."""
+    """Returns an observation of one layer."""
     nothing = np.zeros((1, EXPERTS), np.int64)
     return Observation(nothing if decode is None else decode, nothing if prefill is None else prefill)
 
 
 def hits(forecast: RoutingForecast, counts: NDArray[np.int64]) -> float:
-    """Of the experts that the forecast would put into the slots."""
+    """Returns the hits of the experts that the forecast would put into the slots."""
     return float(counts[0, np.argsort(-forecast.expected[0])[:SLOTS]].sum() / counts.sum())
 
 

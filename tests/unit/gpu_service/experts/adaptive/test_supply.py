@@ -59,7 +59,9 @@ class World(ExchangingRank):
         self.device.advance(self.rng.randrange(6))
 
     def compare(self) -> int:
-        """As `ResidentWatch` at any moment, without waiting for steps; returns how many slots it could."""
+        """Compares as `ResidentWatch` at any moment, without waiting for steps; returns how many slots it
+        could.
+        """
         compared = 0
         for layer, slots in self.resident.slots.items():
             for slot, content in enumerate(slots.contents):
@@ -69,7 +71,7 @@ class World(ExchangingRank):
         return compared
 
     def between_steps(self) -> None:
-        """As `AdaptivePlacement.begin_step` does, with wishes of all kinds."""
+        """Advances as `AdaptivePlacement.begin_step` does, with wishes of all kinds."""
         self.now += self.rng.choice([0.0, 0.3])
         self.supply.retire()
         self.exchanges.advance(self.wanted() + self.refills()[:2])

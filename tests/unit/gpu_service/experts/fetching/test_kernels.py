@@ -118,7 +118,7 @@ def test_the_kernel_is_the_reference(
 @pytest.mark.parametrize("name", ["triton", "reference"])
 @pytest.mark.parametrize("missing", range(1, 12))
 def test_link_and_servers_are_done_together(name: str, missing: int) -> None:
-    """As many experts with a row each are copied as make the slower of both fastest, and the fewest such."""
+    """The fewest experts with a row each are copied that make the slower of both fastest."""
     state, _ = fetch_state(SERVERS[tensor_split], 11, prices=(23e-6, 48e-6))
     times = [max((missing - n) * 23e-6, n * 48e-6) for n in range(missing + 1)]
     kernels(name).choose(state.layers[0], torch.arange(missing, dtype=torch.int32).view(1, -1))

@@ -179,7 +179,7 @@ class World:
             self.device.advance(1)
 
     def launch_layer(self, run: Run, layer: int) -> None:
-        """As the MoE block does."""
+        """Launches a layer as the MoE block does."""
         self.run = run
         self.device.current = "lane" if run.is_lane else "main"
         hidden, weights = torch.zeros(ROWS, SHAPE.hidden), torch.ones(ROWS, SHAPE.top_k)
@@ -249,7 +249,7 @@ class World:
 
 
 def new_ids(rng: random.Random) -> list[torch.Tensor]:
-    """Of every layer; -1 among them."""
+    """Returns new ids of every layer; -1 among them."""
     found = []
     for _ in range(LAYERS):
         rows = [rng.sample(range(-1, SHAPE.experts), SHAPE.top_k) for _ in range(ROWS)]

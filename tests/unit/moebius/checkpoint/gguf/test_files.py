@@ -91,7 +91,7 @@ def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Pa
 
 
 def metadata_entry(key: str, kind: int, value: bytes) -> bytes:
-    """As a header holds it."""
+    """Returns the metadata entry as a header holds it."""
     return len(key).to_bytes(8, "little") + key.encode() + kind.to_bytes(4, "little") + value
 
 
