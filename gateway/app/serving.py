@@ -227,11 +227,14 @@ class RequestRun:
     def _usage(self) -> Usage:
         """Returns the counts so far."""
         jobs = self._jobs
+        drafted = [counts for job in jobs for counts in job.draft_tokens.values()]
         return Usage(
             prompt_tokens=sum(job.prompt_tokens for job in jobs),
             completion_tokens=sum(job.completion_tokens for job in jobs),
             cached_tokens=sum(job.cached_tokens for job in jobs),
             reasoning_tokens=sum(job.reasoning_tokens for job in jobs),
+            accepted_draft_tokens=sum(accepted for accepted, _ in drafted),
+            rejected_draft_tokens=sum(rejected for _, rejected in drafted),
             prompt_s=self._first_token_s,
             total_s=time.perf_counter() - self._started,
         )

@@ -14,7 +14,6 @@ import torch
 from gpu_service.assembly.built import Built, model_info
 from gpu_service.assembly.elastic import EngineCache, make_engine_cache, make_page_supply, make_pool
 from gpu_service.assembly.experts import (
-    RankMoe,
     check_experts,
     connect_experts,
     expert_memory,
@@ -37,7 +36,6 @@ from gpu_service.assembly.speculation import (
     make_drafter,
     make_speculation,
 )
-from gpu_service.assembly.step_check import MEASURE_AGAIN, make_check, report_failure
 from gpu_service.assembly.steps import (
     attention_that_runs,
     make_lane,
@@ -53,18 +51,19 @@ from gpu_service.cache.request_states import allocate_states
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.core.constraint import PREPARE, ConstraintCompiler, make_compiler
 from gpu_service.core.interface import EngineObserver, OutputDelta
-from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.partition import rank_layers
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.request import SchedulerLimits
+from gpu_service.core.step import TokenPool
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.prefill_lane import PrefillLane
-from gpu_service.engine.step_check import StepCheck
+from gpu_service.engine.step_check import MEASURE_AGAIN, StepCheck, make_check, report_failure
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
+from gpu_service.experts.costs import RankMoe
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.recorder import recorder_operations
 from gpu_service.experts.resident.experts import ResidentExperts
@@ -110,7 +109,7 @@ def build_engine(
             "requests in which that happens end with an error, and bfloat16 has no such limit",
             model_type=model_config.model_type,
         )
-    check_speculation(config.gpu, config.parallel, model_config)
+    check_speculation(config.gpu, config.parallel)
     has_lane = may_have_lane(config, model_config, device)
     group = join_group(config, device, identity=identity.text, has_lane=has_lane)
     layers = rank_layers(model_config, group.parallel)

@@ -6,16 +6,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from opentelemetry.context import Context
 
 from gpu_service.core.request import FinishReason, Request, TokenLogprobs
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ class Inbox:
         self.num_added = 0
         # What the engine goes by until the next drain, and how this rank finds it out; the engine sets that.
         self.sight = LaneSight()
-        self.look: Callable[[], LaneSight] = LaneSight
+        self.look: Callable[[], LaneSight] = lambda: self.sight
 
     def post(self, message: Message) -> None:
         """Appends a message and wakes the engine thread."""
@@ -136,6 +133,9 @@ class OutputDelta:
     # Output tokens emitted up to and with this delta.
     num_output_tokens: int
     cached_tokens: int
+    # Draft tokens verified up to and with this delta, by whether they became output tokens.
+    accepted_draft_tokens: int
+    rejected_draft_tokens: int
     finish_reason: FinishReason | None
     matched_stop_token: int | None
     error_message: str
@@ -152,6 +152,8 @@ def delta_of(request: Request) -> OutputDelta:
         prompt_logprobs=tuple(request.prompt_logprobs) if start == 0 else (),
         num_output_tokens=request.reported_len,
         cached_tokens=request.cached_len,
+        accepted_draft_tokens=request.accepted_draft_tokens,
+        rejected_draft_tokens=request.rejected_draft_tokens,
         finish_reason=request.finish_reason,
         matched_stop_token=request.matched_stop_token,
         error_message=request.error_message,

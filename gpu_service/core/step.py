@@ -3,7 +3,8 @@
 `Batch` (the scheduler: which tokens of which requests) becomes a `StepPlan` (the input builder: every tensor
 of the step, on the host), which is staged on the device and run. A `StepPlan` is the `ForwardInputs` that
 layers and attention read, and what the model runner and the sampler need besides: no record is copied into
-another one on the way. `results.py` has the way back.
+another one on the way. The ids of its tokens alone are only on the device, in the `TokenPool`. `results.py`
+has the way back.
 
 To add a tensor to every step, declare it here, fill it in `InputBuilder.build`, and read it where it is used
 (`context.inputs.<name>` in a layer). The declaration is what all else is derived from:
@@ -55,12 +56,18 @@ class Batch:
     # Of models with linear attention: the slots that each request's state is read from and written to.
     state_reads: list[int] = field(default_factory=list)
     state_writes: list[int] = field(default_factory=list)
-    # Long prompts alone, while others that decode wait for their turn (`scheduler/turns.py`).
+    # Long prompts alone, while others that decode wait for their turn (`scheduler/pacing.py`).
     is_prompt_turn: bool = False
     # Of a step that verifies drafts: each request's, for the positions after its own token.
     drafts: list[list[int]] = field(default_factory=list)
+    # Of models with states, of each request's drafts: the slots that the states after them are written to.
+    draft_states: list[list[int]] = field(default_factory=list)
+    # Of such a step with an entry for each row (`speculation/rows.py`): the request's drafts up to the row.
+    preceding_drafts: list[list[int]] = field(default_factory=list)
     # How many drafts of each request its next step would verify; asked of a device drafter.
     num_drafts: int = 0
+    # Whether a device drafter runs in it, if only to keep up with its tokens.
+    runs_drafter: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -113,6 +120,14 @@ class TensorField:
         return tuple(axes[axis] if axis in axes else int(axis) for axis in self.shape.split())
 
 
+@dataclass(frozen=True, slots=True)
+class DepthRows:
+    """Rows of a step with drafts: requests' own tokens, or their first drafts, or their second ones, ..."""
+
+    rows: list[int]
+    index: Annotated[Tensor, TensorField("N", int64)]  # The same.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardInputs:
     """What the layers of a model read. Row order: requests in batch order, each one's tokens by position."""
@@ -142,7 +157,7 @@ class ForwardInputs:
     visible_ends: Annotated[Tensor | None, TensorField("T", int64)] = None
     # What image tokens of the step are in the residual stream; None: there are none.
     image_features: ImageFeatures | None = None
-    # Slots of `StateSlots`, no slot both read and written; None: the model keeps no states.
+    # Slots of `StateSlots`, no slot both read and written but as `depths` says; None: the model keeps none.
     # Padding starts from the state of zeros, slot 0.
     state_reads: Annotated[
         Tensor | None, TensorField("R", int64, captured=True, feature=Feature.LINEAR_ATTENTION)
@@ -151,6 +166,9 @@ class ForwardInputs:
         Tensor | None,
         TensorField("R", int64, captured=True, padding=Dummy.STATE, feature=Feature.LINEAR_ATTENTION),
     ] = None
+    # Of a model with states, where a step has drafts: all rows, each depth reading what the one before wrote.
+    # Empty: no row's state is another row's of the step.
+    depths: list[DepthRows] = field(default_factory=list)
     # False for rows that only pad a batch to a graph's size; they choose no experts. None: no such rows.
     valid_rows: Annotated[Tensor | None, TensorField("T", boolean, captured=True, valid=1)] = None
 
@@ -217,6 +235,8 @@ class PenaltyRows:
     repetition: Annotated[Tensor, TensorField("N 1", float32)]
     presence: Annotated[Tensor, TensorField("N 1", float32)]
     frequency: Annotated[Tensor, TensorField("N 1", float32)]
+    # Of rows of drafts, the request's drafts up to the row, padded with -1; its rows are consecutive.
+    preceding_drafts: Annotated[Tensor, TensorField("N K", int64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +348,7 @@ class StepPlan(ForwardInputs):
     drafts: Drafts | None = None
     # As in `Batch`.
     num_drafts: int = 0
+    runs_drafter: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -480,3 +501,31 @@ def _map(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
         return type(tree)([_map(element, replace) for element in tree])
     changes = {name: _map(getattr(tree, name), replace) for name in _holders(tree.__class__)}
     return dataclasses.replace(tree, **changes)
+
+
+class TokenPool:
+    """Token ids of running requests, on the device: the sampler writes, the next step's inputs gather.
+
+    Because of it the host never needs to know a token to launch the step that computes it.
+
+    int32 `[num_slots + 1, max_len]`; row = a request's slot, column = position in prompt + output. The last
+    row, `dummy_slot`, belongs to no request: rows of padding read and write it. All methods must run in
+    stream order (inside a launch).
+    """
+
+    def __init__(self, num_slots: int, max_len: int, device: torch.device) -> None:
+        self.tokens = torch.zeros((num_slots + 1, max_len), dtype=torch.int32, device=device)
+        self.dummy_slot = num_slots
+
+    def upload(self, slot: int, token_ids: torch.Tensor) -> None:
+        """Writes a request's known tokens, int32 `[n]`, when it is given the slot."""
+        self.tokens[slot, : token_ids.shape[0]] = token_ids.to(self.tokens.device)
+
+    def gather(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Token ids int64 `[T]` at `positions[t]` of `slots[t]` (both int64 `[T]`)."""
+        return self.tokens[slots, positions].long()
+
+    def scatter(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Writes sampled ids int64 `[R]`; each (slot, position) at most once,
+        but for the dummy slot's."""
+        self.tokens[slots, positions] = token_ids.to(torch.int32)

@@ -243,6 +243,9 @@ class CheckedExperts(ExpertClient):
     def stats(self) -> ExpertClientStats:
         return self._inner.stats()
 
+    def busy_seconds(self) -> float:
+        return self._inner.busy_seconds()
+
     def close(self) -> None:
         self._inner.close()
 

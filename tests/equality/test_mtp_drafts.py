@@ -11,8 +11,7 @@ import torch
 
 from gpu_service.attention.registry import make_attention
 from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.step import StepPlan
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.step import StepPlan, TokenPool
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.context import ForwardContext
@@ -23,6 +22,7 @@ from tests.equality.test_no_hidden_waits import NoQuestions
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.host_graphs import RecordedOperations
+from tests.helpers.layer_values import first_moe
 from tests.helpers.mtp_models import (
     MtpModels,
     MtpReference,
@@ -106,7 +106,9 @@ def check_drafts(
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "name", ["glm4_moe", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "qwen3_5_moe_text_bias_tied"]
+)
 def test_drafts_change_no_token_and_are_those_of_transformers(
     name: str, params: dict[str, Any], written: MtpModels
 ) -> None:
@@ -129,7 +131,7 @@ def _within_page(known: list[int], count: int, reference: MtpReference, found: l
     return [*reference.drafts(known, exact), *found[exact:]]
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_a_single_head_goes_on_with_what_it_made(name: str, written: MtpModels) -> None:
     directory, reference = written(name, 1)
     plain, _, _ = run(directory, 0, 0, GREEDY)
@@ -172,7 +174,7 @@ def test_replayed_decode_steps_leave_the_head_what_it_needs(tmp_path: Path) -> N
     write_mtp_model("glm4_moe", tmp_path)
     make_foreseen(tmp_path)
     model = tiny_model(tmp_path, HOST, mtp_heads=1)
-    experts = DenseExperts(tmp_path, model.config.moe.router.num_experts)
+    experts = DenseExperts(tmp_path, first_moe(model.config).router.num_experts)
     found = []
     for largest in (0, 8):
         setup = Setup(largest, budget=16, num_drafts=3, device_drafter=MtpDrafter)
@@ -190,7 +192,7 @@ def test_no_draft_asks_the_device(heads: int, written: MtpModels, monkeypatch: p
     """Which rows are requests' last, only the device knows: the host waits for nothing of it."""
     directory, _ = written("glm4_moe", heads)
     model, asked = tiny_model(directory, HOST, mtp_heads=heads), []
-    experts = DenseExperts(directory, model.config.moe.router.num_experts)
+    experts = DenseExperts(directory, first_moe(model.config).router.num_experts)
 
     def tolist(tensor: torch.Tensor) -> list[Any]:
         raise AssertionError("tolist makes the host wait for the device")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import CacheTensor, StateTensor
-
-if TYPE_CHECKING:
-    from moebius.models.config import RopeConfig
 
 
 class Mixer(ABC):
@@ -16,20 +14,21 @@ class Mixer(ABC):
 
     __slots__ = ()
 
-    # Why a draft token that was rejected can not be taken back; empty: what it left is overwritten.
-    unrewindable: ClassVar[str] = ""
     # Whether its pages may hold 8 bits an element.
     stores_8_bits: ClassVar[bool] = True
     rope: RopeConfig | None  # None: nothing is rotated.
 
     @property
     def cache(self) -> tuple[CacheTensor, ...]:
-        """Returns what it keeps in pages: rows that are attended to, then keys that these are chosen by."""
+        """What it keeps in pages: rows that are attended to, then keys that these are chosen by.
+
+        What a rejected draft left there is written over by the token that takes its position.
+        """
         return ()
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        """Returns what it keeps in a slot of each request."""
+        """What it keeps in a slot of each request; each draft that a step verifies has one, too."""
         return ()
 
     @abstractmethod
@@ -39,6 +38,10 @@ class Mixer(ABC):
     @abstractmethod
     def indivisible(self, num_ranks: int) -> str:
         """What `num_ranks` do not divide, for messages; empty: they divide all."""
+
+    def within(self, max_model_len: int) -> Self:
+        """The mixer where no sequence exceeds `max_model_len` tokens: without limits that none reaches."""
+        return self
 
     @property
     def attends_back(self) -> int:

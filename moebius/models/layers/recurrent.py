@@ -5,21 +5,17 @@ convolutions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import Self
 
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.ranks import even_shard
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import StateTensor
-
-if TYPE_CHECKING:
-    from moebius.models.config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrent(Mixer):
     """Base: heads of keys, each of which serves as many consecutive heads of values."""
-
-    unrewindable: ClassVar[str] = "layers that keep one state per request"
 
     num_key_heads: int
     num_value_heads: int  # A multiple of the key heads.
