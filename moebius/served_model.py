@@ -9,8 +9,10 @@ from moebius.models.read import read_geometry, read_model_config
 
 
 def read_served_model(config: MoebiusConfig) -> ModelConfig:
-    """The configuration of the model, as an engine of these settings reads it. Raises ModelConfigError or
-    CheckpointError."""
+    """Returns the configuration of the model, as an engine of these settings reads it.
+
+    Raises ModelConfigError or CheckpointError.
+    """
     chosen = config.model
     overrides = ModelOverrides(
         chosen.experts_per_token,
@@ -23,6 +25,8 @@ def read_served_model(config: MoebiusConfig) -> ModelConfig:
 
 
 def read_served_geometry(config: MoebiusConfig) -> MoeGeometry:
-    """The geometry of its routed experts: what expert servers hold, and engines ask for. Raises
-    ModelConfigError."""
+    """Returns the geometry of its routed experts: what expert servers hold, and engines ask for.
+
+    Raises ModelConfigError.
+    """
     return read_geometry(config.model.model, config.model.experts_per_token, config.gpu.mtp_heads)

@@ -109,7 +109,7 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """Whether responses are stored."""
+        """Returns whether responses are stored."""
         return self.limits.count > 0
 
     @contextlib.contextmanager

@@ -289,7 +289,7 @@ class Gateway:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the model is known."""
+        """Returns whether the model is known."""
         return self._model is not None
 
     async def not_ready(self) -> str:

@@ -192,7 +192,7 @@ def _assemble(
 def _shaped_model(
     config: MoebiusConfig, model_config: ModelConfig, device: torch.device, group: RankGroup
 ) -> CausalLM:
-    """This rank's part, without weights."""
+    """Returns this rank's part, without weights."""
     rule = deferral_rule(config, model_config)
     model = build_model(model_config, device=device, parallel=group.parallel)
     shape_weights(model, config.model)
@@ -210,7 +210,9 @@ def _step_runners(
     memory: KvMemory,
     undo: ExitStack,
 ) -> tuple[StepRunner, PrefillLane | None]:
-    """Of the main lane, and of the prefill lane where there is one. Residents are watched from then on."""
+    """Returns the step runners of the main lane and, where there is one, of the prefill lane; residents are
+    watched from then on.
+    """
     assert isinstance(runner.model, CausalLM)
     if runner.experts is None and runner.model.model.deferral is not None:
         _log.warning("defer_experts changes answers and saves no time: no layer asks an expert server")
@@ -230,7 +232,9 @@ def _step_runners(
 def _plan_memory(
     config: MoebiusConfig, model: CausalLM, moe: RankMoe | None, group: RankGroup
 ) -> tuple[KvMemory, MoebiusConfig, StreamingPlan | None]:
-    """Before anything is loaded. Also the settings with what is chosen, and what will be streamed."""
+    """Plans memory before anything is loaded; also returns the settings with what is chosen, and what will be
+    streamed.
+    """
     device, dtype = model.device, TORCH_DTYPES[model.config.dtype]
     streaming = rank_streaming(config, moe, device)
     held = expert_memory(config, moe, dtype, group, streaming)
@@ -306,7 +310,7 @@ def _num_pages(
     lane_stream: DeviceStream | None,
     group: RankGroup,
 ) -> int:
-    """Of the KV pool, the same on all ranks."""
+    """Returns the number of pages of the KV pool, which is the same on all ranks."""
     geometry = None if moe is None else moe.geometry
     wanted = memory.num_pages(model, geometry, resident, states, streamed, lane_stream)
     return group.minimum("num_pages", wanted)
@@ -326,7 +330,7 @@ def _engine(
     on_output: Callable[[list[OutputDelta]], None],
     compiler: ConstraintCompiler | None,
 ) -> Engine:
-    """Scheduler and loops around what runs the steps."""
+    """Returns scheduler and loops around what runs the steps."""
     gpu, recorder = config.gpu, runner.recorder
     operations = {} if recorder is None else dict(recorder_operations(recorder))
     if compiler is not None:

@@ -74,7 +74,7 @@ class Built:
         return tiers if isinstance(tiers, PrefixTiers) else None
 
     def memory_shares(self) -> MemoryShares:
-        """Who has this rank's memory of pages and experts now."""
+        """Returns who has this rank's memory of pages and experts now."""
         elastic = self.elastic
         return MemoryShares(
             kv=self.kv_bytes if elastic is None else elastic.kv_bytes,
@@ -113,12 +113,15 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ma
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of generation_config.json that stand for what a request leaves unset."""
+    """Returns the fields of generation_config.json that stand for what a request leaves unset."""
     return {name: generation[name] for name in _DEFAULTS if generation.get(name) is not None}
 
 
 def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
-    """Static facts for clients. Raises WrongIdentity when files have been written since they were read."""
+    """Returns static facts for clients.
+
+    Raises WrongIdentity when files have been written since they were read.
+    """
     directory = Path(config.model.model)
     model = built.model_config
     raw = read_config(directory)

@@ -88,11 +88,11 @@ class RadixCache:
         self._clock = 0
         self._serial = 0
         self.num_pages = 0
-        # Pages of nodes that nobody locks; eviction can return all of them.
+        # Pages of unlocked nodes; eviction can return all of them.
         self.evictable_pages = 0
 
     def match(self, tokens: Sequence[int], namespace: str = "") -> PrefixHandle:
-        """The longest cached prefix of whole pages (that ends in a state, if states are needed).
+        """Returns the longest cached prefix of whole pages (that ends in a state, if states are needed).
 
         May split a node; locks nothing.
 
@@ -161,7 +161,7 @@ class RadixCache:
                 self.evictable_pages += len(node.pages)
 
     def unlocked_pages(self, handle: PrefixHandle) -> int:
-        """Pages of the prefix that nobody locks: what locking it would take from `evictable_pages`."""
+        """Returns how many pages of the prefix are unlocked, which locking takes from `evictable_pages`."""
         return sum(len(node.pages) for node in _ancestry(handle.node) if node.locks == 0)
 
     @property
@@ -170,7 +170,7 @@ class RadixCache:
         return self._clock
 
     def evictable_since(self, time: int) -> int:
-        """Pages of unlocked nodes that were used after a `time`."""
+        """Returns the number of pages of unlocked nodes that were used after a `time`."""
         return sum(len(node.pages) for node in self.nodes() if node.locks == 0 and node.last_access > time)
 
     def evict(self, num_pages: int, until: int | None = None) -> list[int]:
@@ -195,7 +195,7 @@ class RadixCache:
         return freed
 
     def evict_state(self) -> bool:
-        """Gives up the least recently used state, whoever locks its node; False: there is none.
+        """Gives up the least recently used state, also of a locked node; False: there is none.
 
         A locked node's pages stay, and so does whatever a request has read of its state.
         """
@@ -215,7 +215,7 @@ class RadixCache:
             node.state_slot = 0
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
+        """Yields every node but the roots, parents first."""
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -311,7 +311,7 @@ class RadixCache:
 
 
 def _ancestry(node: Node) -> Iterator[Node]:
-    """The node and its parents, without the root."""
+    """Yields the node and its parents, without the root."""
     current: Node | None = node
     while current is not None and current.parent is not None:
         yield current

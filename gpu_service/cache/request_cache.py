@@ -231,7 +231,7 @@ class RequestCache:
         }
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Returns the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def probe(self, request: Request) -> PrefixHandle | None:
@@ -284,7 +284,7 @@ class RequestCache:
 
     @property
     def has_free_state(self) -> bool:
-        """Whether one request more can be in the next step, as far as its state matters."""
+        """Returns whether one request more can be in the next step, as far as its state matters."""
         return self.states is None or self.states.pool.available > 0
 
     def scheduled(self, request: Request, batch: Batch) -> None:
@@ -330,7 +330,7 @@ class RequestCache:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a state is worth computing where a prompt's whole pages end: others can start from it."""
+        """Returns whether states at the end of a prompt's whole pages are worth computing."""
         return self.prefix_caching and self.states is not None and self.states.max_snapshots > 0
 
     def keep_state(self, request: Request, slot: int) -> None:
@@ -367,7 +367,7 @@ class RequestCache:
                 self.states.forget(slot)
 
     def _store_pages(self, request: Request, whole: int, state_slot: int = 0) -> bool:
-        """The first `whole` pages, and the state after them; whether the tree keeps the state.
+        """Stores the first `whole` pages and the state after them; returns whether the tree keeps the state.
 
         |-- locked --|-- duplicates of the tree's --|-- new to the tree --|-- last, partial page --|
         0         locked                         already                whole             computed_len
@@ -389,7 +389,7 @@ class RequestCache:
         return result.takes_state
 
     def _set_pages(self, request: Request, pages: list[int]) -> None:
-        """Replaces entries rather than appending: whoever copied the old ones sees it by the epoch."""
+        """Replaces entries rather than appending: holders of a copy of the old ones see it by the epoch."""
         request.pages = pages
         request.pages_epoch = next(self._epochs)
 
@@ -398,7 +398,7 @@ class RequestCache:
         return request.pages[len(self._prefix_pages(request)) :]
 
     def _prefix_pages(self, request: Request) -> tuple[int, ...]:
-        """The tree's pages that the request begins with and holds locked."""
+        """Returns the tree's pages that the request begins with and holds locked."""
         handle = self._prefixes.get(request)
         return () if handle is None else handle.pages
 

@@ -101,7 +101,7 @@ class Inbox:
                 self._condition.wait(timeout_s)
 
     def drain(self, wait: bool) -> list[Message]:
-        """All messages so far; with `wait`, blocks until there is one. Sets `sight`."""
+        """Returns all messages so far; with `wait`, blocks until there is one. Sets `sight`."""
         with self._condition:
             while wait and not self._messages:
                 self._condition.wait()
@@ -142,7 +142,7 @@ class OutputDelta:
 
 
 def delta_of(request: Request) -> OutputDelta:
-    """What is new since the last call for this request; called by the engine thread."""
+    """Returns what is new since the last call for this request; called by the engine thread."""
     start = request.reported_len
     request.reported_len = len(request.output_token_ids)
     return OutputDelta(
@@ -204,20 +204,20 @@ class NullObserver:
     """Observes nothing."""
 
     def submitted(self, request: Request) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def launched(self, batch: Batch) -> Context | None:
         """Never traced."""
         return None
 
     def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def ended(self, deltas: list[OutputDelta]) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def loaded(self, load: EngineLoad) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def corrupted(self, error: AssertionError) -> None:
-        """Ignored: the engine logs it."""
+        """Does nothing: the engine logs it."""

@@ -88,7 +88,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether counts of the tokens so far are needed."""
+        """Returns whether counts of the tokens so far are needed."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -232,7 +232,9 @@ MOST_TRACE_IDS = 16
 
 
 def trace_fields(requests: Iterable[Request]) -> dict[str, Any]:
-    """For log lines: `trace_id` of one request, `trace_ids` of the first of several, nothing of none."""
+    """Returns fields for log lines: `trace_id` of one request, `trace_ids` of the first of several, nothing
+    of none.
+    """
     found = list(dict.fromkeys(request.trace_id for request in requests if request.trace_id))
     if len(found) == 1:
         return {"trace_id": found[0]}

@@ -12,8 +12,8 @@ step in flight, and all said here of steps is said of those of the main lane.
 
 Invariants, with step N+1 launched before step N is committed:
 (a) a request that ends by a stop token in step N also ran in N+1; that token is dropped;
-(b) pages and slots freed by commit(N) may still be read and written by N+1; whoever gets them next is
-    computed by N+2 or later, and the runner runs steps in order;
+(b) pages and slots freed by commit(N) may still be read and written by N+1; the next request that gets them
+    is computed by N+2 or later, and the runner runs steps in order;
 (c) a launched step reads its own `StepPlan` and never a request;
 (d) only committed tokens enter the prefix tree, so a failed step leaves no bad page behind;
 (e) integrity is checked when nothing is in flight;
@@ -154,12 +154,12 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it computes what is submitted. Any thread may ask."""
+        """Returns whether it computes what is submitted. Any thread may ask."""
         return self._thread.is_alive() and not self._stopping
 
     @property
     def is_recovering(self) -> bool:
-        """Whether steps wait for lost expert servers. Any thread may ask."""
+        """Returns whether steps wait for lost expert servers. Any thread may ask."""
         return self._runner.is_recovering
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -205,7 +205,7 @@ class Engine:
     # ---- the engine thread ----
 
     def _run(self) -> None:
-        """A defect of the loop itself ends the engine: whoever waits gets the error."""
+        """A defect of the loop itself ends the engine: all waiting callers get the error."""
         try:
             while self.receive(wait=True):
                 self.turn()
@@ -303,7 +303,7 @@ class Engine:
             raise self._defect
 
     def _give_turn(self) -> bool:
-        """A turn of the main lane that waits for nothing, between two layers of the lane."""
+        """Returns a turn of the main lane that waits for nothing, between two layers of the lane."""
         if self._defect is not None:
             return False
         try:
@@ -323,7 +323,7 @@ class Engine:
             return False
 
     def _plan(self, schedule: Callable[[], Batch | None]) -> tuple[Batch, StepPlan] | None:
-        """A batch and its inputs; None when there is none, or when it failed."""
+        """Returns a batch and its inputs; None when there is none, or when it failed."""
         try:
             if (batch := schedule()) is None:
                 return None
@@ -347,7 +347,7 @@ class Engine:
         self._pacing.committed(step, result, self._lane_is_open)
 
     def _supply_masks(self, step: LaunchedStep) -> None:
-        """What a step awaits follows from the tokens of the one before it, which is committed now."""
+        """Supplies what a step awaits, which follows from the tokens of the one before it, now committed."""
         masks = None
         try:
             masks = self._builder.masks(step.batch)
@@ -445,7 +445,7 @@ class Engine:
         self._damage.clear_pages()
 
     def _compute_again(self, batch: Batch, reason: str, keep: bool = True) -> None:
-        """The lane's step lost the experts that it streamed: its requests wait anew, for either lane."""
+        """Requests whose experts were lost in a step of the lane return to the queue, for either lane."""
         _log.warning("experts changed during a prefill step, which is computed again", error=reason)
         self.scheduler.give_up(batch, keep)
         if not keep:

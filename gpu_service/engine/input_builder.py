@@ -70,7 +70,7 @@ class BlockTable:
         self._written[slot] = count
 
     def rows(self, requests: list[Request]) -> npt.NDArray[np.int32]:
-        """A copy `[R, longest]`: a step in flight must not see later changes."""
+        """Returns a copy `[R, longest]`: a step in flight must not see later changes."""
         longest = max(len(request.pages) for request in requests)
         return self._table[[request.slot for request in requests], :longest]
 
@@ -142,7 +142,7 @@ class InputBuilder:
         )
 
     def masks(self, batch: Batch) -> TokenMasks | None:
-        """Of a step whose plan awaits them, once all steps before it are committed."""
+        """Returns the masks that a step's plan awaits, once all steps before it are committed."""
         return self.token_masks.build(as_rows(batch))
 
     def _sampling(
@@ -203,7 +203,7 @@ def _pooled_rows(batch: Batch) -> list[PooledRows]:
 
 
 def _plan_images(batch: Batch) -> ImagePlan | None:
-    """Image tokens among the step's rows; None: there are none."""
+    """Returns image tokens among the step's rows; None: there are none."""
     slices: list[ImageSlice] = []
     rows: list[Positions] = []
     first_row = 0
@@ -221,7 +221,7 @@ def _plan_images(batch: Batch) -> ImagePlan | None:
 
 
 def _visible_ends(batch: Batch, positions: Positions) -> torch.Tensor | None:
-    """int64 `[T]`, where image tokens of the step see one another; None: there are none."""
+    """Returns int64 `[T]`, where image tokens of the step see one another; None: there are none."""
     ends, first_row, found = positions + 1, 0, False
     for request, start, count in zip(
         batch.requests, batch.start_positions, batch.num_new_tokens, strict=True
@@ -238,7 +238,7 @@ def _visible_ends(batch: Batch, positions: Positions) -> torch.Tensor | None:
 
 
 def _axis_positions(batch: Batch, positions: Positions) -> torch.Tensor:
-    """int64 `[3, T]`: of text `positions` `[T]` along all axes, of requests with images their own."""
+    """Returns int64 `[3, T]`: of text `positions` `[T]` along all axes, of requests with images their own."""
     by_axis = np.broadcast_to(positions, (NUM_AXES, len(positions))).copy()
     row = 0
     for request, start, count in zip(

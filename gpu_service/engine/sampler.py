@@ -251,7 +251,7 @@ class Sampler:
         self._truncate: Callable[..., torch.Tensor] = truncate_probabilities
 
     def for_another_stream(self) -> Sampler:
-        """One with the same counts that runs next to this one, for other slots.
+        """Returns a sampler with the same counts that runs next to this one, for other slots.
 
         FlashInfer's kernel of top-k works in memory that it keeps for the whole device.
         """
@@ -283,7 +283,7 @@ class Sampler:
             finite = _all_finite(logits)
             self._adjust(logits, plan, tokens)
             finite &= logits.amax(dim=-1) > -torch.inf
-        if plan.random_rows.numel() == logits.shape[0]:  # nobody wants to know the likeliest tokens
+        if plan.random_rows.numel() == logits.shape[0]:  # the likeliest tokens are not needed
             finite = _all_finite(logits) if finite is None else finite
             token_ids = self._draw(logits, plan)
         else:
@@ -335,7 +335,7 @@ class Sampler:
 
 
 def _all_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Bool `[R]`: no NaN and no Inf in a row of `[R, V]`."""
+    """Returns bool `[R]`: no NaN and no Inf in a row of `[R, V]`."""
     if logits.is_cuda:  # one kernel for both
         return argmax_and_finite(logits)[1]
     return torch.isfinite(logits.amax(dim=-1)) & torch.isfinite(logits.amin(dim=-1))
@@ -351,7 +351,7 @@ def _ban_last_ids(logits: torch.Tensor, words: BadWords, tokens: torch.Tensor) -
 
 
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative weight exceeds `uniform` times the total: never one of weight 0."""
+    """Returns the first index whose cumulative weight exceeds `uniform` times the total."""
     cumulative = weights.double().cumsum_(dim=-1)
     target = uniform.unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
@@ -361,7 +361,7 @@ def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, scored_ids: torch.Tensor | None = None
 ) -> Logprobs:
-    """From raw logits float32 `[L, V]`, before bias, penalties and temperature; chosen ids int64 `[L]`.
+    """Returns log-probabilities of raw logits float32 `[L, V]`, before bias, penalties and temperature.
 
     Returns the chosen tokens' natural log-probabilities `[L]`, and the `num_top` best ids and
     log-probabilities `[L, num_top]`, best first, followed by `scored_ids` `[L, M]` and theirs.

@@ -86,7 +86,7 @@ class GatedStreams(HyperStreams):
     """Streams that the model's last norm, a `StreamMixer`, reads together."""
 
     def mixed(self, mixer: StreamMixer) -> torch.Tensor:
-        """What the streams end as, `[T, H]`."""
+        """Returns what the streams end as, `[T, H]`."""
         output: torch.Tensor = mixer(self.streams)[0]
         return output
 
@@ -123,7 +123,7 @@ class NGramRows(nn.Module):
         self.weight_scale = empty_parameter(1, dtype=torch.float32)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """int64 `[T, n]` to `[T, n, row_dim]`: each row from the rank that has it, zeros from others."""
+        """Maps int64 `[T, n]` to `[T, n, row_dim]`: each row from the rank that has it, zeros from others."""
         own = rows - self._shard.begin if self._shard.begin else rows
         return self._group.all_reduce(table_rows(own, self.weight, self.weight_scale, self._dtype))
 

@@ -33,7 +33,7 @@ def seniority(request: Request) -> tuple[int, int, int]:
 
 
 def chunk_size(start: int, remaining: int, budget: int, page_size: int, splits: bool = False) -> int:
-    """Tokens to compute now from position `start`.
+    """Returns tokens to compute now from position `start`.
 
     A chunk that is not the last one ends on a page boundary, so that its pages are whole; unless the
     budget does not reach one, since progress matters more. With `splits` the last one, too, ends on the
@@ -55,7 +55,7 @@ def next_chunk(
 
 
 def least_chunk(request: Request, start: int) -> int:
-    """The fewest tokens that can be computed from `start` on."""
+    """Returns the fewest tokens that can be computed from `start` on."""
     return 1 if request.vision is None else request.vision.uncut(start, 1, request.total_len)
 
 
@@ -83,7 +83,7 @@ class Prompt:
 
 
 def token_cost(request: Request, limits: SchedulerLimits) -> int:
-    """What a token of the request takes of the budget: more, if the head has to score every position."""
+    """Returns a token's share of the budget: more, if the head has to score every position."""
     scores = request.params.prompt_logprobs is not None and request.scheduled_len < request.prompt_len
     return limits.scored_token_cost if scores else 1
 
@@ -98,7 +98,7 @@ def divide_budget(
     budget: int | None = None,
     rank: Callable[[Request], Any] = seniority,
 ) -> Division:
-    """Who computes how much in the next step.
+    """Returns which request computes how much in the next step.
 
     Requests that need one token come first, least recently served first, so that a prompt never holds up
     decoding and none starves when there are more requests than budget. Of the rest the oldest prompt has
@@ -163,7 +163,7 @@ def divide_among_prompts(
 
 
 def _least_cost(prompt: Prompt, limits: SchedulerLimits) -> int:
-    """Of the budget, for the fewest tokens that a prompt can compute."""
+    """Returns the part of the budget that the fewest tokens take that a prompt can compute."""
     start = prompt.request.scheduled_len if prompt.index >= 0 else 0
     return least_chunk(prompt.request, start) * token_cost(prompt.request, limits)
 
@@ -190,12 +190,12 @@ def turn(prompt: Prompt) -> tuple[int, int, tuple[int, int, int]]:
 
 
 def _waits_for_end(request: Request, limits: SchedulerLimits) -> bool:
-    """Whether the token in flight is the last by length, so that nothing after it is to be computed."""
+    """Returns whether the token in flight is the last by length, so that nothing follows it."""
     return request.inflight_tokens > 0 and ends_by_length(request, request.planned_len, limits)
 
 
 def shares_prompt(request: Request, cache: RequestCache) -> bool:
-    """Whether outputs of one request can start from the prompt that one of them computed."""
+    """Returns whether outputs of one request can start from the prompt that one of them computed."""
     shares = cache.prefix_caching and request.params.prompt_logprobs is None
     return shares and request.prompt_len > cache.page_size
 

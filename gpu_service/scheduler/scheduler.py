@@ -66,7 +66,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """Returns whether any request is unfinished."""
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
@@ -87,9 +87,9 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: str = "", keep: bool = True) -> None:
         """Ends a request now: its pages go to the tree (if `keep`) or back to the pool, its slot is free.
 
-        Steps in flight may still read and write those pages and that slot. That is safe because whoever
-        gets them next is computed by a later step of the same device stream. The prefill lane has another
-        one: what it computes gives them up when its step has ended.
+        Steps in flight may still read and write those pages and that slot. That is safe because the request
+        that gets them next is computed by a later step of the same device stream. The prefill lane has
+        another one: what it computes gives them up when its step has ended.
         """
         request.finish_reason = reason
         request.error_message = error
@@ -102,7 +102,7 @@ class Scheduler:
             self._leave(request, keep)
 
     def schedule(self) -> Batch | None:
-        """The next step's batch, or None when nothing can be computed before an earlier step's commit."""
+        """Returns the next step's batch; None: nothing can be computed before an earlier step's commit."""
         if self.speculation is not None and self.speculation.waits(self.running):
             return None
         self._prepare()
@@ -223,7 +223,7 @@ class Scheduler:
         return reported
 
     def poisoned_pages(self, batch: Batch, results: Sequence[RowResult]) -> list[int]:
-        """Before `commit`: pages with KV that is not finite, which no request has once that is done.
+        """Returns pages with KV that is not finite, before `commit`; no request has them once that is done.
 
         Of a request that ends by its own error all that only it has; else from the first failed draft on.
         """
@@ -317,7 +317,8 @@ class Scheduler:
         return cache.states is None or cache.states.advance_drafts(batch, index, count)
 
     def _victim(self, request: Request) -> Request | None:
-        """Who gives up pages for a request: the youngest. None: only the open step of the lane has younger.
+        """Returns the youngest request, which gives up pages. None: only the open step of the lane has
+        younger.
 
         Victims come from the young end, and a batch is filled from the old end, so none is in the batch.
         """
@@ -340,7 +341,7 @@ class Scheduler:
         self.shares.weigh(self.waiting, self.running)
 
     def _prompts_of(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
-        """Those that `choose` takes of the running requests' prompts and those that may start now."""
+        """Returns those that `choose` takes of the running requests' prompts and those that may start now."""
         needs = [request.planned_len - request.scheduled_len for request in self.running]
         prompts = [Prompt(self.running[index], need, index) for index, need in enumerate(needs) if need > 1]
 
@@ -350,7 +351,8 @@ class Scheduler:
         return choose(prompts + self._newcomers(choose_waiting))
 
     def _newcomers(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
-        """Waiting requests that may start now: a client's oldest, then its shortest, of clients in turns.
+        """Returns waiting requests that may start now: a client's oldest, then its shortest, of clients in
+        turns.
 
         As long as the one whose turn it is lacks pages no other overtakes it, or it could wait for ever.
         `choose`: which of them the step takes, in the same order.
@@ -399,7 +401,7 @@ class Scheduler:
             left -= count * cost
 
     def _start(self, request: Request, handle: PrefixHandle | None, batch: Batch) -> None:
-        """From waiting to running, with a slot and its cached prefix."""
+        """Moves a request from waiting to running, with a slot and its cached prefix."""
         self.waiting.remove(request)
         self.cache.attach(request, handle)
         request.slot = heapq.heappop(self._free_slots)

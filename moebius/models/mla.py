@@ -78,7 +78,7 @@ def read_moe(hf: HfKeys, common: Common, router: RouterConfig, *, default_shared
 
 
 def read_v3_router(hf: HfKeys) -> RouterConfig:
-    """The one kind that DeepSeek-V3's keys can name here."""
+    """Returns the one kind that DeepSeek-V3's keys can name here."""
     hf.refuse("scoring_func", "sigmoid")
     hf.refuse("topk_method", "noaux_tc")
     return read_biased_router(hf)

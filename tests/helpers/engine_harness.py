@@ -105,11 +105,11 @@ class FlakyExperts:
         self.interrupted = threading.Event()
 
     def problem(self) -> str:
-        """Whether the servers are there."""
+        """Returns whether the servers are there."""
         return "" if self.present.is_set() else "expert server 0 is dead"
 
     def damages(self) -> int:
-        """As a test says."""
+        """Returns what a test has set."""
         return self.found
 
     def interrupt(self) -> None:
@@ -160,7 +160,7 @@ class Harness:
         assert done, f"{request.key} emitted {len(self.tokens(request))} tokens"
 
     def tokens(self, request: Request) -> list[int]:
-        """All tokens emitted so far."""
+        """Returns all tokens emitted so far."""
         return [token for delta in self.deltas.get(request.key, []) for token in delta.token_ids]
 
     def run(self, requests: Sequence[Request], *, together: bool = False) -> list[list[int]]:
@@ -179,7 +179,7 @@ class Harness:
 
 
 def build_scheduler(knobs: Knobs, prefill_chunk_max: int = 0) -> Scheduler:
-    """A scheduler with its own pool and tree; a lane's learns when it may open."""
+    """Returns a scheduler with its own pool and tree; a lane's learns when it may open."""
     limits = SchedulerLimits(
         max_num_seqs=knobs.max_num_seqs,
         max_num_batched_tokens=knobs.budget,
@@ -263,5 +263,5 @@ def make_request(name: str, prompt: list[int], **params: object) -> Request:
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
-    """A fixed prompt without the end-of-sequence token."""
+    """Returns a fixed prompt without the end-of-sequence token."""
     return [1 + (seed * 31 + i * i * 7 + i) % (VOCAB - 1) for i in range(length)]

@@ -77,7 +77,7 @@ class FakeModel:
         slots[inputs.slot_mapping[rows], 1, 0] = inputs.positions[rows].float()
 
     def read(self, context: ForwardContext) -> torch.Tensor:
-        """The hashes; all rows are stored."""
+        """Returns the hashes; all rows are stored."""
         inputs, cache = context.inputs, context.kv_cache
         slots, rows = cache.slots(0), []
         for index, seq_len in enumerate(inputs.seq_lens):
@@ -96,7 +96,7 @@ class FakeModel:
         return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Pseudo-random logits in [-4, 4): [L, V] float32."""
+        """Returns pseudo-random logits in [-4, 4): [L, V] float32."""
         bad = torch.isnan(hidden_states).any(dim=1)
         clean = hidden_states.nan_to_num(0.0).long()
         state = clean[:, 0] | (clean[:, 1] << 32)
@@ -157,7 +157,7 @@ def _halves(state: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(values: torch.Tensor) -> torch.Tensor:
-    """A cheap 64-bit hash with wrap-around int64 arithmetic."""
+    """Returns a cheap 64-bit hash with wrap-around int64 arithmetic."""
     values = values * -7046029254386353131
     values = values ^ (values >> 29)
     values = values * -4658895280553007687

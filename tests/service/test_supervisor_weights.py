@@ -54,7 +54,7 @@ with Supervisor(packing(directory), QUICK) as supervisor:
 
 
 def packing(directory: Path) -> Plan:
-    """One server that packs."""
+    """Returns one server that packs."""
     file = WeightFile(segment_path(str(directory / "run"), 0), 0, -1)
     return replace(plan(directory, spec("expert-0", PACKING, directory)), weights=(file,))
 
@@ -145,7 +145,9 @@ def reserved(root: Path, place: str, pages: int) -> None:
 def test_reserved_pages_are_taken_where_all_fit(
     tmp_path: Path, sizes: tuple[int, ...], nodes: tuple[int, ...], fits: bool
 ) -> None:
-    """On the machine and on every node: a server that ran out of them on its node could not load."""
+    """Pages must fit on the machine and on every node: a server that ran out of them on its node could not
+    load.
+    """
     reserved(tmp_path, "kernel/mm", 6)
     reserved(tmp_path, "devices/system/node/node0", 3)
     reserved(tmp_path, "devices/system/node/node1", 3)
@@ -158,7 +160,7 @@ def test_reserved_pages_are_taken_where_all_fit(
 
 
 def test_a_link_that_can_not_be_made_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
-    """Of two files the second fails."""
+    """The second of two files fails."""
     files = [WeightFile(tmp_path / "a", 0, -1), WeightFile(tmp_path / "none" / "b", 0, -1)]
     with pytest.raises(StartupError, match="cannot use the state directory"):
         WeightFiles(files)

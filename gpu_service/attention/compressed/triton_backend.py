@@ -48,7 +48,7 @@ class TritonCompressedAttention(CompressedAttentionBackend):
         self._prepare(inputs, max(inputs.seq_lens, default=1))
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        """As for the longest sequence that the block table can hold."""
+        """Plans the step as if it had the longest sequence that the block table can hold."""
         self._prepare(inputs, inputs.block_table.shape[1] * self.cache.page_size)
 
     def plan_replay(self, inputs: ForwardInputs) -> None:

@@ -63,7 +63,7 @@ class Streams:
             return self.events[-1].at
 
     def outputs(self) -> list[list[int]]:
-        """Token ids of every stream so far."""
+        """Returns token ids of every stream so far."""
         return [
             [token for event in self.events if event.stream == stream for token in event.token_ids]
             for stream in range(self.count)
@@ -170,7 +170,7 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
 
 
 def wait_until_streaming(streamer: ExpertStreamer, timeout_s: float = _READY_S) -> None:
-    """Until the servers' memory is registered; the engine must be idle. Raises UserError."""
+    """Waits until the servers' memory is registered; the engine must be idle. Raises UserError."""
     deadline = time.monotonic() + timeout_s
     while not streamer.can_stream:
         if time.monotonic() > deadline:

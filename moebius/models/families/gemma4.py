@@ -195,7 +195,7 @@ _VISION = VisionFamily(
 
 
 def _rotated(keys: MetadataKeys) -> float:
-    """The part of a head that layers with the whole context rotate; other frequencies are divided away."""
+    """Returns the part of a head that layers with the whole context rotate; the rest is divided away."""
     factors = keys.floats("rope_freqs.weight")
     if factors is None:
         return 1.0
@@ -206,7 +206,7 @@ def _rotated(keys: MetadataKeys) -> float:
 
 
 def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """Sizes of heads by kind of layer; both kinds of rotation."""
+    """Returns the sizes of heads by kind of layer; both kinds of rotation."""
     layers = range(config["num_hidden_layers"])
     slides = keys.listed("attention.sliding_window_pattern", len(layers))
     heads = keys.listed("attention.head_count_kv", len(layers))

@@ -61,7 +61,7 @@ def scaled_model(hf: HfKeys, common: Common, mixers: Mixer | Sequence[Mixer], mo
 
 
 def read_granitemoe(hf: HfKeys) -> ModelConfig:
-    """Granite 3, with shared experts where `shared_intermediate_size` is above 0."""
+    """Returns Granite 3, with shared experts where `shared_intermediate_size` is above 0."""
     common = read_common(hf)
     attention = read_attention(hf, common, read_rope(hf, common.head_dim))
     return scaled_model(hf, common, attention, _read_experts(hf, common))

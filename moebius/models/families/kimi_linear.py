@@ -94,7 +94,7 @@ def _read_ffns(hf: HfKeys, common: Common) -> tuple[FeedForward, ...]:
 
 
 def read_kimi_linear(hf: HfKeys) -> ModelConfig:
-    """Kimi-Linear: order is what linear attention and causality make of it, no layer rotates."""
+    """Reads Kimi-Linear: order is what linear attention and causality make of it, no layer rotates."""
     hf.skip(*_HARMLESS)
     for name in ("attn_res_block_size", "mla_use_output_gate"):  # of Kimi-K3
         hf.refuse(name)

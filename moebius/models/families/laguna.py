@@ -47,7 +47,7 @@ def _num_heads(hf: HfKeys, common: Common) -> tuple[int, ...]:
 
 
 def _gates_heads(hf: HfKeys) -> bool:
-    """Whether a gate weighs a head, or each of its elements. Raises ModelConfigError for anything else."""
+    """Returns whether a gate weighs a head, or each of its elements. Raises ModelConfigError."""
     gating = hf.value("gating")
     allowed = (None, True, "per-head", "per-element")
     kinds = set(hf.strings("gating_types"))
@@ -107,7 +107,7 @@ _GGUF_KEYS = SPARSE_KEYS | {
 
 
 def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
-    """Sizes by layer, and either kind of rotation, of which one may be scaled; gates as wide as stored."""
+    """Returns sizes by layer and both kinds of rotation, one perhaps scaled; gates as wide as stored."""
     if not keys.get("expert_weights_norm"):
         raise keys.error("expert_weights_norm", False, "true")
     count, head_dim = config["num_hidden_layers"], config["head_dim"]

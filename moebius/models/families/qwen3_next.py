@@ -93,7 +93,7 @@ def read_gated_moe(hf: HfKeys, common: Common, router: RouterConfig) -> MoE:
 
 
 def read_qwen3_next(hf: HfKeys) -> ModelConfig:
-    """Qwen3-Next and Qwen3-Coder-Next."""
+    """Reads Qwen3-Next and Qwen3-Coder-Next."""
     common = read_common(hf)
     router = read_softmax_router(hf, renormalizes=True)
     config = _config(hf, common, router, read_sparse_layers(hf, common.num_layers), interleaved=True)
@@ -194,7 +194,7 @@ RULES_3_5 = (
 
 
 def linear_of_three(keys: MetadataKeys, config: Config) -> Config:
-    """The same with positions in time, height and width; files have room for a fourth part."""
+    """Returns the same with positions in time, height and width; files have room for a fourth part."""
     found, name = gguf_linear_attention(keys, config), "rope.dimension_sections"
     keys.skip(name)
     listed = keys.model.value(name)

@@ -45,7 +45,7 @@ MODEL = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A checkpoint directory with nothing but its config."""
+    """Returns a checkpoint directory with nothing but its config."""
     directory = tmp_path / "my-model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODEL))
@@ -110,7 +110,7 @@ def test_two_instances_on_a_gpu_divide_its_host(
 
 
 def name_of(serve_plan: ServePlan) -> str:
-    """As other instances see it."""
+    """Returns the name as other instances see it."""
     return f"port {serve_plan.config.gateway.port} "
 
 

@@ -89,7 +89,7 @@ class PoolEngine(Engine):
         self.requests: list[Request] = []
 
     def step(self) -> None:
-        """As the engine's turn, with what may happen before it."""
+        """Takes the engine's turn, with what may happen before it."""
         self.now += self.rng.choice([0.01, 0.2])
         self.happen()
         self.come_and_go()
@@ -137,7 +137,7 @@ class PoolEngine(Engine):
         self.run(self.open_lane, is_lane=True)
 
     def plan(self, batch: Batch) -> Planned:
-        """What is known of a step once it is launched."""
+        """Returns what is known of a step once it is launched."""
         reads, writes = [0], set[int]()
         for request, start, count in zip(
             batch.requests, batch.start_positions, batch.num_new_tokens, strict=True

@@ -100,7 +100,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _step(previous: tuple[int, int], lengths: tuple[int, int], number: int) -> ForwardInputs:
-    """Both requests' next tokens, in scattered pages; slots alternate, slot 0 is zeros."""
+    """Returns both requests' next tokens, in scattered pages; slots alternate, slot 0 is zeros."""
     starts, positions, slots = [0], list[int](), list[int]()
     pages = torch.tensor([[7, 2, 11, 4, 9, 0], [3, 12, 5, 10, 1, 0]], dtype=torch.int32)
     for request, (begin, end) in enumerate(zip(previous, lengths, strict=True)):
@@ -160,7 +160,7 @@ def _steps() -> list[tuple[tuple[int, int], ForwardInputs]]:
 
 
 def _rows(whole: torch.Tensor, previous: tuple[int, int], inputs: ForwardInputs) -> torch.Tensor:
-    """Of `[2, L, ...]` the rows of a step."""
+    """Returns the rows of a step of `[2, L, ...]`."""
     return torch.cat([whole[r, previous[r] : inputs.seq_lens[r]] for r in range(2)])
 
 
@@ -179,7 +179,7 @@ FREQUENCIES = torch.tensor([1.0, 0.1])
 
 
 def naive_entries(rows: torch.Tensor, rate: int, offsets: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Entries of one sequence's rows `[L, row]`, element by element in float64."""
+    """Returns the entries of one sequence's rows `[L, row]`, element by element in float64."""
     size, parts = norm.shape[0], offsets.shape[1] // norm.shape[0]
     values, logits = rows.double().chunk(2, dim=1)
     entries = []
@@ -203,7 +203,7 @@ def naive_entries(rows: torch.Tensor, rate: int, offsets: torch.Tensor, norm: to
 def naive_attention(
     query: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """One query `[H, D]` over keys `[N, D]` and entries `[E, D]` that are its own."""
+    """Returns one query `[H, D]` over keys `[N, D]` and entries `[E, D]` that are its own."""
     both = torch.cat((keys.double(), entries))
     scores = query.double() @ both.T * SIZE**-0.5
     weights = torch.cat((scores, sinks.double()[:, None]), dim=1).softmax(1)[:, :-1]
@@ -279,7 +279,7 @@ def _entries_at(cache: CompressedCache, layer: int, pages: torch.Tensor, entries
 
 
 def _some_selection(inputs: ForwardInputs) -> torch.Tensor:
-    """The last two entries up to each row."""
+    """Returns the last two entries up to each row."""
     counts = (inputs.positions + 1) // RATES[SPARSE]
     first = (counts - 2).clamp(min=0)
     chosen = torch.stack((first, first + 1), dim=1)
@@ -288,7 +288,7 @@ def _some_selection(inputs: ForwardInputs) -> torch.Tensor:
 
 @EACH
 def test_the_highest_scores_are_chosen(name: str) -> None:
-    """In ascending order, all of them while there are no more than may be chosen."""
+    """Choices are in ascending order, and all of them while there are no more than may be chosen."""
     backend = World.make(name).backend
     keys = backend.cache.index_pages(SPARSE)
     keys.copy_(_draw(*keys.shape))
@@ -376,7 +376,7 @@ def test_who_serves_what_is_decided_once() -> None:
 
 
 def test_rotation_back_is_the_inverse() -> None:
-    """Of the table that layers share: what was rotated is as before."""
+    """What the table that layers share rotated is, rotated back, as before."""
     from gpu_service.layers.compressed import StepTables
     from gpu_service.layers.decoder import RotaryEmbedding
 
