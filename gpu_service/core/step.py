@@ -522,7 +522,7 @@ class TokenPool:
         self.tokens[slot, : token_ids.shape[0]] = token_ids.to(self.tokens.device)
 
     def gather(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token ids int64 `[T]` at `positions[t]` of `slots[t]` (both int64 `[T]`)."""
+        """Returns token ids int64 `[T]` at `positions[t]` of `slots[t]` (both int64 `[T]`)."""
         return self.tokens[slots, positions].long()
 
     def scatter(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:

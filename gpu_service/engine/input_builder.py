@@ -166,7 +166,7 @@ def _state_slots(slots: list[int]) -> torch.Tensor | None:
 
 
 def _depths(batch: Batch) -> list[DepthRows]:
-    """Of a model with states, where the batch is one of rows of drafts."""
+    """Returns the depths of a model with states, where the batch has rows of drafts."""
     if not batch.state_writes or not batch.preceding_drafts:
         return []
     return make_depths([len(drafts) for drafts in batch.preceding_drafts])
@@ -255,7 +255,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix64(value: int) -> int:
-    """A bijection of 64-bit integers whose output bits each depend on all input bits."""
+    """Returns a bijection of 64-bit integers whose output bits each depend on all input bits."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -263,12 +263,12 @@ def mix64(value: int) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 24 random bits (exact in float32)."""
+    """Returns a number in [0, 1) with 24 random bits (exact in float32)."""
     return (mix64(mix64(seed & _MASK) ^ mix64(position)) >> 40) / (1 << 24)
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """A seed in [0, 2^63) for a sub-stream, e.g. one of a request's outputs."""
+    """Returns a seed in [0, 2^63) for a sub-stream, e.g. one of a request's outputs."""
     state = mix64(seed & _MASK)
     for part in parts:
         for byte in str(part).encode():
@@ -333,7 +333,7 @@ def _bias(requests: Sequence[Request]) -> SparseBias | None:
 
 
 def _bias_entries(request: Request) -> Entries:
-    """The request's `logit_bias`; made once, and kept with it."""
+    """Returns the request's `logit_bias`; made once, and kept with it."""
     if request.bias_entries is None:
         token_ids, values = zip(*request.params.logit_bias, strict=True)
         request.bias_entries = np.array(token_ids, dtype=np.int64), np.array(values, dtype=np.float32)
@@ -399,7 +399,7 @@ def _bad_words(requests: Sequence[Request], positions: Sequence[int]) -> BadWord
 
 
 def _bad_word_entries(request: Request) -> BadWordEntries:
-    """The request's `bad_words`; made once, and kept with it."""
+    """Returns the request's `bad_words`; made once, and kept with it."""
     if request.bad_word_entries is None:
         words = request.params.bad_words
         width = max(map(len, words)) - 1
@@ -418,7 +418,7 @@ def _scored_ids(lists: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
 
 
 def _padded(lists: Sequence[Sequence[int]], width: int, padding: int) -> torch.Tensor:
-    """int64 `[len(lists), width]`."""
+    """Returns int64 `[len(lists), width]`."""
     padded = [[*ids, *[padding] * (width - len(ids))] for ids in lists]
     return torch.tensor(padded, dtype=torch.int64).view(len(lists), width)
 

@@ -150,7 +150,7 @@ class ModelRunner:
         return self.draw(resolve(plan), outputs)
 
     def compute(self, plan: StepPlan) -> StepOutputs:
-        """The step as far as its logits."""
+        """Returns the step as far as its logits."""
         self.begin_step()
         self.upload(plan)
         context = self.context(self._on_device(plan), self._stream(plan))
@@ -264,7 +264,7 @@ class ModelRunner:
     def _draft(
         self, drafter: DeviceDrafter, plan: StepPlan, outputs: StepOutputs, token_ids: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """What `DeviceDrafter.propose` says, of a step whose tokens are in the token pool."""
+        """Returns what `DeviceDrafter.propose` says, of a step whose tokens are in the token pool."""
         assert outputs.hidden_states is not None
         pool = self.token_pool
         staged = replace(plan, input_ids=pool.gather(plan.token_slots, plan.positions))

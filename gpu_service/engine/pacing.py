@@ -136,12 +136,12 @@ class LanePace:
                 self._go_on()
 
     def idled(self) -> None:
-        """The main lane has nothing to do: the next token's time says nothing, and nobody is held up."""
+        """Notes that the main lane is idle: the next token's time says nothing, and no request is delayed."""
         self._last, self._late_s, self.ahead = None, 0.0, float(_MOST_AHEAD)
         self._go_on()
 
     def may_go_on(self, queued: int) -> bool:
-        """Whether the lane may launch a layer, with so many that have not ended."""
+        """Returns whether the lane may launch a layer while `queued` ones have not ended."""
         if not self._pauses:
             return queued <= int(self.ahead)
         if queued:

@@ -108,7 +108,7 @@ class PrefillLane:
         return step
 
     def _sight(self, oldest: LaunchedStep | None) -> LaneSight:
-        """What this host sees now; `oldest` in flight of the main lane."""
+        """Returns what this host sees now; `oldest` in flight of the main lane."""
         return LaneSight(
             lane_has_ended=self.step is not None and self.step.query(),
             main_has_ended=oldest is not None and oldest.query(),

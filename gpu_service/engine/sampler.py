@@ -125,7 +125,7 @@ def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]
 
 
 def overflow_error(layer: int) -> str:
-    """What a request is told whose hidden states first overflowed there."""
+    """Returns the error message of a request whose hidden states first overflowed there."""
     place = _PLACES.get(layer, f"in layer {layer}")
     return (
         f"{FLOAT16_OVERFLOW} hidden states exceeded 65504 {place}; --dtype bfloat16 has room for what this "
@@ -260,7 +260,7 @@ class Sampler:
         return other
 
     def greedy(self, logits: torch.Tensor) -> StepOutputs:
-        """The likeliest token of each row of float32 `[R, V]` logits; may be captured in a graph."""
+        """Returns the likeliest token of each row of float32 `[R, V]` logits; may be captured in a graph."""
         token_ids, finite = argmax_and_finite(logits)
         return StepOutputs(token_ids=token_ids, finite=finite)
 

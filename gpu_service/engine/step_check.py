@@ -265,7 +265,7 @@ def export(check: StepCheck, model_name: str, registry: CollectorRegistry = REGI
 
 
 def report_failure(done: Future[None]) -> None:
-    """Of the operation, which nobody waits for: steps go on and teach what they cost."""
+    """Logs why the operation failed; no caller waits for it, and steps go on with the costs they have."""
     error = done.exception()
     if error is not None:
         _log.error("what experts cost could not be measured again", error=brief(error))

@@ -169,7 +169,7 @@ class ExpertClient(ABC):
         """Returns a snapshot of the counters."""
 
     def busy_seconds(self) -> float:
-        """Seconds since start that the server which computed longest has computed."""
+        """Returns seconds since start that the server which computed longest has computed."""
         return max(self.stats().compute_seconds, default=0.0)
 
     @abstractmethod

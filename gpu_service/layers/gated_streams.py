@@ -157,7 +157,7 @@ class NGramEmbedding(nn.Module):
         self._table = NGramTable(factors.to(device), primes.to(device), offsets.to(device), num_rows)
 
     def forward(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """`[T, embed_dim]`; tokens: all slots of the layer's latest tokens."""
+        """Returns `[T, embed_dim]`; tokens: all slots of the layer's latest tokens."""
         if inputs.depths:
             rows = torch.cat([self._rows(at_depth(inputs, depth), tokens) for depth in inputs.depths])
             order = torch.cat([depth.index for depth in inputs.depths])
@@ -168,7 +168,7 @@ class NGramEmbedding(nn.Module):
         return embedded.flatten(1)
 
     def _rows(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """As `ngram_rows` says."""
+        """Returns what `ngram_rows` does."""
         assert inputs.state_reads is not None
         assert inputs.state_writes is not None
         return ngram_rows(

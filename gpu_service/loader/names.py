@@ -75,7 +75,7 @@ def wanted_name(
 
 
 def _norms_experts_alone(config: ModelConfig) -> bool:
-    """Whether only what experts add is normed; checkpoints have the norm in dense layers, too."""
+    """Returns whether only what experts add is normed; checkpoints have the norm in dense layers, too."""
     residuals = (layer.residual for layer in config.layers)
     return any(isinstance(residual, Sequential) and residual.normed_output == "ffn" for residual in residuals)
 

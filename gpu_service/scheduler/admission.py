@@ -299,7 +299,7 @@ class ClientShares:
             self._accounts[request.fairness_id] += self._promised(request)
 
     def _promised(self, request: Request) -> float:
-        """Tokens that a request is likely to take from where it stands."""
+        """Returns the tokens that a request is likely to take from where it stands."""
         output = min(float(request.params.max_tokens), self._output) - len(request.output_token_ids)
         return max(0, request.prompt_len - max(request.scheduled_len, request.charged_len)) + max(0.0, output)
 
@@ -312,7 +312,7 @@ class ClientShares:
         return min(candidates, key=self.rank) if self._accounts else candidates[0]
 
     def choose(self, prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-        """Of waiting requests, in order of seniority, the `count` that may start.
+        """Returns the `count` waiting requests that may start, in order of seniority.
 
         Of each client the oldest, then the shortest; of clients in turns.
         """

@@ -113,7 +113,7 @@ class Scheduler:
         return batch
 
     def _schedule_main(self, apart: bool = True) -> Batch | None:
-        """A step of everyone's; `apart`: but for the prompts that have steps without others."""
+        """Returns a step of everyone's; `apart`: but for the prompts that have steps without others."""
         cache, pacing = self.cache, self.pacing
         division = divide_budget(
             self.running,
@@ -133,7 +133,7 @@ class Scheduler:
         return self._plan(division)
 
     def _schedule_prompts(self) -> Batch | None:
-        """A step of prompts alone, divided as among those of a step that is everyone's."""
+        """Returns a step of prompts alone, divided as among those of a step that is everyone's."""
         pacing, cache = self.pacing, self.cache
         division = Division({}, [], pacing.prompt_tokens)
         prompts, rank = self._prompts_of(pacing.choose), self.shares.rank

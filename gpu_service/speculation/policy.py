@@ -173,7 +173,7 @@ class Speculation:
         request.drafts_verified = kept * request.drafts_verified + tried
         request.drafts_accepted = kept * request.drafts_accepted + confirmed
         self._verified = kept_of_all * self._verified + tried
-        self._accepted = kept_of_all * self._accepted + right
+        self._accepted = kept_of_all * self._accepted + confirmed
         request.accepted_draft_tokens += accepted
         request.rejected_draft_tokens += verified - accepted
         self.num_drafts += verified > 0

@@ -264,7 +264,7 @@ class LocatedLayout:
     first_mtp_layer: int | None = None
 
     def name(self, layer: int, expert: int, matrix: str) -> str:
-        """The tensor that holds "gate", "up" or "down"."""
+        """Returns the tensor that holds "gate", "up" or "down"."""
         prefix, number = self.prefix, layer
         if self.first_mtp_layer is not None and layer >= self.first_mtp_layer:
             prefix, number = MTP_PREFIX, layer - self.first_mtp_layer

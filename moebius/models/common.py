@@ -149,7 +149,7 @@ class Common:
         return GQA(rope=rope, **(values | changes))
 
     def dense(self, intermediate_size: int | None = None) -> Dense:
-        """An MLP, by default as wide as those of dense layers."""
+        """Returns an MLP, by default as wide as those of dense layers."""
         size = self.intermediate_size if intermediate_size is None else intermediate_size
         return Dense(intermediate_size=size, activation=self.activation, limit=self.limit, alpha=self.alpha)
 
@@ -165,7 +165,7 @@ class Common:
     def ffns(
         self, moe: FeedForward, moe_layers: Container[int], dense: Dense | None = None
     ) -> tuple[FeedForward, ...]:
-        """The feed-forward block of each layer: `moe` in `moe_layers`, else `dense`."""
+        """Returns the feed-forward block of each layer: `moe` in `moe_layers`, else `dense`."""
         dense = self.dense() if dense is None else dense
         return tuple(moe if layer in moe_layers else dense for layer in range(self.num_layers))
 
@@ -364,12 +364,12 @@ def read_windows(hf: HfKeys, num_layers: int) -> tuple[Window | None, ...]:
 
 
 def sliding(attention: GQA, windows: Sequence[Window | None]) -> list[GQA]:
-    """The attention of each layer, which differ in their windows."""
+    """Returns the attention of each layer, which differ in their windows."""
     return [replace(attention, sight=window) for window in windows]
 
 
 def sliding_rotated(attention: GQA, windows: Sequence[Window | None], kinds: Sequence[str]) -> list[GQA]:
-    """The same where layers that see the whole context are not rotated; `kinds`: `layer_types`."""
+    """Returns the same where layers that see the whole context are not rotated; `kinds`: `layer_types`."""
     layers = zip(sliding(attention, windows), kinds, strict=True)
     return [layer if kind == SLIDING else replace(layer, rope=None) for layer, kind in layers]
 

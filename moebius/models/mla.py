@@ -45,7 +45,7 @@ def read_mla_common(
 
 
 def read_mla(hf: HfKeys, common: Common, rope: RopeConfig | None) -> MLA:
-    """Latent attention to all tokens; `rope` None: the part that others rotate is as it is."""
+    """Returns latent attention to all tokens; `rope` None: the part that others rotate is as it is."""
     rope_dim, nope_dim = hf.integer("qk_rope_head_dim", minimum=0), hf.integer("qk_nope_head_dim")
     # YaRN's temperature, which these families apply to the scores, to the extent that mscale_all_dim says.
     numbers = {} if rope is None else dict(rope.scaling)

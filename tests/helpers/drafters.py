@@ -41,7 +41,7 @@ class ScatteredDrafter(AnswerDrafter):
         self.wrong_places: set[int] = set()
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """As many as the answer still has."""
+        """Returns as many as the answer still has."""
         draft_tokens = super().propose(request, count)
         place = (len(request.output_token_ids) * 7919 + request.prompt_len * 31) % (count + 1)
         if place < len(draft_tokens):

@@ -75,7 +75,7 @@ class LateSupply(PageSupply):
         """Steps in flight hinder nothing."""
 
     def ended(self, batch: Batch) -> None:
-        """As for `planned`."""
+        """Does what `planned` does."""
 
 
 # Changes of the knobs: every order in which an engine can do the same steps.

@@ -148,7 +148,9 @@ def fake_hidden_states(token_ids: list[int]) -> torch.Tensor:
 
 
 def _hashes(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Of each token and all before it, float64 `[T, 2]`; `ids` are one more than the tokens'."""
+    """Returns a digest of each token and all before it, float64 `[T, 2]`; `ids` are one more than the
+    tokens'.
+    """
     return _halves(_mix(ids * 1_000_003 + positions).cumsum(0))
 
 

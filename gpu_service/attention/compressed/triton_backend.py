@@ -138,7 +138,7 @@ class TritonCompressedAttention(CompressedAttentionBackend):
 
 
 def _table_rows(table: RopeTable, index: torch.Tensor) -> RopeTable:
-    """Of some rows of the step."""
+    """Returns the table of some rows of the step."""
     parts = (table.cos_sin, table.rows, table.query_scale)
     cos_sin, rows, query_scale = (None if part is None else part[index] for part in parts)
     return RopeTable(table.cos[index], table.sin[index], table.interleaved, cos_sin, rows, query_scale)

@@ -122,7 +122,7 @@ def _read_ropes(hf: HfKeys, head_dim: int) -> dict[bool, RopeConfig]:
 
 
 def _read_mixers(hf: HfKeys, common: Common) -> list[CompressedAttention]:
-    """The attention of each layer."""
+    """Returns the attention of each layer."""
     ropes = _read_ropes(hf, common.head_dim)
     rope_dim = ropes[True].rotary_dim
     kinds, rates = _kinds(hf, common.num_layers), _rates(hf)
@@ -168,7 +168,7 @@ def _hash_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
 
 
 def _read_ffns(hf: HfKeys, common: Common) -> list[FeedForward]:
-    """Experts in every layer; in the first, a token's id chooses them."""
+    """Returns the experts in every layer; in the first, a token's id chooses them."""
     hf.refuse("topk_method", "noaux_tc")
     hf.refuse("n_group", 1)
     hf.refuse("topk_group", 1)

@@ -78,7 +78,7 @@ def _rope(hf: HfKeys, kind: str, head_dim: int) -> RopeConfig:
 
 
 def _read_moe(hf: HfKeys, common: Common) -> NormedMoE:
-    """Experts in every layer; its MLP counts as the experts that are always active."""
+    """Returns the experts in every layer; its MLP counts as the experts that are always active."""
     if not hf.boolean("enable_moe_block", default=False):
         raise hf.error("enable_moe_block", False, "true: only models with experts are served")
     router = RouterConfig(
@@ -143,7 +143,7 @@ def read_gemma4_text(hf: HfKeys) -> ModelConfig:
 
 
 def read_gemma4(hf: HfKeys) -> ModelConfig:
-    """The text model of `text_config`."""
+    """Returns the text model of `text_config`."""
     return read_gemma4_text(hf)
 
 

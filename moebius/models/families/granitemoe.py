@@ -39,7 +39,7 @@ def read_attention(hf: HfKeys, common: Common, rope: RopeConfig | None) -> GQA:
 
 
 def read_experts(hf: HfKeys, common: Common, shared_size: int) -> MoE:
-    """Experts as wide as `intermediate_size` says; a softmax over the chosen weighs them."""
+    """Returns experts as wide as `intermediate_size` says; a softmax over the chosen weighs them."""
     router = RouterConfig(
         num_experts=hf.integer("num_local_experts"),
         top_k=hf.integer("num_experts_per_tok"),

@@ -60,7 +60,7 @@ def _attending_layers(hf: HfKeys, section: HfKeys | None, num_layers: int) -> fr
 
 
 def _read_mixers(hf: HfKeys, common: Common, attention: MLA) -> list[Mixer]:
-    """The mixer of each layer."""
+    """Returns the mixer of each layer."""
     num_layers = common.num_layers
     section = hf.section("linear_attn_config")
     read = partial(read_from_section, hf, section)

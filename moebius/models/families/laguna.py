@@ -36,7 +36,7 @@ _ROPES = {FULL: (500000.0, 0.5), SLIDING: (10000.0, 1.0)}
 
 
 def _num_heads(hf: HfKeys, common: Common) -> tuple[int, ...]:
-    """Query heads of each layer, each a multiple of the KV heads."""
+    """Returns query heads of each layer, each a multiple of the KV heads."""
     num_layers, kv_heads = common.num_layers, common.num_kv_heads
     heads = hf.integers("num_attention_heads_per_layer") or (common.num_heads,) * num_layers
     if len(heads) != num_layers or any(count < 1 or count % kv_heads for count in heads):

@@ -149,7 +149,7 @@ def _ropes(hf: HfKeys, kinds: tuple[str, ...], head_dim: int) -> tuple[RopeConfi
 
 
 def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: Common) -> tuple[int, ...]:
-    """Query heads of each layer; keys and values are alike in all."""
+    """Returns query heads of each layer; keys and values are alike in all."""
     plain = common.num_heads
     other = hf.section("attention_other_setting")
     if other is None:
@@ -216,7 +216,7 @@ def clamped_ffns(
     limits: Sequence[float],
     dense_limits: Sequence[float],
 ) -> list[FeedForward]:
-    """The feed-forward block of each layer where experts, and MLPs besides, clamp layer by layer."""
+    """Returns the feed-forward block of each layer where experts, and MLPs besides, clamp layer by layer."""
 
     def clamped(layer: int, limit: float, dense_limit: float) -> FeedForward:
         if layer not in moe_layers:

@@ -111,7 +111,7 @@ class Routed(FeedForward):
         return hidden_size
 
     def with_top_k(self, top_k: int) -> Self:
-        """The same block where a token chooses `top_k` experts."""
+        """Returns the same block where a token chooses `top_k` experts."""
         return replace(self, router=replace(self.router, top_k=top_k))
 
 

@@ -116,7 +116,9 @@ class PoolEngine(Engine):
         self.stale_s = self.rng.choice([0.0, 0.1, math.inf])
 
     def tend_lane(self) -> None:
-        """As `Engine._tend`: nothing of the main lane is in flight when a step is planned here."""
+        """Does what `Engine._tend` does: nothing of the main lane is in flight when a step is
+        planned here.
+        """
         books = self.scheduler.pacing
         if self.open_lane is not None and self.open_lane.step.has_ended:
             self.open_lane, ended = None, self.open_lane

@@ -69,7 +69,7 @@ class World:
 
 
 def _config(top_k: int) -> ModelConfig:
-    """Of a tiny checkpoint, with the sizes of this test."""
+    """Returns the values of a tiny checkpoint, with the sizes of this test."""
     tiny = mixers_of(_tiny(), CompressedAttention)
     indexer = next(mixer.indexer for mixer in tiny if mixer.indexer is not None)
     indexer = replace(indexer, head_dim=8, top_k=top_k)
@@ -247,7 +247,7 @@ def test_entries_are_the_formula_whatever_the_steps(
 def test_attention_is_the_formula_whatever_the_steps(
     name: str, layer: int, shape: Callable[[ForwardInputs], ForwardInputs]
 ) -> None:
-    """Of a window, with entries and without, and of a choice among entries."""
+    """Attention agrees for a window, with entries and without, and for a choice among entries."""
     world = World.make(name)
     backend, cache, rate = world.backend, world.backend.cache, RATES[layer]
     longest = STEPS[-1][0]
