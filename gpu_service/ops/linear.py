@@ -27,7 +27,7 @@ from torch.nn import functional
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.registry import Op
 from gpu_service.ops.router import route
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 
 # Rows the blocked layout is chosen for: a busy decode step. One row stays as fast as with torch's layout.
 _PACKED_FOR_ROWS = 64

@@ -17,7 +17,7 @@ from gpu_service.ops import kv, linear
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests import tolerances
 from tests.helpers.ops import assert_same_op
 from tests.helpers.resident_layers import Shape, resident_layer, routed

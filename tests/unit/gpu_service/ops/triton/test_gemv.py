@@ -10,7 +10,7 @@ import torch
 
 from gpu_service.ops import linear
 from gpu_service.ops.triton import gemv, norm_route
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests.tolerances import OP_ROUNDINGS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
