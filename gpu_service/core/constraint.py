@@ -10,6 +10,7 @@ its `output_token_ids`, whatever happened to the steps.
 from __future__ import annotations
 
 import base64
+import copy
 import enum
 import hashlib
 import threading
@@ -86,6 +87,24 @@ class OutputConstraint:
         if self.phase is Phase.THOUGHT and self.matcher is None:
             return self._limit is not None and self._count + unknown >= self._limit
         return True
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens of the output so far."""
+        return self._count
+
+    def after(self, token_id: int) -> OutputConstraint | None:
+        """A copy that has accepted one token more; None: the constraint refuses it, or the output ends."""
+        ahead = copy.copy(self)
+        ahead.matcher = None if self.matcher is None else self.matcher.deep_copy()
+        ahead.accept(token_id)
+        return None if ahead.error or ahead.is_complete else ahead
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of the tokens, one after the other, it would accept, as far as its grammar says."""
+        if self.phase is not Phase.GRAMMAR or self.matcher is None:
+            return len(token_ids)
+        return self.matcher.validate_tokens(token_ids)
 
     @property
     def follows_grammar(self) -> bool:

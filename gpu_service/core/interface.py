@@ -133,6 +133,9 @@ class OutputDelta:
     # Output tokens emitted up to and with this delta.
     num_output_tokens: int
     cached_tokens: int
+    # Draft tokens verified up to and with this delta, by whether they became output tokens.
+    accepted_draft_tokens: int
+    rejected_draft_tokens: int
     finish_reason: FinishReason | None
     matched_stop_token: int | None
     error_message: str
@@ -149,6 +152,8 @@ def delta_of(request: Request) -> OutputDelta:
         prompt_logprobs=tuple(request.prompt_logprobs) if start == 0 else (),
         num_output_tokens=request.reported_len,
         cached_tokens=request.cached_len,
+        accepted_draft_tokens=request.accepted_draft_tokens,
+        rejected_draft_tokens=request.rejected_draft_tokens,
         finish_reason=request.finish_reason,
         matched_stop_token=request.matched_stop_token,
         error_message=request.error_message,

@@ -165,11 +165,15 @@ class Request:
     # Draft tokens, those after `total_len`: of a device drafter, or of a host drafter while the first of
     # them is being sampled; filled by the scheduler and its speculation.
     drafts: Sequence[int] = ()
-    # Filled by the speculation policy: whether it may speculate (None: undecided); and the latest drafts,
-    # those that were accepted and those that were verified, older ones counting less.
-    speculates: bool | None = None
+    # False: its steps verify no drafts; set where a draft's row was not finite, or where masks take long.
+    speculates: bool = True
+    # Filled by the speculation policy: the latest drafts, those that were accepted and those that were
+    # verified, older ones counting less.
     drafts_accepted: float = 0.0
     drafts_verified: float = 0.0
+    # Of all its steps, how many draft tokens became output tokens, and how many did not.
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
 
     reported_len: int = 0  # Filled by the engine: output tokens handed to the caller.
 

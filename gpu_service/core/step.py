@@ -60,8 +60,14 @@ class Batch:
     is_prompt_turn: bool = False
     # Of a step that verifies drafts: each request's, for the positions after its own token.
     drafts: list[list[int]] = field(default_factory=list)
+    # Of models with states, of each request's drafts: the slots that the states after them are written to.
+    draft_states: list[list[int]] = field(default_factory=list)
+    # Of such a step with an entry for each row (`speculation/rows.py`): the request's drafts up to the row.
+    preceding_drafts: list[list[int]] = field(default_factory=list)
     # How many drafts of each request its next step would verify; asked of a device drafter.
     num_drafts: int = 0
+    # Whether a device drafter runs in it, if only to keep up with its tokens.
+    runs_drafter: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +120,14 @@ class TensorField:
         return tuple(axes[axis] if axis in axes else int(axis) for axis in self.shape.split())
 
 
+@dataclass(frozen=True, slots=True)
+class DepthRows:
+    """Rows of a step with drafts: requests' own tokens, or their first drafts, or their second ones, ..."""
+
+    rows: list[int]
+    index: Annotated[Tensor, TensorField("N", int64)]  # The same.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardInputs:
     """What the layers of a model read. Row order: requests in batch order, each one's tokens by position."""
@@ -143,7 +157,7 @@ class ForwardInputs:
     visible_ends: Annotated[Tensor | None, TensorField("T", int64)] = None
     # What image tokens of the step are in the residual stream; None: there are none.
     image_features: ImageFeatures | None = None
-    # Slots of `StateSlots`, no slot both read and written; None: the model keeps no states.
+    # Slots of `StateSlots`, no slot both read and written but as `depths` says; None: the model keeps none.
     # Padding starts from the state of zeros, slot 0.
     state_reads: Annotated[
         Tensor | None, TensorField("R", int64, captured=True, feature=Feature.LINEAR_ATTENTION)
@@ -152,6 +166,9 @@ class ForwardInputs:
         Tensor | None,
         TensorField("R", int64, captured=True, padding=Dummy.STATE, feature=Feature.LINEAR_ATTENTION),
     ] = None
+    # Of a model with states, where a step has drafts: all rows, each depth reading what the one before wrote.
+    # Empty: no row's state is another row's of the step.
+    depths: list[DepthRows] = field(default_factory=list)
     # False for rows that only pad a batch to a graph's size; they choose no experts. None: no such rows.
     valid_rows: Annotated[Tensor | None, TensorField("T", boolean, captured=True, valid=1)] = None
 
@@ -218,6 +235,8 @@ class PenaltyRows:
     repetition: Annotated[Tensor, TensorField("N 1", float32)]
     presence: Annotated[Tensor, TensorField("N 1", float32)]
     frequency: Annotated[Tensor, TensorField("N 1", float32)]
+    # Of rows of drafts, the request's drafts up to the row, padded with -1; its rows are consecutive.
+    preceding_drafts: Annotated[Tensor, TensorField("N K", int64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +348,7 @@ class StepPlan(ForwardInputs):
     drafts: Drafts | None = None
     # As in `Batch`.
     num_drafts: int = 0
+    runs_drafter: bool = False
 
     @property
     def num_requests(self) -> int:

@@ -107,6 +107,8 @@ class DecodeGraphs:
         """The graph that fits a step best; None: it has to run eagerly."""
         if not self._graphs or not plan.is_sampling_decode or plan.num_requests > self._sizes[-1]:
             return None
+        if plan.depths:  # a graph's rows have no order among them
+            return None
         recorder = self._runner.recorder
         if recorder is not None and recorder.needs_eager_steps:
             return None

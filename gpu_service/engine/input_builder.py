@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from opentelemetry.context import Context
 
+from gpu_service.core.depths import make_depths
 from gpu_service.core.images import NUM_AXES, ImagePlan, ImageSlice, Positions
 from gpu_service.core.request import (
     BadWordEntries,
@@ -30,6 +31,7 @@ from gpu_service.core.step import (
     AllowedTokens,
     BadWords,
     Batch,
+    DepthRows,
     PenaltyRows,
     PooledRows,
     PromptLogprobRows,
@@ -123,6 +125,7 @@ class InputBuilder:
             sampling=self._sampling(batch, requests, output_positions),
             state_reads=_state_slots(batch.state_reads),
             state_writes=_state_slots(batch.state_writes),
+            depths=_depths(batch),
             prompt_logprobs=_prompt_logprob_rows(batch),
             pooled=_pooled_rows(batch),
             num_top_logprobs=[r.params.logprobs for r in requests if r.params.logprobs is not None],
@@ -135,6 +138,7 @@ class InputBuilder:
             images=_plan_images(batch),
             drafts=drafts,
             num_drafts=batch.num_drafts,
+            runs_drafter=batch.runs_drafter,
         )
 
     def masks(self, batch: Batch) -> TokenMasks | None:
@@ -146,7 +150,7 @@ class InputBuilder:
     ) -> SamplingPlan | None:
         if not requests:
             return None
-        plan = build_sampling_plan(requests, output_positions, self._limits)
+        plan = build_sampling_plan(requests, output_positions, self._limits, batch.preceding_drafts)
         if any(request.constraint is not None for request in requests):
             return self.token_masks.plan(batch, plan)
         return plan
@@ -159,6 +163,13 @@ def _upload(request: Request) -> SlotUpload:
 
 def _state_slots(slots: list[int]) -> torch.Tensor | None:
     return torch.tensor(slots) if slots else None
+
+
+def _depths(batch: Batch) -> list[DepthRows]:
+    """Of a model with states, where the batch is one of rows of drafts."""
+    if not batch.state_writes or not batch.preceding_drafts:
+        return []
+    return make_depths([len(drafts) for drafts in batch.preceding_drafts])
 
 
 def _prompt_logprob_rows(batch: Batch) -> list[PromptLogprobRows]:
@@ -267,9 +278,15 @@ def derive_seed(seed: int, *parts: int | str) -> int:
 
 
 def build_sampling_plan(
-    requests: Sequence[Request], positions: Sequence[int], limits: SchedulerLimits
+    requests: Sequence[Request],
+    positions: Sequence[int],
+    limits: SchedulerLimits,
+    preceding_drafts: Sequence[list[int]] = (),
 ) -> SamplingPlan:
-    """`positions[r]` is the output position that row r samples, counted from 0."""
+    """`positions[r]` is the output position that row r samples, counted from 0.
+
+    `preceding_drafts`: of each row, as in `Batch`; empty: no row follows a draft.
+    """
     params = [request.params for request in requests]
     random_rows = [row for row, p in enumerate(params) if not p.is_greedy]
     chosen = [params[row] for row in random_rows]
@@ -286,7 +303,7 @@ def build_sampling_plan(
         truncated=_index([row for row, p in enumerate(chosen) if p.top_k > 0 or p.top_p < 1.0]),
         bias=_bias(requests),
         banned=_banned(requests, positions, limits),
-        penalties=_penalties(requests),
+        penalties=_penalties(requests, preceding_drafts),
         logprob_rows=logprob_rows,
         logprob_index=_index(logprob_rows),
         num_top_logprobs=max((params[row].logprobs or 0 for row in logprob_rows), default=0),
@@ -397,18 +414,26 @@ def _bad_word_entries(request: Request) -> BadWordEntries:
 
 def _scored_ids(lists: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
     width = max(map(len, lists), default=0)
-    return torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in lists]) if width else None
+    return _padded(lists, width, 0) if width else None
 
 
-def _penalties(requests: Sequence[Request]) -> PenaltyRows | None:
+def _padded(lists: Sequence[Sequence[int]], width: int, padding: int) -> torch.Tensor:
+    """int64 `[len(lists), width]`."""
+    padded = [[*ids, *[padding] * (width - len(ids))] for ids in lists]
+    return torch.tensor(padded, dtype=torch.int64).view(len(lists), width)
+
+
+def _penalties(requests: Sequence[Request], preceding_drafts: Sequence[list[int]]) -> PenaltyRows | None:
     rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
     if not rows:
         return None
     params = [requests[row].params for row in rows]
+    preceding = [preceding_drafts[row] if preceding_drafts else [] for row in rows]
     return PenaltyRows(
         rows=torch.tensor(rows),
         slots=torch.tensor([requests[row].slot for row in rows]),
         repetition=torch.tensor([[p.repetition_penalty] for p in params]),
         presence=torch.tensor([[p.presence_penalty] for p in params]),
         frequency=torch.tensor([[p.frequency_penalty] for p in params]),
+        preceding_drafts=_padded(preceding, max(map(len, preceding)), -1),
     )

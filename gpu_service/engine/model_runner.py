@@ -176,7 +176,9 @@ class ModelRunner:
         if token_ids is None and outputs.logits is not None:
             sampled = self.sample(plan, outputs.logits)
             token_ids, finite, logprobs = sampled.token_ids, sampled.finite, sampled.logprobs
-        drafts = None if self.drafter is None else self._draft(self.drafter, plan, outputs, token_ids)
+        drafts = None
+        if self.drafter is not None and plan.runs_drafter:
+            drafts = self._draft(self.drafter, plan, outputs, token_ids)
         return replace(
             outputs,
             logits=None,

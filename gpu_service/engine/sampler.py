@@ -198,9 +198,12 @@ class PenaltyCounts:
         """Changes the planned rows of float32 `[R, V]` logits in place.
 
         Repetition as in CTRL (Keskar et al. 2019): a seen token's logit is divided by the penalty when
-        positive and multiplied when negative. Presence and frequency as in the OpenAI API.
+        positive and multiplied when negative. Presence and frequency as in the OpenAI API. A row that follows
+        drafts counts them as output: its token is of use only if they are.
         """
         counts = self._output_counts[plan.slots]
+        drafts = plan.preceding_drafts
+        counts.scatter_add_(1, drafts.clamp(min=0), (drafts >= 0).int())
         occurred = counts > 0
         chosen = logits[plan.rows]
         seen = occurred | self._in_prompt[plan.slots]
@@ -210,12 +213,24 @@ class PenaltyCounts:
         logits[plan.rows] = chosen
 
     def advance(self, plan: PenaltyRows, token_ids: torch.Tensor) -> None:
-        """Counts the sampled tokens, int64 `[R]`, of the planned rows."""
-        self._output_counts[plan.slots, token_ids[plan.rows]] += 1
+        """Counts the sampled tokens, int64 `[R]`, of the planned rows, but for those that follow a draft that
+        was not sampled."""
+        self._add(plan, token_ids, 1)
 
     def retract(self, plan: PenaltyRows, token_ids: torch.Tensor) -> None:
         """Undoes `advance`, for a step that has to be run again. Steps are undone in reverse order."""
-        self._output_counts[plan.slots, token_ids[plan.rows]] -= 1
+        self._add(plan, token_ids, -1)
+
+    def _add(self, plan: PenaltyRows, token_ids: torch.Tensor, number: int) -> None:
+        drafts = plan.preceding_drafts
+        first_rows = plan.rows - (drafts >= 0).sum(1)
+        places = torch.arange(drafts.shape[1], device=drafts.device)
+        # Padding is of rows with fewer drafts.
+        rows = (first_rows.unsqueeze(1) + places).clamp_(max=token_ids.shape[0] - 1)
+        is_output = ((token_ids[rows] == drafts) | (drafts < 0)).all(1)
+        index = plan.slots, token_ids[plan.rows]
+        # Several rows of a slot may have sampled one token.
+        self._output_counts.index_put_(index, is_output.int() * number, accumulate=True)
 
     def _enlarge(self, num_rows: int) -> None:
         for name in ("_output_counts", "_in_prompt"):

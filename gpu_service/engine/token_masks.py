@@ -70,6 +70,8 @@ class MaskBuilder:
         """Whether the request sits out: its mask takes long, and was being computed when that was said."""
         if request.key not in self._held or request.constraint is None:
             return False
+        # Every draft would need a mask more. That this is said to all ranks makes them decide alike.
+        request.speculates = False
         if request.inflight_tokens == 0:
             self._begin(request.constraint)
         return True
@@ -106,9 +108,9 @@ class MaskBuilder:
         rows = _constrained(batch)
         if not rows:
             return sampling
-        positions = _sampled_positions(batch)
+        places = _places(batch)
         if any(
-            constraint.depends_on(positions[row] - len(request.output_token_ids))
+            constraint.depends_on(places[row] - len(request.output_token_ids))
             for row, request, constraint in rows
         ):
             return replace(sampling, awaits_masks=True)
@@ -119,12 +121,13 @@ class MaskBuilder:
 
         A request that has ended meanwhile, or that was sent back to wait, has none: its token is dropped.
         """
-        positions = _sampled_positions(batch)
-        rows = [
-            (row, request, constraint)
-            for row, request, constraint in _constrained(batch)
-            if not request.finished and positions[row] == len(request.output_token_ids)
+        places = _places(batch)
+        known = [
+            entry
+            for entry in _constrained(batch)
+            if not entry[1].finished and places[entry[0]] == len(entry[1].output_token_ids)
         ]
+        rows = _after_drafts(known, batch.preceding_drafts)
         if not rows:
             return None
         words = np.full((len(rows), rows[0][2].num_words), -1, dtype=np.int32)
@@ -132,7 +135,7 @@ class MaskBuilder:
         kept = [
             index
             for index, (_, request, constraint) in enumerate(rows)
-            if constraint.finish_mask(words[index], self._banned(request))
+            if constraint.finish_mask(words[index], self._banned(request, constraint.num_accepted))
         ]
         if not kept:
             return None
@@ -161,9 +164,10 @@ class MaskBuilder:
         fill_next_token_bitmask_par(self._executor, matchers, words)
         self._looks_closer = time.perf_counter() - started > _SLOW_S
 
-    def _banned(self, request: Request) -> frozenset[int]:
+    def _banned(self, request: Request, num_tokens: int) -> frozenset[int]:
+        """`num_tokens`: of the output before the row's token."""
         params = request.params
-        if len(request.output_token_ids) < params.min_tokens:
+        if num_tokens < params.min_tokens:
             return stop_token_ids(request, self._limits)
         return self._limits.eos_token_ids if params.ignore_eos else frozenset()
 
@@ -192,8 +196,34 @@ def _constrained(batch: Batch) -> Rows:
     ]
 
 
-def _sampled_positions(batch: Batch) -> Sequence[int]:
-    """Which output token each row of the logits becomes."""
-    return [
+def _after_drafts(rows: Rows, preceding_drafts: Sequence[list[int]]) -> Rows:
+    """The same rows, those that follow drafts with a constraint that has accepted them.
+
+    Rows after a draft that the constraint refuses, or that ends the output, are left out: what they sample
+    is of no use. `preceding_drafts`: as in `Batch`; if there are any, every entry of the batch is a row.
+    """
+    if not preceding_drafts:
+        return rows
+    following = Rows()
+    latest: OutputConstraint | None = None
+    for row, request, constraint in rows:
+        drafts = preceding_drafts[row]
+        if not drafts:
+            latest = constraint
+        elif latest is not None:
+            latest = latest.after(drafts[-1])
+        if latest is not None:
+            following.append((row, request, latest))
+    return following
+
+
+def _places(batch: Batch) -> Sequence[int]:
+    """Which output token each row of the logits becomes, or the first of the drafts that it follows."""
+    positions = [
         position for position, samples in zip(batch.output_positions, batch.samples, strict=True) if samples
+    ]
+    if not batch.preceding_drafts:
+        return positions
+    return [
+        position - len(drafts) for position, drafts in zip(positions, batch.preceding_drafts, strict=True)
     ]

@@ -62,7 +62,7 @@ class GatedDeltaNet(StateLayer):
         states = self._states(context)
         qkv, gate, b, a = self.in_proj(hidden_states).split(self._widths, dim=1)
         qkv = states.convolve(qkv, self.conv1d)
-        values = states.recur(gated_delta_update, gated_delta_extend, qkv, a, b, self.A_log, self.dt_bias)
+        values = states.recur(gated_delta_update, gated_delta_extend, (qkv, a, b), self.A_log, self.dt_bias)
         gated = sigmoid_gated_rms_norm if self._spec.sigmoid_gates else gated_rms_norm
         output: torch.Tensor = self.out_proj(gated(values, gate, self.norm.weight, self.norm.eps))
         return output

@@ -74,8 +74,8 @@ class KimiDeltaAttention(StateLayer):
         states = self._states(context)
         qkv, b, decay, gate = self.in_proj(hidden_states).split(self._widths, dim=1)
         qkv = states.convolve(qkv, self.conv1d)
-        gates = self.f_b_proj(decay), b, self.A_log, self.dt_bias, self._decay_bound
-        values = states.recur(kimi_delta_update, kimi_delta_extend, qkv, *gates)
+        rows, constants = (qkv, self.f_b_proj(decay), b), (self.A_log, self.dt_bias, self._decay_bound)
+        values = states.recur(kimi_delta_update, kimi_delta_extend, rows, *constants)
         gate = self.g_b_proj(gate)
         output: torch.Tensor = self.o_proj(
             sigmoid_gated_rms_norm(values, gate, self.o_norm.weight, self.o_norm.eps)

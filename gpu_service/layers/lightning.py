@@ -104,8 +104,8 @@ class LightningAttention(StateLayer):
         states = self._states(context)
         vkq, gate = self.in_proj(hidden_states).split(self._widths, dim=1)
         steps = hidden_states.new_zeros((hidden_states.shape[0], self._heads.size))
-        rows = functional.silu(vkq), steps, *self._scalars
-        values = states.recur(state_space_update, state_space_extend, *rows).flatten(1)
+        rows = functional.silu(vkq), steps
+        values = states.recur(state_space_update, state_space_extend, rows, *self._scalars).flatten(1)
         output: torch.Tensor = self.out_proj(self._normed(values.to(hidden_states.dtype)) * gate.sigmoid())
         return output
 

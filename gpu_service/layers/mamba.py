@@ -64,6 +64,6 @@ class Mamba(StateLayer):
         x = states.convolve(x, self.conv1d)
         dt, b, c = self.x_proj(x).split(self._widths, dim=1)
         rows = x, self.steps(self.dt_layernorm(dt)), self.b_layernorm(b), self.c_layernorm(c), gate
-        values = states.recur(selective_scan_update, selective_scan_extend, *rows, self.A_log, self.D)
+        values = states.recur(selective_scan_update, selective_scan_extend, rows, self.A_log, self.D)
         output: torch.Tensor = self.out_proj(values)
         return output

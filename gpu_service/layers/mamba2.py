@@ -54,7 +54,7 @@ class Mamba2(StateLayer):
         gate, xbc, dt = self.in_proj(hidden_states).split(self._widths, dim=1)
         xbc = states.convolve(xbc, self.conv1d)
         scalars = self.A_log, self.dt_bias, self.D
-        values = states.recur(state_space_update, state_space_extend, xbc, dt, *scalars)
+        values = states.recur(state_space_update, state_space_extend, (xbc, dt), *scalars)
         normed = gated_group_rms_norm(values.flatten(1), gate, norm.weight, norm.num_groups, norm.eps)
         output: torch.Tensor = self.out_proj(normed)
         return output

@@ -171,6 +171,7 @@ class Scheduler:
         batch = self._schedule_prompts()
         if batch is not None:
             self.pacing.open(batch)
+            self.cache.opened_lane(batch)
         return batch
 
     def _plan(self, division: Division) -> Batch | None:
@@ -182,6 +183,8 @@ class Scheduler:
         if not batch.requests:
             return None
         self.next_step += 1
+        if self.speculation is not None:
+            batch.runs_drafter = self.speculation.runs_drafter
         if self.supply is not None:
             self.supply.planned(batch)
         return batch
@@ -214,7 +217,7 @@ class Scheduler:
             if batch.samples[index]:
                 self._append_token(request, result)
                 if self.speculation is not None:
-                    self._append_drafts(request, batch.drafts[index] if batch.drafts else [], result)
+                    self._append_drafts(batch, index, result)
                 reported.append(request)
         self.ended(batch)
         return reported
@@ -241,8 +244,7 @@ class Scheduler:
             self.supply.ended(batch)
         if self.speculation is not None:
             self.speculation.ended(batch)
-        if self.cache.states is not None:
-            self.cache.states.committed(batch)
+        self.cache.ended(batch)
         if batch is self.pacing.batch:
             for request, keep in self.pacing.close():
                 self._leave(request, keep)
@@ -305,11 +307,14 @@ class Scheduler:
                 self._append_row(batch, request, count)
         return preempted
 
-    def _grow_for_drafts(self, request: Request, num_tokens: int) -> bool:
+    def _grow_for_drafts(self, batch: Batch, index: int, count: int) -> bool:
         """Makes room for drafts, for which no other request gives up pages, now or in the next step."""
-        cache = self.cache
+        cache, request = self.cache, batch.requests[index]
+        num_tokens = request.scheduled_len + count
         wanted = cache.pages_for(num_tokens) - len(request.pages)
-        return wanted <= cache.available - self.limits.watermark_pages and cache.grow(request, num_tokens)
+        if wanted > cache.available - self.limits.watermark_pages or not cache.grow(request, num_tokens):
+            return False
+        return cache.states is None or cache.states.advance_drafts(batch, index, count)
 
     def _victim(self, request: Request) -> Request | None:
         """Who gives up pages for a request: the youngest. None: only the open step of the lane has younger.
@@ -328,6 +333,7 @@ class Scheduler:
         """What may change before a step is planned: the pages there are, which prompts have steps without
         others, and what each client has had.
         """
+        self.cache.poll_tiers()
         if self.supply is not None:
             self.supply.before_step(self)
         self.pacing.weigh(self._decodes())
@@ -351,7 +357,7 @@ class Scheduler:
         """
         if not (self._free_slots and self.waiting and self.cache.has_free_state):
             return []
-        candidates = list(admissible(self.waiting, self.running, self.cache))
+        candidates = list(admissible(self.waiting, self.running, self.cache, self.limits))
         if not candidates:
             return []
         oldest = self.shares.oldest(candidates)
@@ -410,8 +416,7 @@ class Scheduler:
         batch.num_new_tokens.append(count)
         batch.samples.append(samples)
         batch.output_positions.append(request.planned_len - request.prompt_len)
-        if self.cache.states is not None:
-            self.cache.states.advance(request, batch)
+        self.cache.scheduled(request, batch)
         request.scheduled_len += count
         self.shares.computes(request, request.scheduled_len)
         request.inflight_tokens += samples
@@ -456,7 +461,7 @@ class Scheduler:
             # The prompt is computed: others may start from it, this request's siblings first.
             self.cache.store(request)
 
-    def _append_drafts(self, request: Request, drafts: Sequence[int], result: RowResult) -> None:
+    def _append_drafts(self, batch: Batch, index: int, result: RowResult) -> None:
         """After the step's own token: those of the drafts' rows, as long as the draft was what came before.
 
         known tokens   |-- computed before --| t |
@@ -464,6 +469,7 @@ class Scheduler:
         appended                                  d0   d1    x        d2 was wrong: its KV is written over
         """
         assert self.speculation is not None
+        request, drafts = batch.requests[index], batch.drafts[index] if batch.drafts else []
         accepted = 0
         for draft, row in zip(drafts, result.verified, strict=True):
             if request.finished or request.output_token_ids[-1] != draft:
@@ -475,6 +481,10 @@ class Scheduler:
             if request.slot >= 0:
                 request.computed_len += 1
                 request.scheduled_len += 1
+                if self.cache.states is not None:
+                    slot = batch.draft_states[index][accepted - 1]
+                    self.cache.states.accept(request, slot)
+                    self.cache.keep_state(request, slot)
             self._append_token(request, row)
         self.speculation.committed(request, len(drafts), accepted)
         request.drafts = result.drafts

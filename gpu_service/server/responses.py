@@ -101,6 +101,8 @@ def chunk(deltas: Sequence[OutputDelta]) -> pb.GenerateResponse:
         prompt_tokens=request.prompt_len,
         completion_tokens=last.num_output_tokens,
         cached_tokens=last.cached_tokens,
+        accepted_draft_tokens=last.accepted_draft_tokens,
+        rejected_draft_tokens=last.rejected_draft_tokens,
         index=request.index,
         complete_follows=last.finish_reason not in (None, FinishReason.ERROR),
     )
@@ -126,6 +128,8 @@ def complete(delta: OutputDelta, stream: bool, first_token_s: float) -> pb.Gener
         prompt_tokens=request.prompt_len,
         completion_tokens=len(request.output_token_ids),
         cached_tokens=delta.cached_tokens,
+        accepted_draft_tokens=delta.accepted_draft_tokens,
+        rejected_draft_tokens=delta.rejected_draft_tokens,
         index=request.index,
         error_message=delta.error_message,
         first_token_seconds=first_token_s,

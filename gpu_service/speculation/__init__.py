@@ -28,9 +28,12 @@ ExpertUnavailable: then there are none.
 
 **How many are worth it** (`policy.py`) follows from how often a request's drafts were right, and from what
 steps of as many rows took; the latter is measured by the first rank (`pace.py`), which tells all ranks at
-one place. All else is decided from tokens alone, so that ranks decide alike.
+one place. A device drafter itself is left out of steps where its drafts do not pay (`rest.py`). All else is
+decided from tokens alone, so that ranks decide alike.
 
-Requests with penalties or a constraint do not speculate: what their rows may sample depends on the tokens
-before in ways that a row does not know. Models that keep a state for each request can not go back to an
-earlier one, and are refused.
+What a row samples may depend on the drafts before it other than through the model: penalties count them
+(`PenaltyRows.preceding_drafts`), and a constraint's mask is that of a copy which has accepted them
+(`engine/token_masks.py`). A row after a draft that turns out wrong counts for nothing, there as well. Models
+that keep a state for each request keep one for each row of a step with drafts (`core/depths.py`), and go on
+with that after the last draft that was right.
 """

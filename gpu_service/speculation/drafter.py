@@ -20,7 +20,7 @@ class HostDrafter(Protocol):
 
 
 class DeviceDrafter(Protocol):
-    """Called by the model runner in every step, in stream order, waiting for nothing.
+    """Called by the model runner in steps that say so, in stream order, waiting for nothing.
 
     What it needs of earlier tokens (KV of its own layers) it keeps at the same slots as the model: KV of
     drafts that turn out wrong is written over by the step that computes those positions next. A step may be

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.step import Batch
 from gpu_service.speculation.drafter import HostDrafter
+from gpu_service.speculation.rest import DrafterRest
 
 # What remains after a token of what is known of a request's drafts, and of all requests'.
 _KEPT, _KEPT_OF_ALL = 0.98, 0.998
@@ -99,6 +100,8 @@ class Speculation:
         self._limits = limits
         self._most_drafts = num_drafts
         self._drafter = drafter
+        # Of a device drafter.
+        self._rest = DrafterRest()
         # The step in flight that others of its lane wait for: it has drafts, or brings some.
         self._awaited: Batch | None = None
         # Like a request's own fields, of all.
@@ -125,10 +128,15 @@ class Speculation:
         return any(self._choose(offers, len(running), first=2))  # right only if that token is, too
 
     def add_drafts(
-        self, batch: Batch, running: Sequence[Request], grow: Callable[[Request, int], bool]
+        self, batch: Batch, running: Sequence[Request], grow: Callable[[Batch, int, int], bool]
     ) -> None:
-        """Gives a planned step what drafts are worth verifying. `grow`: room in a request's pages, if any."""
+        """Gives a planned step what drafts are worth verifying.
+
+        `grow` makes room for a number of drafts of a request of the batch, where there is any.
+        """
         if not batch.is_uniform_decode or not all(map(_decodes, running)):
+            return
+        if self._rest.counts_down():
             return
         if not all(batch.samples):  # one that was preempted starts again while its latest token is in flight
             return
@@ -139,14 +147,18 @@ class Speculation:
         offers = [(request, len(own)) for request, own in zip(batch.requests, draft_tokens, strict=True)]
         counts = self._choose(offers, len(offers))
         drafts = [own[:count] for own, count in zip(draft_tokens, counts, strict=True)]
-        for index, (request, own) in enumerate(zip(batch.requests, drafts, strict=True)):
-            if own and not grow(request, request.scheduled_len + len(own)):
+        for index, own in enumerate(drafts):
+            if own and not grow(batch, index, len(own)):
                 drafts[index] = []
         if any(drafts):
             batch.drafts = drafts
         if self._drafter is None:
             expected = [(request, self._room(request, 1)) for request in batch.requests]
             batch.num_drafts = max(self._choose(expected, len(expected)))
+            if self.costs.is_measured:
+                self._rest.planned(bool(batch.drafts or batch.num_drafts))
+                # What a step takes without drafts is measured without the drafter.
+                batch.runs_drafter = self.costs.plain(len(expected)) is not None
         if batch.drafts or batch.num_drafts:
             self._awaited = batch
 
@@ -162,6 +174,8 @@ class Speculation:
         request.drafts_accepted = kept * request.drafts_accepted + right
         self._verified = kept_of_all * self._verified + tried
         self._accepted = kept_of_all * self._accepted + right
+        request.accepted_draft_tokens += accepted
+        request.rejected_draft_tokens += verified - accepted
         self.num_drafts += verified > 0
         self.num_verified += verified
         self.num_accepted += accepted
@@ -172,6 +186,11 @@ class Speculation:
             self._awaited = None
 
     @property
+    def runs_drafter(self) -> bool:
+        """Whether steps run a device drafter, for now."""
+        return self._drafter is None and not self._rest.is_on
+
+    @property
     def counts(self) -> dict[str, int]:
         """For `EngineLoad`."""
         verified, accepted = self.num_verified, self.num_accepted
@@ -179,9 +198,6 @@ class Speculation:
 
     def _room(self, request: Request, inflight: int) -> int:
         """Drafts that a step may have, once `inflight` more tokens are known: its own token is not one."""
-        if request.speculates is None:
-            # What rows of these may sample depends on tokens before that a row does not know.
-            request.speculates = request.constraint is None and not request.params.has_penalties
         if not request.speculates:
             return 0
         in_output = request.params.max_tokens - len(request.output_token_ids)
@@ -192,9 +208,14 @@ class Speculation:
         room = self._room(request, inflight)
         if room == 0:
             return []
-        if self._drafter is None:
-            return list(request.drafts[:room])
-        return self._drafter.propose(request, room + inflight)
+        if self._drafter is not None:
+            drafts = self._drafter.propose(request, room + inflight)
+        else:
+            drafts = list(request.drafts[:room])
+        if request.constraint is not None and not inflight:
+            # A row whose draft can not be accepted would be computed in vain.
+            drafts = drafts[: request.constraint.num_allowed(drafts)]
+        return drafts
 
     def _choose(self, offers: Sequence[tuple[Request, int]], rows: int, first: int = 1) -> list[int]:
         """How many of its drafts each request gets in a step of `rows` rows without them.

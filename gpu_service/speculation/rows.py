@@ -19,15 +19,32 @@ def as_rows(batch: Batch) -> Batch:
     if not batch.drafts:
         return batch
     places = [(index, place) for index, drafts in enumerate(batch.drafts) for place in range(1 + len(drafts))]
+    reads, writes = _state_slots(batch)
     return replace(
         batch,
+        state_reads=reads,
+        state_writes=writes,
         requests=[batch.requests[index] for index, _ in places],
         start_positions=[batch.start_positions[index] + place for index, place in places],
         num_new_tokens=[batch.num_new_tokens[index] for index, _ in places],
         samples=[batch.samples[index] for index, _ in places],
         output_positions=[batch.output_positions[index] + place for index, place in places],
+        preceding_drafts=[batch.drafts[index][:place] for index, place in places],
         drafts=[],
+        draft_states=[],
     )
+
+
+def _state_slots(batch: Batch) -> tuple[list[int], list[int]]:
+    """Slots that each row reads and writes: a draft's row begins with what the row before it left."""
+    if not batch.state_writes:
+        return [], []
+    reads, writes = list[int](), list[int]()
+    for read, write, own in zip(batch.state_reads, batch.state_writes, batch.draft_states, strict=True):
+        slots = [read, write, *own]
+        reads += slots[:-1]
+        writes += slots[1:]
+    return reads, writes
 
 
 def plan_drafts(batch: Batch) -> Drafts | None:

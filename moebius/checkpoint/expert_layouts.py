@@ -29,6 +29,8 @@ LAYER_PREFIXES = (
     # DeepSeek-V4.
     "layers.",
 )
+# Where those of multi-token prediction hang that are not numbered after the model's own.
+MTP_PREFIX = "mtp.layers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
     )
 }
 
-_PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in LAYER_PREFIXES) + r")\d+\."
+_PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in (*LAYER_PREFIXES, MTP_PREFIX)) + r")\d+\."
 # Anything below an expert container, so that scales and biases of quantised experts count as well; not the
 # router's bias, which Laguna keeps there.
 _ROUTED_EXPERT = re.compile(
@@ -256,10 +258,15 @@ class LocatedLayout:
     index: CheckpointIndex
     layout: ExpertTensorLayout
     prefix: str
+    # The layer that `MTP_PREFIX` counts from; None: layers of multi-token prediction have numbers as others.
+    first_mtp_layer: int | None = None
 
     def name(self, layer: int, expert: int, matrix: str) -> str:
         """The tensor that holds "gate", "up" or "down"."""
-        return f"{self.prefix}{layer}.{self.layout.template(matrix).name.format(expert=expert)}"
+        prefix, number = self.prefix, layer
+        if self.first_mtp_layer is not None and layer >= self.first_mtp_layer:
+            prefix, number = MTP_PREFIX, layer - self.first_mtp_layer
+        return f"{prefix}{number}.{self.layout.template(matrix).name.format(expert=expert)}"
 
     def source(self, layer: int, expert: int, matrix: str) -> MatrixSource:
         """Raises CheckpointError naming the tensor when it is missing or has no place for the matrix."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_layouts import LocatedLayout
+from moebius.checkpoint.expert_layouts import MTP_PREFIX, LocatedLayout
 from moebius.checkpoint.matrix_finder import MatrixFinder
 from moebius.checkpoint.quantisation import read_schemes
 from moebius.checkpoint.reader import SliceReader
@@ -186,6 +186,8 @@ class ExpertCheckpoint:
         index = open_index(path)
         named_as = _other_model_type(path, model) if expert_checkpoint else model.model_type
         layout = find_layout(index, named_as)
+        if model.mtp_heads and any(name.startswith(MTP_PREFIX) for name in index.tensors):
+            layout = replace(layout, first_mtp_layer=model.num_layers - model.mtp_heads)
         finder = MatrixFinder(index.tensors, index.directory, read_schemes(path))
         return ExpertCheckpoint(model, layout, finder)
 

@@ -22,7 +22,9 @@ from moebius.grammar.compile import GrammarError
 from protos.engine_pb2 import Choice, Constraint
 from tests.helpers.constraints import compiler, constrained, ids_of, text_of
 from tests.helpers.device_experts import DoomedExperts, DoomedModel, Failure
+from tests.helpers.drafters import AnswerDrafter
 from tests.helpers.engine_harness import LOOPS, Knobs, make_request, prompt_of, running_engine
+from tests.helpers.fake_model import VOCAB
 
 SCHEMA = {
     "type": "object",
@@ -106,6 +108,55 @@ def test_scheduling_does_not_show(
         assert harness.run(workload(**params), together=True) == expected
         if knobs.num_pages < 40:
             assert harness.engine.scheduler.num_preemptions > 0, "the scenario must preempt"
+
+
+@pytest.mark.covering(2)
+@LOOPS
+@pytest.mark.parametrize("wrong_every", [0, 1, 3], ids=["right", "wrong", "mixed"])
+@pytest.mark.parametrize("knobs", [Knobs(budget=256), Knobs(num_pages=28)], ids=["batch", "preempted"])
+def test_drafts_do_not_show(
+    truth: tuple[dict[str, Any], list[list[int]]], knobs: Knobs, wrong_every: int, loop: dict[str, Any]
+) -> None:
+    """A draft's row has the mask after the drafts before it: outputs are those of decoding one by one, right
+    drafts all count, and what a grammar refuses is not verified at all."""
+    params, expected = truth
+    requests = workload(**params)
+    answers = {one.request_id: tokens for one, tokens in zip(requests, expected, strict=True)}
+    drafter = AnswerDrafter(answers, VOCAB, wrong_every)
+    with running_engine(knobs, drafter=drafter, num_drafts=3, **loop) as harness:
+        assert harness.run(requests, together=True) == expected
+        speculation = harness.engine.scheduler.speculation
+        assert speculation is not None
+        constrained_ones = [one for one in requests if one.constraint is not None]
+        accepted = sum(one.accepted_draft_tokens for one in constrained_ones)
+        rejected = sum(one.rejected_draft_tokens for one in constrained_ones)
+        if wrong_every == 1:
+            assert accepted == 0
+        else:
+            assert accepted > 15
+        if wrong_every == 0:
+            # At an output's end there is no row that could accept the draft.
+            assert rejected <= len(constrained_ones)
+        assert sum(one.accepted_draft_tokens for one in requests) == speculation.num_accepted
+
+
+@LOOPS
+@pytest.mark.parametrize("limit", [0, 3, 7])
+def test_drafts_around_a_thought_do_not_show(limit: int, loop: dict[str, Any]) -> None:
+    """Where a thought ends, by itself or by force, within the drafts of a step."""
+
+    def one() -> Request:
+        source = Constraint(regex="[a-f]{4}[0-9]+", **AFTER, max_reasoning_tokens=limit)
+        return constrained("r", prompt_of(3, 9), source, temperature=0.9, seed=limit, max_tokens=30)
+
+    with running_engine() as harness:
+        (said,) = harness.run([one()])
+    for wrong_every in (0, 4):
+        drafter = AnswerDrafter({"r": said}, VOCAB, wrong_every)
+        with running_engine(drafter=drafter, num_drafts=4, **loop) as harness:
+            request = one()
+            assert harness.run([request]) == [said]
+            assert request.accepted_draft_tokens > 8
 
 
 @LOOPS

@@ -106,7 +106,9 @@ def check_drafts(
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "name", ["glm4_moe", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "qwen3_5_moe_text_bias_tied"]
+)
 def test_drafts_change_no_token_and_are_those_of_transformers(
     name: str, params: dict[str, Any], written: MtpModels
 ) -> None:
@@ -125,7 +127,7 @@ def _within_page(known: list[int], count: int, reference: MtpReference, found: l
     return [*reference.drafts(known, exact), *found[exact:]]
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_a_single_head_goes_on_with_what_it_made(name: str, written: MtpModels) -> None:
     directory, reference = written(name, 1)
     plain, _, _ = run(directory, 0, 0, GREEDY)

@@ -32,6 +32,24 @@ class AnswerDrafter:
         return draft_tokens
 
 
+class ScatteredDrafter(AnswerDrafter):
+    """The same, but one of the draft tokens is wrong: at times the first, at times a later one, or none."""
+
+    def __init__(self, answers: Answers, vocab_size: int) -> None:
+        super().__init__(answers, vocab_size)
+        # Where draft tokens were wrong so far, counted from 0.
+        self.wrong_places: set[int] = set()
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        """As many as the answer still has."""
+        draft_tokens = super().propose(request, count)
+        place = (len(request.output_token_ids) * 7919 + request.prompt_len * 31) % (count + 1)
+        if place < len(draft_tokens):
+            draft_tokens[place] = 1 + (draft_tokens[place] + 1) % (self._vocab_size - 1)
+            self.wrong_places.add(place)
+        return draft_tokens
+
+
 class FixedDrafter:
     """Always proposes the same draft tokens."""
 

@@ -12,6 +12,7 @@ import torch
 
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
+from gpu_service.cache.request_states import SLOTS_PER_REQUEST, RequestStates, StatePool
 from gpu_service.core.interface import EngineObserver, OutputDelta
 from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
 from gpu_service.core.step import Batch, TokenPool
@@ -51,6 +52,8 @@ class Knobs:
     num_drafts: int = 0
     drafter: HostDrafter | None = None
     device_drafter: DeviceDrafter | None = None
+    # Of a model with states, how many are kept for others to start from; None: the model has none.
+    state_snapshots: int | None = None
     # Over experts on the device.
     watch: ResidentWatch | None = None
 
@@ -187,8 +190,19 @@ def build_scheduler(knobs: Knobs, prefill_chunk_max: int = 0) -> Scheduler:
         max_rows=4 * knobs.max_num_seqs,
     )
     speculation = Speculation(limits, knobs.num_drafts, knobs.drafter) if knobs.num_drafts else None
-    pool, tree = PagePool(knobs.num_pages), RadixCache(knobs.page_size)
-    return Scheduler(limits, RequestCache(pool, tree, knobs.prefix_caching), speculation)
+    pool = PagePool(knobs.num_pages)
+    if knobs.state_snapshots is None:
+        cache = RequestCache(pool, RadixCache(knobs.page_size), knobs.prefix_caching)
+        return Scheduler(limits, cache, speculation)
+    states = RequestStates(StatePool(num_states(knobs)), knobs.state_snapshots)
+    tree = RadixCache(knobs.page_size, states.forget)
+    return Scheduler(limits, RequestCache(pool, tree, knobs.prefix_caching, states), speculation)
+
+
+def num_states(knobs: Knobs) -> int:
+    """Slots of states, that of zeros included."""
+    own = max(SLOTS_PER_REQUEST, 2 + knobs.num_drafts)
+    return 1 + own * knobs.max_num_seqs + (knobs.state_snapshots or 0)
 
 
 def _step_runner(runner: ModelRunner, knobs: Knobs) -> StepRunner:

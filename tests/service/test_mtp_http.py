@@ -42,4 +42,8 @@ def test_drafts_of_the_models_own_layer_are_accepted_over_http(tmp_path: Path) -
     assert response.status_code == 200, response.text
     reference = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     assert response.json()["choices"][0]["token_ids"] == greedy_answer(reference, PROMPT, TOKENS)
-    assert sum(float(line.split()[-1]) for line in lines if line.startswith(ACCEPTED)) > 8
+    accepted = sum(float(line.split()[-1]) for line in lines if line.startswith(ACCEPTED))
+    assert accepted > 8
+    details = response.json()["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == accepted
+    assert details["rejected_prediction_tokens"] >= 0

@@ -14,20 +14,21 @@ class Mixer(ABC):
 
     __slots__ = ()
 
-    # Why a draft token that was rejected can not be taken back; empty: what it left is overwritten.
-    unrewindable: ClassVar[str] = ""
     # Whether its pages may hold 8 bits an element.
     stores_8_bits: ClassVar[bool] = True
     rope: RopeConfig | None  # None: nothing is rotated.
 
     @property
     def cache(self) -> tuple[CacheTensor, ...]:
-        """What it keeps in pages: rows that are attended to, then keys that these are chosen by."""
+        """What it keeps in pages: rows that are attended to, then keys that these are chosen by.
+
+        What a rejected draft left there is written over by the token that takes its position.
+        """
         return ()
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        """What it keeps in a slot of each request."""
+        """What it keeps in a slot of each request; each draft that a step verifies has one, too."""
         return ()
 
     @abstractmethod

@@ -5,7 +5,7 @@ convolutions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.ranks import even_shard
@@ -16,8 +16,6 @@ from moebius.models.layers.tensors import StateTensor
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrent(Mixer):
     """Base: heads of keys, each of which serves as many consecutive heads of values."""
-
-    unrewindable: ClassVar[str] = "layers that keep one state per request"
 
     num_key_heads: int
     num_value_heads: int  # A multiple of the key heads.

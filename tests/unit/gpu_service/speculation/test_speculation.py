@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_service.core.constraint import OutputConstraint
 from gpu_service.core.step import Batch
 from gpu_service.speculation.ngram import NGramDrafter, NGramIndex
 from gpu_service.speculation.pace import DraftPace
@@ -164,15 +163,15 @@ def test_steps_wait_for_tokens_whose_drafts_are_usually_accepted(said: int, wait
     assert policy.num_verified == 0
 
 
-def test_who_never_speculates() -> None:
-    """What a row may sample must not depend on tokens before it other than through the model."""
+def test_room_for_drafts_ends_with_the_output() -> None:
+    """No row is computed for a token that the output can not have; a request may be kept from speculating."""
     policy = speculation()
     free = make_request("free", prompt_of(1, 5))
     assert policy._room(free, 0) == 3
-    assert policy._room(make_request("p", prompt_of(1, 5), presence_penalty=0.1), 0) == 0
-    held = make_request("c", prompt_of(1, 5))
-    held.constraint = OutputConstraint.__new__(OutputConstraint)
-    assert policy._room(held, 0) == 0
+    assert policy._room(make_request("p", prompt_of(1, 5), presence_penalty=0.1), 0) == 3
+    kept = make_request("c", prompt_of(1, 5))
+    kept.speculates = False
+    assert policy._room(kept, 0) == 0
     # The output's last token is the step's own.
     free.output_token_ids += [1] * 9
     assert policy._room(free, 0) == 2

@@ -6,7 +6,9 @@ Triton's interpreter) are compared with loops over single tokens of a whole sequ
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from gpu_service.attention.registry import make_attention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import CompressedCache, make_cache, page_bytes
 from gpu_service.cache.state_cache import make_states, state_bytes
+from gpu_service.core.depths import make_depths
 from gpu_service.core.step import ForwardInputs
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.compressed import StepTables
@@ -120,6 +123,34 @@ def _step(previous: tuple[int, int], lengths: tuple[int, int], number: int) -> F
     )
 
 
+def _by_depth(inputs: ForwardInputs) -> ForwardInputs:
+    """The same as a step with drafts: every token is a row, whose state the one before wrote."""
+    reads, writes, spare = list[int](), list[int](), 2 + 2 * len(STEPS)
+    assert inputs.state_reads is not None
+    assert inputs.state_writes is not None
+    counts = [end - begin for begin, end in itertools.pairwise(inputs.query_start_loc)]
+    for request, count in enumerate(counts):
+        slots = [*range(spare, spare + count - 1), int(inputs.state_writes[request])]
+        reads += [int(inputs.state_reads[request]), *slots[:-1]]
+        writes += slots
+        spare += count - 1
+    rows = sum(counts)
+    return replace(
+        inputs,
+        block_table=inputs.block_table.repeat_interleave(torch.tensor(counts), dim=0),
+        query_start_loc=list(range(rows + 1)),
+        seq_lens=(inputs.positions + 1).tolist(),
+        query_start_loc_tensor=torch.arange(rows + 1, dtype=torch.int32),
+        seq_lens_tensor=(inputs.positions + 1).int(),
+        state_reads=torch.tensor(reads),
+        state_writes=torch.tensor(writes),
+        depths=make_depths([place for count in counts for place in range(count)]),
+    )
+
+
+SHAPES = pytest.mark.parametrize("shape", [lambda inputs: inputs, _by_depth], ids=["requests", "drafts"])
+
+
 def _steps() -> list[tuple[tuple[int, int], ForwardInputs]]:
     found, previous = [], (0, 0)
     for number, lengths in enumerate(STEPS):
@@ -135,7 +166,7 @@ def _rows(whole: torch.Tensor, previous: tuple[int, int], inputs: ForwardInputs)
 
 def _kept(tokens: int, row: int) -> torch.Tensor:
     """Slots for all steps; NaN where nothing was left, so that reading it would show."""
-    kept = torch.full((2 + 2 * len(STEPS), tokens, row), math.nan)
+    kept = torch.full((2 + 2 * len(STEPS) + 16, tokens, row), math.nan)
     kept[0] = 0.0
     return kept
 
@@ -185,8 +216,11 @@ def _compression(rate: int, parts: int, size: int, positions: torch.Tensor) -> C
 
 
 @EACH
+@SHAPES
 @pytest.mark.parametrize("layer", [1, 2])
-def test_entries_are_the_formula_whatever_the_steps(name: str, layer: int) -> None:
+def test_entries_are_the_formula_whatever_the_steps(
+    name: str, layer: int, shape: Callable[[ForwardInputs], ForwardInputs]
+) -> None:
     """Those of entries that begin in one step and end in another, too; a step may be run again."""
     backend, rate = World.make(name).backend, RATES[layer]
     parts = 2 if layer == SPARSE else 1
@@ -194,7 +228,7 @@ def test_entries_are_the_formula_whatever_the_steps(name: str, layer: int) -> No
     recent = _kept(parts * rate - 1, whole.shape[2])
     pages = backend.cache.pages(layer)
     for previous, inputs in _steps():
-        backend.plan(inputs)
+        backend.plan(shape(inputs))
         how = _compression(rate, parts, SIZE, inputs.positions)
         for _ in range(2):
             backend.compress(_rows(whole, previous, inputs), recent, pages, how)
@@ -208,8 +242,11 @@ def test_entries_are_the_formula_whatever_the_steps(name: str, layer: int) -> No
 
 
 @EACH
+@SHAPES
 @pytest.mark.parametrize("layer", range(3))
-def test_attention_is_the_formula_whatever_the_steps(name: str, layer: int) -> None:
+def test_attention_is_the_formula_whatever_the_steps(
+    name: str, layer: int, shape: Callable[[ForwardInputs], ForwardInputs]
+) -> None:
     """Of a window, with entries and without, and of a choice among entries."""
     world = World.make(name)
     backend, cache, rate = world.backend, world.backend.cache, RATES[layer]
@@ -218,7 +255,7 @@ def test_attention_is_the_formula_whatever_the_steps(name: str, layer: int) -> N
     cache.pages(layer).copy_(_draw(*cache.pages(layer).shape, seed=4))
     window = _kept(WINDOW - 1, SIZE)
     for previous, inputs in _steps():
-        backend.plan(inputs)
+        backend.plan(shape(inputs))
         selection = _some_selection(inputs) if layer == SPARSE else None
         arguments = _rows(query, previous, inputs), _rows(keys, previous, inputs), window, layer, sinks
         found = backend.attend(*arguments, selection)
