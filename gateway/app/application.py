@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.apis.registry import POOLED, TRANSLATIONS
 from gateway.app.embedding_routes import router as embedding_router
-from gateway.app.heads import HeadMiddleware
 from gateway.app.native_routes import router as native_router
 from gateway.app.openapi import install_openapi
 from gateway.app.routes import create_chat_completion, create_completion, live_router, router
@@ -36,8 +35,7 @@ from gateway.schemas.requests import (
 )
 from gateway.telemetry.tracing import TracingMiddleware
 from gateway.transport.admission import DrainMiddleware
-from gateway.transport.keys import KeyMiddleware
-from gateway.transport.origins import OriginMiddleware
+from gateway.transport.keys import KeyMiddleware, OriginMiddleware
 from gateway.transport.streaming import ClientGone
 from gateway.web.live import LiveFigures
 from gateway.web.pages import page_router
@@ -206,3 +204,23 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
     )
     app.add_middleware(RequestContextMiddleware)  # around all others, so every answer has an id
     app.add_middleware(TracingMiddleware)
+
+
+class HeadMiddleware:
+    """Answers HEAD on every path that answers GET, with the same status and headers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)

@@ -9,9 +9,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from gateway.schemas.common import GenerationFields
+from gateway.schemas.common import NEUTRAL_VALUES, GenerationFields
 from gateway.schemas.errors import MESSAGES_PATH, OLLAMA_PATH
-from gateway.schemas.parameters import NEUTRAL_VALUES
 
 _SCHEMAS = "#/components/schemas/"
 _REFUSALS = {

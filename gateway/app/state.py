@@ -17,16 +17,15 @@ from gateway.apis.stored_responses import ResponseStore, check_store
 from gateway.generation.job import Prepared
 from gateway.generation.model import ServedModel, load_served_model
 from gateway.processes.shared import Shared, alone
-from gateway.prompts.contract import ModelFiles, WorkerSetup
 from gateway.prompts.pool import PromptPool
+from gateway.prompts.process import ModelFiles, WorkerSetup
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.schemas.errors import ApiError
 from gateway.telemetry.combined import engine_metrics
 from gateway.telemetry.metrics import GatewayMetrics, GenAiMetrics
 from gateway.telemetry.repeated import RepeatedWarnings
 from gateway.text.model_files import ReadFiles, read_files
-from gateway.transport.admission import RETRY_AFTER_S, Admission, Drain, shutting_down
-from gateway.transport.bodies import BodyReceiver
+from gateway.transport.admission import RETRY_AFTER_S, Admission, BodyReceiver, Drain, shutting_down
 from gateway.transport.keys import client_of
 from gateway.transport.streaming import run_until_disconnect
 from moebius.config import MoebiusConfig

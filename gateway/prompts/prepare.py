@@ -18,12 +18,11 @@ from gateway.constraints.response_format import GrammarTakesLong, response_forma
 from gateway.generation.data_images import with_data
 from gateway.generation.job import Prepared
 from gateway.generation.model import ServedModel
-from gateway.prompts.contract import Answer, Broken, Refused
 from gateway.prompts.jobs import JobPlan, build_jobs
+from gateway.prompts.process import Answer, Broken, Refused
 from gateway.prompts.tool_use import constraint_of, conversation_of, output_plan
-from gateway.schemas.common import GenerationFields, JsonError, parse_json
+from gateway.schemas.common import GenerationFields, JsonError, Tolerance, parse_json
 from gateway.schemas.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request, describe_validation_error
-from gateway.schemas.parameters import Tolerance
 from gateway.schemas.requests import (
     ROLES,
     ChatCompletionRequest,
@@ -34,9 +33,15 @@ from gateway.schemas.requests import (
     TokenizeRequest,
 )
 from gateway.schemas.structured import NO_STRUCTURE
-from gateway.text.chat_template import ChatTemplateError
-from gateway.text.conversation import Conversation, MarkedText, choose_mark, mark_text, render_prompt
-from gateway.transport.bodies import too_large
+from gateway.text.conversation import (
+    ChatTemplateError,
+    Conversation,
+    MarkedText,
+    choose_mark,
+    mark_text,
+    render_prompt,
+)
+from gateway.transport.admission import too_large
 from moebius.config import ImageConfig
 from protos import engine_pb2
 

@@ -14,7 +14,6 @@ import torch
 from gpu_service.assembly.built import Built, model_info
 from gpu_service.assembly.elastic import EngineCache, make_engine_cache, make_page_supply, make_pool
 from gpu_service.assembly.experts import (
-    RankMoe,
     check_experts,
     connect_experts,
     expert_memory,
@@ -38,7 +37,6 @@ from gpu_service.assembly.speculation import (
     make_drafter,
     make_speculation,
 )
-from gpu_service.assembly.step_check import MEASURE_AGAIN, make_check, report_failure
 from gpu_service.assembly.steps import (
     attention_that_runs,
     make_lane,
@@ -54,18 +52,19 @@ from gpu_service.cache.request_states import allocate_states
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.core.constraint import PREPARE, ConstraintCompiler, make_compiler
 from gpu_service.core.interface import EngineObserver, OutputDelta
-from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.partition import rank_layers
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.request import SchedulerLimits
+from gpu_service.core.step import TokenPool
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.prefill_lane import PrefillLane
-from gpu_service.engine.step_check import StepCheck
+from gpu_service.engine.step_check import MEASURE_AGAIN, StepCheck, make_check, report_failure
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
+from gpu_service.experts.costs import RankMoe
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.recorder import recorder_operations
 from gpu_service.experts.resident.experts import ResidentExperts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,7 +15,7 @@ from gpu_service.core.partition import stage_layers
 from gpu_service.device.stream import DeviceStream, stream_of
 from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
-from gpu_service.experts.costs import ExpertCosts
+from gpu_service.experts.costs import ExpertCosts, RankMoe
 from gpu_service.experts.factory import make_expert_client
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.fetching.make import FetchPlan, make_fetcher, plan_fetching
@@ -33,19 +32,9 @@ from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestReport, check_again, run_self_test
 from moebius.config import MoebiusConfig
 from moebius.models.config import ModelConfig
-from moebius.models.geometry import MoeGeometry
 from moebius.placement import make_placement
 from moebius.progress import phase
 from moebius.served_model import read_served_geometry
-
-
-@dataclass(frozen=True, slots=True)
-class RankMoe:
-    """The routed experts of this rank's layers; filled by `rank_moe`."""
-
-    geometry: MoeGeometry
-    layers: tuple[int, ...]  # the rank's decoder layers that have routed experts
-    costs: ExpertCosts
 
 
 def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> RankMoe | None:

@@ -17,7 +17,7 @@ from gpu_service.cache.elastic_pages import ElasticPages
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import Allocate, PagedCache, make_cache, page_bytes, zeros
 from gpu_service.cache.state_cache import StateSlots
-from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.request import SchedulerLimits
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream
 from gpu_service.device.virtual_memory import PhysicalPool

@@ -9,12 +9,12 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from gpu_service.assembly.experts import RankMoe
 from gpu_service.experts.adaptive.counts import RoutingCounts
 from gpu_service.experts.adaptive.exchange import SlotExchanges
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.adaptive.record import RoutingRecord
 from gpu_service.experts.adaptive.supply import make_supply
+from gpu_service.experts.costs import RankMoe
 from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.experts.streaming.ring import transfer_device
 from gpu_service.experts.streaming.streamer import ExpertStreamer

@@ -334,7 +334,7 @@ class RankPlan:
         ).page_bytes
         held = replace(self._experts, count=trial.num_experts)
         # Weights do not depend on it.
-        config = replace(model.config, max_model_len=longest or self._longest)
+        config = model.config.with_max_model_len(longest or self._longest)
         return plan_memory(
             trial.config, config, dense_bytes, self._use, page_bytes, held, self._parallel, self._vision
         )

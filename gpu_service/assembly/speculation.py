@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.parallel import ParallelContext
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.request import SchedulerLimits
+from gpu_service.core.step import TokenPool
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.models.common import CausalLM
 from gpu_service.speculation.drafter import DeviceDrafter

@@ -8,15 +8,16 @@ import torch
 from gpu_service.attention.registry import Attention, make_attention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import PagedCache
-from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.request import SchedulerLimits
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
 from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.prefill_lane import LanePace, PrefillLane
+from gpu_service.engine.pacing import LanePace
+from gpu_service.engine.prefill_lane import PrefillLane
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.streaming.make import streams
 from gpu_service.memory.plan import has_lane

@@ -6,16 +6,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from opentelemetry.context import Context
 
 from gpu_service.core.request import FinishReason, Request, TokenLogprobs
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ class Inbox:
         self.num_added = 0
         # What the engine goes by until the next drain, and how this rank finds it out; the engine sets that.
         self.sight = LaneSight()
-        self.look: Callable[[], LaneSight] = LaneSight
+        self.look: Callable[[], LaneSight] = lambda: self.sight
 
     def post(self, message: Message) -> None:
         """Appends a message and wakes the engine thread."""

@@ -3,7 +3,8 @@
 `Batch` (the scheduler: which tokens of which requests) becomes a `StepPlan` (the input builder: every tensor
 of the step, on the host), which is staged on the device and run. A `StepPlan` is the `ForwardInputs` that
 layers and attention read, and what the model runner and the sampler need besides: no record is copied into
-another one on the way. `results.py` has the way back.
+another one on the way. The ids of its tokens alone are only on the device, in the `TokenPool`. `results.py`
+has the way back.
 
 To add a tensor to every step, declare it here, fill it in `InputBuilder.build`, and read it where it is used
 (`context.inputs.<name>` in a layer). The declaration is what all else is derived from:
@@ -55,7 +56,7 @@ class Batch:
     # Of models with linear attention: the slots that each request's state is read from and written to.
     state_reads: list[int] = field(default_factory=list)
     state_writes: list[int] = field(default_factory=list)
-    # Long prompts alone, while others that decode wait for their turn (`scheduler/turns.py`).
+    # Long prompts alone, while others that decode wait for their turn (`scheduler/pacing.py`).
     is_prompt_turn: bool = False
     # Of a step that verifies drafts: each request's, for the positions after its own token.
     drafts: list[list[int]] = field(default_factory=list)
@@ -474,3 +475,31 @@ def _map(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
         return type(tree)([_map(element, replace) for element in tree])
     changes = {name: _map(getattr(tree, name), replace) for name in _holders(tree.__class__)}
     return dataclasses.replace(tree, **changes)
+
+
+class TokenPool:
+    """Token ids of running requests, on the device: the sampler writes, the next step's inputs gather.
+
+    Because of it the host never needs to know a token to launch the step that computes it.
+
+    int32 `[num_slots + 1, max_len]`; row = a request's slot, column = position in prompt + output. The last
+    row, `dummy_slot`, belongs to no request: rows of padding read and write it. All methods must run in
+    stream order (inside a launch).
+    """
+
+    def __init__(self, num_slots: int, max_len: int, device: torch.device) -> None:
+        self.tokens = torch.zeros((num_slots + 1, max_len), dtype=torch.int32, device=device)
+        self.dummy_slot = num_slots
+
+    def upload(self, slot: int, token_ids: torch.Tensor) -> None:
+        """Writes a request's known tokens, int32 `[n]`, when it is given the slot."""
+        self.tokens[slot, : token_ids.shape[0]] = token_ids.to(self.tokens.device)
+
+    def gather(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Token ids int64 `[T]` at `positions[t]` of `slots[t]` (both int64 `[T]`)."""
+        return self.tokens[slots, positions].long()
+
+    def scatter(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Writes sampled ids int64 `[R]`; each (slot, position) at most once,
+        but for the dummy slot's."""
+        self.tokens[slots, positions] = token_ids.to(torch.int32)

@@ -6,8 +6,9 @@ undo what is not idempotent from the last step to the first, bring the servers b
 again, one after another. Plans are immutable, and KV and token-pool writes of a second run hit the same
 places.
 
-A step whose plan awaits its masks is launched as far as its logits; `Pending.supply` launches the rest. That
-is done between the commit of the step before and the next launch, so at most the latest step awaits masks.
+A step whose plan awaits its masks is launched as far as its logits; `LaunchedStep.supply` launches the rest.
+That is done between the commit of the step before and the next launch, so at most the latest step awaits
+masks.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import structlog
 
@@ -25,18 +25,22 @@ from gpu_service.core.step import Batch, StepPlan, TokenMasks
 from gpu_service.engine.recovery import Recovery
 from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
 
-Result = TypeVar("Result")
-
 
 class DeviceLost(RuntimeError):
     """The device can run nothing any more, for this process."""
 
 
-class Pending(ABC, Generic[Result]):
-    """Something launched that has not ended, or has."""
+class LaunchedStep(ABC):
+    """A launched step, which has ended or not, and whose result can be waited for."""
+
+    # Filled by the engine.
+    batch: Batch
+    awaits_masks = False  # at its launch
+    # Whether the step before had not been committed at its launch, or no step ever is launched so early.
+    overlaps = False
 
     @abstractmethod
-    def wait(self) -> Result:
+    def wait(self) -> StepResult:
         """Blocks until it has ended; returns its result or raises its exception."""
 
     @abstractmethod
@@ -48,28 +52,17 @@ class Pending(ABC, Generic[Result]):
         raise AssertionError("the step was launched with its masks")
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A launched step: the plan's host side, and what carries its result."""
-
-    batch: Batch
-    pending: Pending[StepResult]
-    awaits_masks: bool = False  # at its launch
-    # Whether the step before had not been committed at its launch, or no step ever is launched so early.
-    overlaps: bool = False
-
-
 class StepRunner(ABC):
     """Runs steps one after another in launch order; later ones see all effects of earlier ones.
 
     At most two steps are launched and not waited for. A step that fails does not stop later ones: the
-    exception is delivered by its `Pending`. After ExpertUnavailable a step, and those launched after it,
+    exception is delivered by its `LaunchedStep`. After ExpertUnavailable a step, and those launched after it,
     are run again inside `wait`, so the engine never sees it unless recovery fails. After DeviceLost nothing
     can be launched.
     """
 
     @abstractmethod
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a step and returns without waiting for it (or, for `InlineStream`, when it is done)."""
 
     @abstractmethod
@@ -112,7 +105,7 @@ _log = structlog.get_logger(__name__)
 ExpertFailure = ExpertUnavailable | ExpertComputeFailed
 
 
-class Launched(Protocol):
+class Run(Protocol):
     """One run of a plan on the device."""
 
     def query(self) -> bool:
@@ -128,12 +121,12 @@ class Launched(Protocol):
         """Takes back what a second run would do twice; after `finish`, in reverse order of launch."""
 
 
-class StepInFlight(Pending[StepResult]):
+class StepInFlight(LaunchedStep):
     """A step from its launch until its result is known for good. Owned by `StepsInFlight`."""
 
     def __init__(self, plan: StepPlan, owner: StepsInFlight) -> None:
         self.plan = plan
-        self.launched: Launched | None = None
+        self.launched: Run | None = None
         self.result: StepResult | None = None
         self.error: Exception | None = None
         self.settled = False
@@ -179,7 +172,7 @@ class StepsInFlight:
 
     def __init__(
         self,
-        start: Callable[[StepPlan], Launched],
+        start: Callable[[StepPlan], Run],
         experts: ExpertClient | None,
         recovery_timeout_s: float,
         active: Callable[[], AbstractContextManager[None]] = nullcontext,

@@ -24,8 +24,7 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from gpu_service.core.constraint import OutputConstraint, Words
-from gpu_service.core.limits import SchedulerLimits, stop_token_ids
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits, stop_token_ids
 from gpu_service.core.step import Batch, SamplingPlan, TokenMasks
 
 # Threads that compute masks where there are so many CPUs, and rows from which it is worth waking them.

@@ -168,6 +168,10 @@ class ExpertClient(ABC):
     def stats(self) -> ExpertClientStats:
         """A snapshot of the counters."""
 
+    def busy_seconds(self) -> float:
+        """Seconds since start that the server which computed longest has computed."""
+        return max(self.stats().compute_seconds, default=0.0)
+
     @abstractmethod
     def close(self) -> None:
         """Give up all resources; the client is unusable afterwards."""
@@ -178,21 +182,20 @@ def add_to(partial: torch.Tensor | None, answer: torch.Tensor) -> torch.Tensor:
     return answer if partial is None else partial.add_(answer.to(partial.device))
 
 
-def make_ticket(
+def checked_inputs(
     geometry: MoeGeometry,
     layer: int,
     hidden_states: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     dtype: torch.dtype,
-) -> Ticket:
-    """Check one submission and bring it into the form that travels: contiguous, on the CPU, in `dtype`.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the tensors of a submission as they travel: contiguous, on the CPU, hidden states in `dtype`.
 
-    Raises ValueError naming what does not fit.
+    Raises ValueError naming what of it does not fit the model.
     """
     check_submission(geometry, layer, hidden_states, topk_ids, topk_weights)
-    return Ticket(
-        layer,
+    return (
         hidden_states.to(device="cpu", dtype=dtype).contiguous(),
         topk_ids.to("cpu").contiguous(),
         topk_weights.to("cpu").contiguous(),

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from statistics import median_high, median_low
 
 from gpu_service.experts.streaming.plan import SHARES
+from moebius.models.geometry import MoeGeometry
 
 # Expert servers lose about so much of their speed to copies out of the same memory: with 15 readers 122 to
 # 134 GB/s became 104 to 123 while a GPU copied 53 GB/s.
@@ -256,6 +257,12 @@ class ExpertCosts:
             return UNMEASURED_LINK if self._link is None else self._link.value
 
     @property
+    def pair_seconds(self) -> float | None:
+        """Expert servers' seconds of one expert and row of a decode step; None: not known yet."""
+        with self._lock:
+            return None if self._pair is None else self._pair.value
+
+    @property
     def figures(self) -> CostFigures:
         """Of now."""
         with self._lock:
@@ -356,3 +363,12 @@ class ExpertCosts:
                 self._link = self._link.toward(shown, weight)
             elif math.isfinite(shown) and shown > 0:
                 self._link = Estimate(shown)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMoe:
+    """The routed experts of this rank's layers; filled by the assembly."""
+
+    geometry: MoeGeometry
+    layers: tuple[int, ...]  # the rank's decoder layers that have routed experts
+    costs: ExpertCosts

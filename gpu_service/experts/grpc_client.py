@@ -19,7 +19,7 @@ from gpu_service.experts.client import (
     ExpertUnavailable,
     Ticket,
     add_to,
-    make_ticket,
+    checked_inputs,
     sampled_span_context,
     traceparent,
 )
@@ -83,15 +83,8 @@ class GrpcExpertClient(ExpertClient):
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        plain = make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
-        ticket = GrpcTicket(
-            plain.layer,
-            plain.hidden_states,
-            plain.topk_ids,
-            plain.topk_weights,
-            self._epoch + 1,
-            self._generation,
-        )
+        parts = checked_inputs(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        ticket = GrpcTicket(layer, *parts, self._epoch + 1, self._generation)
         if not self._streams:
             self._streams = self._open_streams()
         for rows in _records(ticket.rows):

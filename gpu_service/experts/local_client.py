@@ -20,7 +20,7 @@ from gpu_service.experts.client import (
     ExpertComputeFailed,
     Ticket,
     add_to,
-    make_ticket,
+    checked_inputs,
 )
 from moebius import _kernels
 from moebius.checkpoint.reader import SliceReader
@@ -127,7 +127,8 @@ class LocalExpertClient(ExpertClient):
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
         """The work is done by `collect`."""
-        return make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        parts = checked_inputs(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        return Ticket(layer, *parts)
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
         """The sum over chosen experts e of weight[e] · expert e's output."""

@@ -242,6 +242,9 @@ class CheckedExperts(ExpertClient):
     def stats(self) -> ExpertClientStats:
         return self._inner.stats()
 
+    def busy_seconds(self) -> float:
+        return self._inner.busy_seconds()
+
     def close(self) -> None:
         self._inner.close()
 

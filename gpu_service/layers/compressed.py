@@ -23,10 +23,10 @@ from gpu_service.layers.norm import RMSNorm
 from gpu_service.ops.linear import widened
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope
-from moebius.models.config import RopeConfig
 from moebius.models.layers import compressed
 from moebius.models.layers.layer import Places
 from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.rope import RopeConfig
 
 
 class StepTables:

@@ -19,10 +19,10 @@ from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import Norm, RMSNorm, make_norm
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
-from moebius.models.config import RopeConfig
 from moebius.models.layers.layer import Layer
 from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.residual import NormedStream, Sequential, Shortcut
+from moebius.models.layers.rope import RopeConfig
 
 
 class Embedding(StoredWeight):

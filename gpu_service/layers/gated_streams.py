@@ -23,11 +23,10 @@ from gpu_service.ops.gated_streams import gate_values, inject_update, mix_gated_
 from gpu_service.ops.linear_attention import causal_conv_extend, causal_conv_update
 from gpu_service.ops.ngrams import NGramTable, ngram_rows, ngram_table, table_rows
 from gpu_service.ops.rope import RopeTable
-from moebius.models.attention_config import HyperConnectionConfig, NGramConfig
 from moebius.models.layers import residual as specs
 from moebius.models.layers.layer import Layer, Places
 from moebius.models.layers.ranks import ShardRange, even_shard
-from moebius.models.layers.residual import NGrams
+from moebius.models.layers.residual import NGramConfig, NGrams
 
 
 class StreamNorm(OnePlusWeightRMSNorm):
@@ -51,7 +50,7 @@ class StreamMixer(nn.Module):
     """What the streams are read as, at the end of a model; attribute names are those of transformers."""
 
     def __init__(
-        self, hyper: HyperConnectionConfig, eps: float, made: Composition, *, injects: bool = False
+        self, hyper: specs.GatedStreams, eps: float, made: Composition, *, injects: bool = False
     ) -> None:
         super().__init__()
         whole, stream_size, dtype = ShardRange.whole, hyper.num_streams * made.hidden_size, made.dtype
@@ -74,7 +73,7 @@ class StreamMixer(nn.Module):
 class StreamConnection(StreamMixer):
     """Around one half of a layer."""
 
-    def __init__(self, hyper: HyperConnectionConfig, eps: float, made: Composition) -> None:
+    def __init__(self, hyper: specs.GatedStreams, eps: float, made: Composition) -> None:
         super().__init__(hyper, eps, made, injects=True)
 
     def around(self, streams: torch.Tensor, half: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -241,9 +240,9 @@ class GatedStreamLayer(nn.Module):
         self.ple: NGramLayer | None = None
         if residual.ngrams is not None:
             self.ple = NGramLayer(residual.ngrams, eps, parts.places[-1], made)
-        self.attn_hyper_connection = StreamConnection(residual.sizes, eps, made)
+        self.attn_hyper_connection = StreamConnection(residual, eps, made)
         self.add_module(self._attention_name, attention)
-        self.mlp_hyper_connection = StreamConnection(residual.sizes, eps, made)
+        self.mlp_hyper_connection = StreamConnection(residual, eps, made)
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext

@@ -17,8 +17,7 @@ from torch import nn
 from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.step import ForwardInputs
 from gpu_service.device.stream import own_pages
-from gpu_service.ops.linear import GROUP, can_pack, fp8_linear, linear, pack_weight
-from gpu_service.ops.norm_linear import add_norm_linear
+from gpu_service.ops.linear import GROUP, add_norm_linear, can_pack, fp8_linear, linear, pack_weight
 from gpu_service.ops.packed_weight import PackedPart, PackedWeight, packed_bytes
 from moebius import _kernels
 from moebius.models.layers.ranks import ShardRange

@@ -22,15 +22,13 @@ from gpu_service.layers.deferral import Collect, add_late
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, Seam, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
-from gpu_service.ops.linear import linear
-from gpu_service.ops.norm_linear import add_norm_linear, add_norm_route
+from gpu_service.ops.linear import add_norm_linear, add_norm_route, linear
 from gpu_service.ops.router import choose_by_kind, route, weigh_chosen, zero_experts
 from moebius.checkpoint.errors import CheckpointError
-from moebius.models.attention_config import ExpertKindsConfig
-from moebius.models.config import RouterConfig
 from moebius.models.layers import ffn as specs
 from moebius.models.layers.ffn import Dense
 from moebius.models.layers.ranks import ShardRange, even_shard
+from moebius.models.layers.router import ExpertKindsConfig, RouterConfig
 
 
 class MLP(nn.Module):

@@ -18,6 +18,7 @@ from gpu_service.models.common import CausalLM
 from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.models.config import ModelConfig
 from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.residual import Sequential
 from moebius.models.registry import family_of
 from moebius.models.tied_head import EMBEDDING, HEAD
 
@@ -68,9 +69,14 @@ def wanted_name(
         return None
     if config.is_moe_layer(index) and is_routed_expert(name):
         return None
-    if config.moe_output_norms and not config.is_moe_layer(index) and _module(canonical).endswith(_MLP_NORM):
-        return None
-    return canonical
+    is_of_dense_layer = _module(canonical).endswith(_MLP_NORM) and not config.is_moe_layer(index)
+    return None if is_of_dense_layer and _norms_experts_alone(config) else canonical
+
+
+def _norms_experts_alone(config: ModelConfig) -> bool:
+    """Whether only what experts add is normed; checkpoints have the norm in dense layers, too."""
+    residuals = (layer.residual for layer in config.layers)
+    return any(isinstance(residual, Sequential) and residual.normed_output == "ffn" for residual in residuals)
 
 
 def _is_of_stage(canonical: str, config: ModelConfig, parallel: ParallelContext) -> bool:

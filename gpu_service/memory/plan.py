@@ -67,7 +67,7 @@ def has_lane(gpu: GpuConfig, parallel: ParallelContext) -> bool:
     """Whether prompts that stream their experts have a step of their own, next to the others.
 
     `gpu.prefill_chunk_max` is chosen: unset or within the usual budget, nothing is to be gained. Pipeline
-    stages launch different layers; their main lane takes the longer steps (`scheduler/turns.py`). That of
+    stages launch different layers; their main lane takes the longer steps (`scheduler/pacing.py`). That of
     tensor-parallel ranks does unless a lane is asked for: two communicators on one GPU were not measured.
     """
     is_longer = (gpu.prefill_chunk_max or 0) > gpu.num_batched_tokens

@@ -58,7 +58,7 @@ class Backbone(nn.Module):
         self._dtype, self._hidden_size = dtype, size
         # None: one residual stream.
         self._streams: type[HyperStreams] | None = None
-        hyper = first.sizes if isinstance(first, HyperConnections | GatedStreams) else None
+        hyper = first if isinstance(first, HyperConnections | GatedStreams) else None
         self._num_streams = 1 if hyper is None else hyper.num_streams
         embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)
         self.embed_tokens = (
@@ -71,9 +71,10 @@ class Backbone(nn.Module):
         elif isinstance(first, GatedStreams):
             self._streams = streams.GatedStreams
             if last:
-                self.norm = StreamMixer(first.sizes, final.eps, Composition(size, dtype, parallel))
-        weighs = last and hyper is not None and hyper.weighs_last
-        self.hc_head = HyperHead(hyper, final.eps, size) if weighs and hyper is not None else None
+                self.norm = StreamMixer(first, final.eps, Composition(size, dtype, parallel))
+        self.hc_head: HyperHead | None = None
+        if last and isinstance(first, HyperConnections) and first.weighs_last:
+            self.hc_head = HyperHead(first, final.eps, size)
         ropes = [layer.mixer.rope if layer.mixer is not None else None for layer in config.layers]
         # One table for each kind of layer, and which one a layer takes.
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from gpu_service.ops.registry import Op
-from moebius.models.config import GateActivation
+from moebius.models.layers.gqa import GateActivation
 
 
 @Op
@@ -57,7 +57,7 @@ def softplus(gate: torch.Tensor) -> torch.Tensor:
     return functional.softplus(gate.float()).to(gate.dtype)
 
 
-# What attention's results are weighed by; by the names of `ModelConfig.gate_activation`.
+# What attention's results are weighed by; by the names of `Gate.activation`.
 GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softplus": softplus,

@@ -14,7 +14,7 @@ import torch
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import RopeTable
 from moebius import _kernels
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 
 _FLOATS = (torch.float32, torch.bfloat16)
 # The numbers of kernels/dense/row_ops.h.

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from gpu_service.ops.registry import Op
-from moebius.models.attention_config import NGramConfig
+from moebius.models.layers.residual import NGramConfig
 from moebius.models.ngrams import hash_factors, hash_primes
 
 

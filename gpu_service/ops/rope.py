@@ -12,7 +12,7 @@ import torch
 
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.registry import Op
-from moebius.models.config import NUM_AXES
+from moebius.models.layers.rope import NUM_AXES
 
 
 class RopeTable(NamedTuple):

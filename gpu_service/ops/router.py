@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from gpu_service.ops.registry import Op
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 
 
 def _scores(router_logits: torch.Tensor, config: RouterConfig) -> torch.Tensor:

@@ -19,16 +19,14 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from gpu_service.core.constraint import ConstraintCompiler
-from gpu_service.core.limits import EngineStopped, QueueFull, RequestRefused
-from gpu_service.core.request import Request, trace_fields
+from gpu_service.core.request import EngineStopped, QueueFull, Request, RequestRefused, trace_fields
 from gpu_service.engine.engine import Engine
 from gpu_service.experts.recorder import START, STOP, ExpertRecorder, dumped, recorder_errors
 from gpu_service.server import responses
 from gpu_service.server.image_pieces import GatheredRequest, PiecesRefused
 from gpu_service.server.live import LiveExperts
-from gpu_service.server.many_calls import ManyCalls
 from gpu_service.server.profiler import EngineProfiler, ProfileRunning, profile_seconds
-from gpu_service.server.responses import CallBuffer, CallEnded, OutputRouter
+from gpu_service.server.responses import CallBuffer, CallEnded, ManyCalls, OutputRouter
 from gpu_service.server.validation import Bounds, InvalidField, make_requests
 from gpu_service.telemetry.metrics import EngineTelemetry
 from gpu_service.vision.processor import ImagePreparer

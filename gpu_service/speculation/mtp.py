@@ -19,17 +19,13 @@ what a head attends to is not exactly its own, at the cost of drafts alone:
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.step import ForwardInputs, StepPlan
+from gpu_service.core.step import ForwardInputs, StepPlan, TokenPool
 from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
-
-if TYPE_CHECKING:
-    from gpu_service.core.token_pool import TokenPool
 
 
 class MtpDrafter:

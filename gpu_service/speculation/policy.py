@@ -20,8 +20,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.step import Batch
 from gpu_service.speculation.drafter import HostDrafter
 

@@ -23,7 +23,7 @@ from gpu_service.experts.client import (
     ExpertComputeFailed,
     Ticket,
     add_to,
-    make_ticket,
+    checked_inputs,
 )
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share
@@ -87,7 +87,8 @@ class PackedExperts(ExpertClient):
         """Keeps the routed rows; the work is done by `collect`."""
         if layer not in self._layers:
             return self._others.submit(layer, hidden_states, topk_ids, topk_weights)
-        return make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        parts = checked_inputs(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        return Ticket(layer, *parts)
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
         """float32 `[T, H]`: the partial sums of all servers, added in their order."""

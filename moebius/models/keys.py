@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moebius.models.config import ModelConfigError
+from moebius.models.errors import ModelConfigError
 
 _MISSING = object()
 

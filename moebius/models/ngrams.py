@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from moebius.models.attention_config import NGramConfig
+from moebius.models.layers.residual import NGramConfig
 
 _MASK64 = 2**64 - 1
 # Of the splitmix64 generator (Steele, Lea, Flood 2014).

@@ -12,19 +12,12 @@ import structlog
 from moebius.checkpoint.config_file import read_config_file, read_json
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import companion_directory, is_gguf
-from moebius.models.config import (
-    DTYPE_BYTES,
-    DTypeName,
-    ModelConfig,
-    ModelConfigError,
-    ModelOverrides,
-    RouterConfig,
-)
+from moebius.models.config import DTYPE_BYTES, DTypeName, ModelConfig, ModelConfigError, ModelOverrides
 from moebius.models.geometry import MoeGeometry
 from moebius.models.keys import HfKeys
+from moebius.models.layers.router import RouterConfig
 from moebius.models.mtp import check_heads, with_heads
 from moebius.models.registry import FAMILIES, gguf_family, known_families
-from moebius.models.switches import check_switches
 from moebius.models.tied_head import has_own_head
 from moebius.models.vision import read_vision
 
@@ -110,10 +103,11 @@ def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
         raise hf.error("model_type", hf.string("model_type"), known_families(hf.string("model_type")))
     config = _apply_overrides(hf, family.read(hf), overrides)
     vision = read_vision(hf, family, wanted=not overrides.language_model_only)
-    _check_router(hf, config.moe.router)
+    if not config.routed:
+        raise ModelConfigError(f"{source}: no layer has experts; only mixture-of-experts models are served")
+    _check_router(hf, next(iter(config.routed.values())).router)
     if overrides.mtp_heads:
         config = with_heads(config, overrides.mtp_heads, source)
-    check_switches(config)
     return replace(config, vision=vision, unread_keys=hf.unread)
 
 
@@ -134,11 +128,11 @@ def _check_router(hf: HfKeys, router: RouterConfig) -> None:
 
 def _apply_overrides(hf: HfKeys, config: ModelConfig, overrides: ModelOverrides) -> ModelConfig:
     if overrides.top_k is not None:
-        config = replace(config, moe=config.moe.with_top_k(overrides.top_k))
+        config = config.with_top_k(overrides.top_k)
     if overrides.max_model_len is not None:
         if overrides.max_model_len > config.max_model_len:
             raise hf.error("max_model_len", overrides.max_model_len, f"at most {config.max_model_len}")
-        config = replace(config, max_model_len=overrides.max_model_len)
+        config = config.with_max_model_len(overrides.max_model_len)
     stored: str = config.dtype
     dtype = _COMPUTED_IN.get(stored, stored) if overrides.dtype == "auto" else overrides.dtype
     if dtype not in DTYPE_BYTES:

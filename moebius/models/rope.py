@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moebius.models.config import NUM_AXES, RopeConfig
 from moebius.models.keys import HfKeys
+from moebius.models.layers.rope import NUM_AXES, RopeConfig
 
 _KIND_KEYS = ("rope_type", "type")
 _ORIGINAL = "original_max_position_embeddings"

@@ -15,7 +15,7 @@ from gpu_service.core.constraint import OutputConstraint, Words
 from gpu_service.core.request import FinishReason, Request
 from gpu_service.core.step import StepPlan
 from gpu_service.engine import token_masks
-from gpu_service.engine.step_runner import Pending, StepRunner
+from gpu_service.engine.step_runner import LaunchedStep, StepRunner
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.server.responses import complete
 from moebius.grammar.compile import GrammarError
@@ -169,7 +169,7 @@ class Watching(StepRunner):
         self._inner = inner
         self.awaiting: list[bool] = []
 
-    def launch(self, plan: StepPlan) -> Pending[Any]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         self.awaiting.append(plan.awaits_masks)
         return self._inner.launch(plan)
 
@@ -207,7 +207,7 @@ def test_no_overlap_is_lost(loop: dict[str, Any]) -> None:
         engine = harness.engine
         launch = engine._runner.launch
 
-        def noting(plan: StepPlan) -> Pending[Any]:
+        def noting(plan: StepPlan) -> LaunchedStep:
             depths.append(len(engine._in_flight))
             return launch(plan)
 

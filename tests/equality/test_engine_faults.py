@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gpu_service.core.limits import EngineStopped, QueueFull, RequestRefused
-from gpu_service.core.request import FinishReason
+from gpu_service.core.request import EngineStopped, FinishReason, QueueFull, RequestRefused
 from gpu_service.engine.damage import COMPUTE_AGAIN
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentWatch

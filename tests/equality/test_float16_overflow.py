@@ -16,8 +16,7 @@ from gpu_service.core.images import PreparedImage
 from gpu_service.core.results import FLOAT16_OVERFLOW
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
-from gpu_service.engine.results import TOWER, overflow_error
-from gpu_service.engine.sampler import Sampler
+from gpu_service.engine.sampler import TOWER, Sampler, overflow_error
 from gpu_service.layers.context import ForwardContext
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, NO_OVERFLOW
 from gpu_service.parallel.steps import RankModelRunner

@@ -11,8 +11,7 @@ import torch
 
 from gpu_service.attention.registry import make_attention
 from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.step import StepPlan
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.step import StepPlan, TokenPool
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.context import ForwardContext
@@ -23,6 +22,7 @@ from tests.equality.test_no_hidden_waits import NoQuestions
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.host_graphs import RecordedOperations
+from tests.helpers.layer_values import first_moe
 from tests.helpers.mtp_models import (
     MtpModels,
     MtpReference,
@@ -166,7 +166,7 @@ def test_replayed_decode_steps_leave_the_head_what_it_needs(tmp_path: Path) -> N
     write_mtp_model("glm4_moe", tmp_path)
     make_foreseen(tmp_path)
     model = tiny_model(tmp_path, HOST, mtp_heads=1)
-    experts = DenseExperts(tmp_path, model.config.moe.router.num_experts)
+    experts = DenseExperts(tmp_path, first_moe(model.config).router.num_experts)
     found = []
     for largest in (0, 8):
         setup = Setup(largest, budget=16, num_drafts=3, device_drafter=MtpDrafter)
@@ -184,7 +184,7 @@ def test_no_draft_asks_the_device(heads: int, written: MtpModels, monkeypatch: p
     """Which rows are requests' last, only the device knows: the host waits for nothing of it."""
     directory, _ = written("glm4_moe", heads)
     model, asked = tiny_model(directory, HOST, mtp_heads=heads), []
-    experts = DenseExperts(directory, model.config.moe.router.num_experts)
+    experts = DenseExperts(directory, first_moe(model.config).router.num_experts)
 
     def tolist(tensor: torch.Tensor) -> list[Any]:
         raise AssertionError("tolist makes the host wait for the device")

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from gpu_service.core.interface import Abort, Add, Message, NullObserver, Stop
 from gpu_service.core.request import FinishReason, Request
 from gpu_service.core.step import Batch
-from gpu_service.engine.prefill_lane import LanePace
+from gpu_service.engine.pacing import LanePace
 from gpu_service.experts.client import ExpertUnavailable
-from tests.helpers.engine_harness import Knobs, make_request, prompt_of, running_engine
+from tests.helpers.engine_harness import Knobs, LateSupply, make_request, prompt_of, running_engine
 from tests.helpers.virtual_device import (
     Frames,
     Times,
@@ -315,6 +315,19 @@ def test_a_lane_that_can_not_stream_leaves_prompts_to_the_main_lane() -> None:
     assert len(virtual.tokens(prompt)) == 4
 
 
+def test_a_prompt_of_the_lanes_waits_for_pages_that_come_when_a_step_is_planned() -> None:
+    """When the lane is asked about, its pages are still with experts: planning the main lane's step brings
+    them, and that this step has nothing to compute ends no request.
+    """
+    virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512)
+    pages = virtual.scheduler.cache.pool.free_pages()
+    virtual.scheduler.supply = LateSupply(virtual.scheduler, [page for page in pages if page > 5])
+    prompt = make_request("prompt", prompt_of(3, 200), max_tokens=4)
+    virtual.run([(0.0, add(prompt))])
+    assert virtual.lane.launched == 1
+    assert virtual.tokens(prompt) == truth(3, 200, 4, 0)
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
 def test_without_a_lane_a_step_of_prompts_grows_while_they_are_streamed(overlap: bool) -> None:
     """The first rank tells all when that begins and ceases; tokens are the same."""
@@ -328,7 +341,7 @@ def test_without_a_lane_a_step_of_prompts_grows_while_they_are_streamed(overlap:
     assert max(sizes.seen) == 100
     assert virtual.tokens(first) == truth(2, 150, 4, 0)
     virtual.steps.streams = False
-    virtual.engine._turns._look_again = 0.0
+    virtual.engine._pacing._turns._look_again = 0.0
     again = make_request("again", prompt_of(3, 150), max_tokens=4)
     sizes.seen.clear()
     virtual.run([(virtual.device.now, add(warm_again())), (virtual.device.now + 0.3, add(again))])

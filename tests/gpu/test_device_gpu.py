@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
 from gpu_service.core.step import tensors_of, with_tensors
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import (
@@ -20,8 +19,8 @@ from gpu_service.device.stream import (
     own_pages,
     page_lock,
 )
+from gpu_service.engine.input_builder import build_sampling_plan
 from gpu_service.engine.sampler import PenaltyCounts, Sampler
-from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.ops.ngrams import table_rows
 
 pytestmark = pytest.mark.gpu

@@ -29,11 +29,13 @@ from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.ops import backends
 from moebius.errors import UserError
 from moebius.models.layers.layer import Layers
+from moebius.models.layers.recurrent import Recurrent
 from moebius.models.read import read_model_config
 from tests.helpers.constraints import constrain_some
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.drafters import AnswerDrafter
 from tests.helpers.family_answers import assert_as_close, errors, logprobs_of, scored_by
+from tests.helpers.layer_values import mixers_of
 from tests.helpers.tiny_engine import Setup, TinyEngine, tiny_engine, tiny_model
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
 
@@ -192,7 +194,7 @@ def test_scheduling_does_not_show(directory: Path, largest_graph: int) -> None:
 def test_verified_drafts_do_not_show(directory: Path, attention: str, params: dict[str, Any]) -> None:
     """Right and wrong drafts as rows of eager decode steps and of captured graphs: the tokens of the CPU."""
     config = read_model_config(directory)
-    if config.linear is not None:
+    if mixers_of(config, Recurrent):
         pytest.skip("states can not be taken back: refused at start")
     expected = on_cpu(directory, requests(5, params))
     drafter = AnswerDrafter({f"r{i}": tokens for i, tokens in enumerate(expected)}, config.vocab_size, 4)

@@ -18,7 +18,7 @@ from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.sampling import mask_logits, truncate_probabilities
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests.helpers.ops import assert_same_op, example
 
 pytestmark = pytest.mark.gpu

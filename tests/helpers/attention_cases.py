@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.config import ModelConfig
+from moebius.models.layers.gqa import Window
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
+from tests.helpers.layer_values import common_sizes
 
 # (earlier tokens, new tokens) of each request.
 Shape = list[tuple[int, int]]
@@ -47,26 +52,19 @@ class Geometry:
     block_size: int = 0
     chunk: int | None = None
 
-    def config(self) -> ModelConfig:
-        """A model of these heads; nothing else of it matters."""
-        return ModelConfig(
-            "qwen3_moe",
-            vocab_size=10,
-            hidden_size=12,
-            intermediate_size=5,
-            num_layers=2,
+    def config(self, **attention: Any) -> ModelConfig:
+        """A model of these heads; nothing else of it matters. `attention`: further fields of `GQA`."""
+        common = common_sizes(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            rms_norm_eps=1e-5,
-            activation="silu",
-            rope=RopeConfig(1e4, self.head_dim),
-            moe=MoeConfig(RouterConfig(4, 2, "softmax"), 3, 0, frozenset((0, 1))),
-            dtype="float32",
             max_model_len=4096,
-            attention_windows=(self.window, self.window) if self.window is not None else (),
-            attention_sinks=self.sinks,
         )
+        window = None if self.window is None else Window(self.window)
+        mixer = common.gqa(
+            RopeConfig(1e4, self.head_dim), **({"sight": window, "has_sinks": self.sinks} | attention)
+        )
+        return common.model(mixer, common.moe(RouterConfig(4, 2, "softmax"), 3))
 
 
 @dataclass

@@ -13,9 +13,8 @@ import torch
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.core.interface import EngineObserver, OutputDelta
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
+from gpu_service.core.step import Batch, TokenPool
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.engine import Engine
@@ -27,6 +26,7 @@ from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.scheduler.scheduler import Scheduler
+from gpu_service.scheduler.supply import PageSupply, Queues
 from gpu_service.speculation.drafter import DeviceDrafter, HostDrafter
 from gpu_service.speculation.policy import Speculation
 from tests.helpers.fake_model import VOCAB, FakeModel, NullAttention, fake_cache, fake_config
@@ -53,6 +53,26 @@ class Knobs:
     device_drafter: DeviceDrafter | None = None
     # Over experts on the device.
     watch: ResidentWatch | None = None
+
+
+class LateSupply(PageSupply):
+    """Counts how often it is asked for pages; those that it withheld are there from the first time on."""
+
+    def __init__(self, scheduler: Scheduler, withheld: Sequence[int] = ()) -> None:
+        self.asked = 0
+        self._pool, self._withheld = scheduler.cache.pool, list(withheld)
+        self._pool.withdraw(self._withheld)
+
+    def before_step(self, queues: Queues) -> None:
+        self.asked += 1
+        pages, self._withheld = self._withheld, []
+        self._pool.add(pages)
+
+    def planned(self, batch: Batch) -> None:
+        """Steps in flight hinder nothing."""
+
+    def ended(self, batch: Batch) -> None:
+        """As for `planned`."""
 
 
 # Changes of the knobs: every order in which an engine can do the same steps.

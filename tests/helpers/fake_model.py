@@ -14,30 +14,27 @@ from gpu_service.attention.base import AttentionBackend
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.context import ForwardContext
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.config import ModelConfig
+from moebius.models.layers.rope import RopeConfig
+from tests.helpers.layer_values import common_sizes
 
 VOCAB = 97
 
 
 def fake_config(vocab_size: int = VOCAB, max_model_len: int = 256) -> ModelConfig:
     """One layer, one KV head of two elements: token id + 1 (key) and position (value)."""
-    return ModelConfig(
+    common = common_sizes(
         model_type="fake",
         vocab_size=vocab_size,
         hidden_size=2,
-        intermediate_size=4,
         num_layers=1,
         num_heads=1,
         num_kv_heads=1,
         head_dim=2,
-        rms_norm_eps=1e-6,
-        activation="silu",
-        rope=RopeConfig(theta=1e4, rotary_dim=2),
-        moe=MoeConfig(RouterConfig(2, 1, "softmax"), 4, 0, frozenset()),
-        dtype="float32",
         max_model_len=max_model_len,
         eos_token_ids=(0,),
     )
+    return common.model(common.gqa(RopeConfig(theta=1e4, rotary_dim=2)), common.dense())
 
 
 class NullAttention(AttentionBackend):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_service.core.request import FinishReason, Request, SamplingParams
-from gpu_service.engine.results import overflow_error
+from gpu_service.engine.sampler import overflow_error
 from tests.helpers.tiny_models import make_tiny_model
 
 MODEL, NUM_EXPERTS = "glm4_moe", 10

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import gpu_service.assembly.build
-from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.request import SchedulerLimits
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes

@@ -18,8 +18,10 @@ from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
+from moebius.models.layers.latent import MLA
 from moebius.models.read import read_model_config
 from tests.helpers.attention_cases import make_inputs
+from tests.helpers.layer_values import first
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import make_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_SELF, MLA_FLOAT32
@@ -41,7 +43,9 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
     assert isinstance(attention, MlaAttentionBackend)
     hidden_states = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(5))
     device = torch.device("cpu")
-    rotary = RotaryEmbedding(config.rope, config.max_model_len, dtype=torch.float32, device=device)
+    rope = first(config, MLA).rope
+    assert rope is not None
+    rotary = RotaryEmbedding(rope, config.max_model_len, dtype=torch.float32, device=device)
     outputs, expanded = [], []
     for old, new in ((0, 5), (5, 2)):
         positions = torch.arange(old, old + new)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.app.application import create_app
-from gateway.schemas.parameters import NEUTRAL_VALUES
+from gateway.schemas.common import NEUTRAL_VALUES
 from tests.helpers.gateway_server import gateway_config
 from tests.helpers.openapi_cases import described_gateway, operations, try_operation
 

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 
 from gpu_service.ops.triton.jit import jit, next_power_of_2, overlap, wait_for_previous
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 
 _SCORES = {"none": 0, "softmax": 1, "sigmoid": 2, "sqrt_softplus": 3}
 _POSTS = {"none": 0, "renormalize": 1, "softmax": 2, "sigmoid": 3, "sigmoid_renormalize": 4}

@@ -98,8 +98,7 @@ class EngineUnderTest:
 
         Raises UserError for streams that the model's context cannot hold.
         """
-        from gpu_service.core.limits import RequestRefused
-        from gpu_service.core.request import Request, SamplingParams
+        from gpu_service.core.request import Request, RequestRefused, SamplingParams
 
         self._runs += 1
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)

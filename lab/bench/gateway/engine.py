@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gpu_service.server.image_pieces import GatheredRequest
-from gpu_service.server.many_calls import ManyCalls
+from gpu_service.server.responses import ManyCalls
 from lab.bench.gateway.bare import Pace
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from moebius.models.layers.ffn import FeedForward, Routed
+from moebius.models.errors import ModelConfigError
+from moebius.models.layers.ffn import FeedForward, NormedMoE, Routed
+from moebius.models.layers.latent import MLA
 from moebius.models.layers.mixer import Mixer
-from moebius.models.layers.norms import Norm
-from moebius.models.layers.residual import GatedStreams, HyperConnections, NextToken, Residual, Shortcut
+from moebius.models.layers.norms import Norm, RMSNorm
+from moebius.models.layers.residual import (
+    GatedStreams,
+    HyperConnections,
+    NextToken,
+    Residual,
+    Sequential,
+    Shortcut,
+)
 from moebius.models.layers.tensors import CacheTensor, StateTensor
 
 
@@ -20,6 +29,19 @@ class Layer:
     ffn: FeedForward | None  # None: the layer is a mixer alone.
     norm: Norm  # Of what the halves read.
     residual: Residual
+
+    def __post_init__(self) -> None:
+        """Raises ModelConfigError for halves that the residual stream does not go around."""
+        residual, name = self.residual, type(self.residual).__name__
+        if isinstance(self.ffn, NormedMoE) and not isinstance(residual, Sequential | NextToken):
+            raise ModelConfigError(
+                f"experts with norms of their own are not computed in layers that are {name}"
+            )
+        if isinstance(residual, Shortcut) and not isinstance(self.mixer, MLA):
+            raise ModelConfigError(f"layers that are {name} have latent attention only")
+        adds_one = isinstance(self.norm, RMSNorm) and self.norm.one_plus_weight
+        if isinstance(residual, GatedStreams) and not adds_one:
+            raise ModelConfigError(f"layers that are {name} have norms that hold their weight less 1 only")
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -50,7 +72,7 @@ class Layer:
         total, residual = 0, self.residual
         if isinstance(residual, HyperConnections | GatedStreams):
             # The streams, and the same once more in float32 where weights are computed and streams mixed.
-            total += residual.sizes.num_streams * hidden_size * (activation_bytes + 2 * 4)
+            total += residual.num_streams * hidden_size * (activation_bytes + 2 * 4)
         if isinstance(residual, Shortcut):
             # What experts are given, which waits until the layer's end; next to it the halves run.
             total += hidden_size * activation_bytes

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import CacheTensor, StateTensor
-
-if TYPE_CHECKING:
-    from moebius.models.config import RopeConfig
 
 
 class Mixer(ABC):
@@ -39,6 +37,10 @@ class Mixer(ABC):
     @abstractmethod
     def indivisible(self, num_ranks: int) -> str:
         """What `num_ranks` do not divide, for messages; empty: they divide all."""
+
+    def within(self, max_model_len: int) -> Self:
+        """The mixer where no sequence exceeds `max_model_len` tokens: without limits that none reaches."""
+        return self
 
     @property
     def attends_back(self) -> int:

@@ -18,9 +18,9 @@ from gateway.parsers.events import (
     ParsedDelta,
     ReasoningDelta,
 )
+from gateway.schemas.common import Tolerance
 from gateway.schemas.errors import ApiError
 from gateway.schemas.messages import MessagesRequest
-from gateway.schemas.parameters import Tolerance
 from tests.helpers.api_requests import ANSWER, delta, events, served_model
 
 REPLY = MessagesReply("tiny", context_length=100)

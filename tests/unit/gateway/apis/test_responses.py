@@ -27,8 +27,8 @@ from gateway.parsers.events import (
     ToolCallArguments,
     ToolCallStart,
 )
+from gateway.schemas.common import Tolerance
 from gateway.schemas.errors import ApiError
-from gateway.schemas.parameters import Tolerance
 from gateway.schemas.responses import ResponsesRequest
 from gateway.text.tokenizer import Tokenizer
 from moebius.config import GatewayConfig, MoebiusConfig

@@ -19,7 +19,7 @@ from gateway.parsers.events import OutputPlan, ToolCallArguments, ToolSpec
 from gateway.parsers.framing import ToolFraming
 from gateway.parsers.registry import REASONING, TOOLS, make_parser, think_format, tool_format
 from gateway.parsers.scanner import Mark
-from gateway.text.chat_template import ChatTemplate
+from gateway.text.conversation import ChatTemplate
 from moebius.grammar.compile import grammar_of
 from moebius.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
 from tests.helpers.parser_streams import (

@@ -13,8 +13,7 @@ from gateway.generation.model import ServedModel, load_served_model
 from gateway.parsers.events import OutputPlan, ToolSpec
 from gateway.prompts.tool_use import conversation_of, output_plan
 from gateway.schemas.requests import ChatCompletionRequest
-from gateway.text.chat_template import ChatTemplateError
-from gateway.text.conversation import MarkedText, render_prompt
+from gateway.text.conversation import ChatTemplateError, MarkedText, render_prompt
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
 from tests.helpers.parser_streams import in_characters, parsed, read

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.prompts.contract import Postponed
 from gateway.prompts.pool import PromptPool
-from gateway.prompts.process import SMALL_BYTES
+from gateway.prompts.process import SMALL_BYTES, Postponed
 from gateway.schemas.errors import ApiError
 from tests.helpers.heavy_grammars import heavy_requests
 from tests.unit.gateway.prompts.test_processes import FakeProcess, children, setup_for, token_count

@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from gateway.prompts.contract import ModelFiles, WorkerSetup
 from gateway.prompts.pool import PromptPool
-from gateway.prompts.process import SMALL_BYTES, Died
+from gateway.prompts.process import SMALL_BYTES, Died, ModelFiles, WorkerSetup
 from gateway.schemas.errors import ApiError
 from moebius.config import ImageConfig
 from moebius.errors import WrongIdentity

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.conversation import ControlTokens, Conversation, mark_text, render_prompt
+from gateway.text.conversation import ChatTemplate, ControlTokens, Conversation, mark_text, render_prompt
 from gateway.text.tokenizer import Tokenizer as ServedTokenizer
 from tests.helpers.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, byte_level_tokenizer, metaspace_tokenizer
 

@@ -18,7 +18,7 @@ from gpu_service.assembly.process import prepare_process, use_jit_cache
 from gpu_service.assembly.steps import graphs_unsupported_reason
 from gpu_service.assembly.warm_up import warm_up_requests, warm_up_tokens
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.core.limits import refuse_impossible
+from gpu_service.core.request import refuse_impossible
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.read import read_model_config

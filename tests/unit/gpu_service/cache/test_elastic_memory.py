@@ -19,8 +19,7 @@ import torch
 from gpu_service.cache.elastic_pages import ElasticPages
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.device.host_virtual_memory import HostVirtualMemory

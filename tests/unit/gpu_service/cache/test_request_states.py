@@ -12,8 +12,7 @@ import pytest
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.cache.request_states import SLOTS_PER_REQUEST, OutOfStates, RequestStates, StatePool
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.scheduler.scheduler import Scheduler

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gpu_service.core.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.step import Dummy, StepPlan, TokenPool, captured_fields, graph_plan, graph_rows
 from gpu_service.device.stream import DeviceEvent, HostDeviceStream
 from gpu_service.engine.device_runner import DeviceLane
 from gpu_service.engine.model_runner import LaneModelRunner

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import pytest
 from structlog.testing import capture_logs
 
-from gpu_service.core.limits import EngineStopped
-from gpu_service.core.request import FinishReason, Request
+from gpu_service.core.request import EngineStopped, FinishReason, Request
 from gpu_service.engine.step_runner import DeviceLost
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from tests.helpers.device_experts import DoomedExperts, DoomedModel, Failure

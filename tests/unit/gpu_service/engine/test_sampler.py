@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_service.core.limits import SchedulerLimits, mark_finish
-from gpu_service.core.request import Request, SamplingParams
-from gpu_service.engine.results import Sampled, _to_records
-from gpu_service.engine.sampler import Sampler, token_logprobs
-from gpu_service.engine.sampling_plan import build_sampling_plan, derive_seed, uniform
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits, mark_finish
+from gpu_service.engine.input_builder import build_sampling_plan, derive_seed, uniform
+from gpu_service.engine.sampler import Sampler, StepOutputs, _to_records, token_logprobs
 
 VOCAB = 40
 LIMITS = SchedulerLimits(8, 64, 128, 0, frozenset({7}))
@@ -26,7 +24,7 @@ def request_with(slot: int = 0, **params: Any) -> Request:
     return Request("r", [1, 2, 2], SamplingParams(**params), slot=slot)  # type: ignore[arg-type]
 
 
-def draw(requests: list[Request], positions: list[int], logits: torch.Tensor | None = None) -> Sampled:
+def draw(requests: list[Request], positions: list[int], logits: torch.Tensor | None = None) -> StepOutputs:
     """Samples one row per request from LOGITS."""
     rows = (LOGITS.expand(len(requests), -1) if logits is None else logits).clone()
     plan = build_sampling_plan(requests, positions, LIMITS)
@@ -294,7 +292,7 @@ def test_logits_may_be_a_part_of_wider_rows() -> None:
     assert wide[:, VOCAB:].eq(7.0).all()
 
 
-def draw_in_place(logits: torch.Tensor, requests: list[Request]) -> Sampled:
+def draw_in_place(logits: torch.Tensor, requests: list[Request]) -> StepOutputs:
     """Samples the first output token of each request from just these logits, which are used up."""
     plan = build_sampling_plan(requests, [0] * len(requests), LIMITS)
     return Sampler(VOCAB, torch.device("cpu")).sample(logits, plan, pool_of(requests))

@@ -19,11 +19,13 @@ from gpu_service.ops.router import choose_by_kind
 from gpu_service.ops.triton.router import choose_by_kind as triton_choose_by_kind
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
-from moebius.models.attention_config import ExpertKindsConfig
 from moebius.models.config import ModelConfig, ModelConfigError, ModelOverrides
 from moebius.models.expert_checkpoint import ExpertCheckpoint
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.router import ExpertKindsConfig
 from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.checkpoints import TinyMoe
+from tests.helpers.layer_values import first, first_moe, shared_width
 from tests.helpers.published_checkpoints import Published
 from tests.helpers.quantised_checkpoints import QuantisedMoe
 from tests.helpers.tiny_models import make_tiny_model
@@ -171,24 +173,30 @@ def test_both_spellings_say_the_same(tmp_path: Path) -> None:
     small, large = _read(tmp_path, "ernie-4.5-vl-28b-a3b"), _read(tmp_path, "ernie-4.5-vl-424b-a47b")
     for config, parts, part, layers, shared in ((small, (3, 1), 512, 27, 3072), (large, (7, 3), 512, 51, 0)):
         assert config.unread_keys == ()
-        kinds = config.moe.kinds
+        kinds = first_moe(config).kinds
         assert kinds is not None
-        assert (kinds.num_parts, kinds.part_size, config.moe.intermediate_size) == (parts, part, part)
+        assert (kinds.num_parts, kinds.part_size, first_moe(config).experts.intermediate_size) == (
+            parts,
+            part,
+            part,
+        )
         assert kinds.tokens == (100295, 101304, 101305, 101306, 101307, 103367)
-        assert (len(config.moe.layers), config.moe.shared_intermediate_size) == (layers, shared)
-        assert config.rope is not None
-        assert (config.rope.mrope_sections, config.rope.mrope_time_last) == ((20, 22, 22), True)
+        assert (len(config.routed), shared_width(config)) == (layers, shared)
+        rope = first(config, GQA).rope
+        assert rope is not None
+        assert (rope.mrope_sections, rope.mrope_time_last) == ((20, 22, 22), True)
         assert config.vision is not None
         assert (config.vision.image_token_id, config.vision.intermediate_size) == (100295, 5120)
-    assert (small.moe.router.num_experts, small.moe.router.top_k) == (256, 18)
+    assert (first_moe(small).router.num_experts, first_moe(small).router.top_k) == (256, 18)
 
 
 def test_experts_per_token_are_those_of_a_kind(tmp_path: Path) -> None:
     """Not their parts."""
     _read(tmp_path, "ernie-4.5-vl-28b-a3b")
     config = read_model_config(tmp_path, ModelOverrides(top_k=2))
-    assert config.moe.kinds is not None
-    assert (config.moe.kinds.top_k, config.moe.router.top_k) == (2, 6)
+    kinds = first_moe(config).kinds
+    assert kinds is not None
+    assert (kinds.top_k, first_moe(config).router.top_k) == (2, 6)
     assert read_geometry(tmp_path, top_k=2).top_k == 6
 
 

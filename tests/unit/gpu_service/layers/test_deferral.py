@@ -12,7 +12,7 @@ import torch
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.deferral import DeferralRule, late_choices
 from gpu_service.layers.moe import MoE
-from moebius.models.config import MoeConfig, RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests.helpers.layer_values import composition, moe_value
 
 HIDDEN, COUNT = 12, 1
@@ -51,8 +51,9 @@ def answered(layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.T
 
 def block(layer: int, shared: int, latent: int) -> MoE:
     """With weights drawn at random."""
-    config = MoeConfig(ROUTER, 5, shared, frozenset(LAYERS), latent_size=latent)
-    made = MoE(moe_value(config), layer, composition(HIDDEN)).to_empty(device="cpu")
+    made = MoE(moe_value(ROUTER, 5, shared, latent_size=latent), layer, composition(HIDDEN)).to_empty(
+        device="cpu"
+    )
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     return made

@@ -20,8 +20,7 @@ import torch
 from gpu_service.cache.elastic_pages import ElasticPages
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.device.host_virtual_memory import HostVirtualMemory
@@ -118,7 +117,7 @@ class PoolEngine(Engine):
 
     def tend_lane(self) -> None:
         """As `Engine._tend`: nothing of the main lane is in flight when a step is planned here."""
-        books = self.scheduler.lane
+        books = self.scheduler.pacing
         if self.open_lane is not None and self.open_lane.step.has_ended:
             self.open_lane, ended = None, self.open_lane
             self.resident.is_held = False

@@ -10,8 +10,9 @@ import torch
 
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.ops.rope import section_axes
-from moebius.models.config import ModelConfigError, RopeConfig
+from moebius.models.config import ModelConfigError
 from moebius.models.keys import HfKeys
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.rope import SectionDefaults, read_rope
 
 HEAD_DIM = 24

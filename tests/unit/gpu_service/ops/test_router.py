@@ -11,7 +11,7 @@ import torch
 from gpu_service.layers.moe import Router
 from gpu_service.ops.router import route
 from moebius.checkpoint.errors import CheckpointError
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests.tolerances import OP_FLOAT32
 
 ROWS, HIDDEN = 33, 24

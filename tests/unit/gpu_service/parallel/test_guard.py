@@ -12,7 +12,7 @@ import pytest
 from gpu_service.core.parallel import SOLO
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import StepPlan
-from gpu_service.engine.step_runner import Pending, StepRunner, StepsInFlight
+from gpu_service.engine.step_runner import LaunchedStep, StepRunner, StepsInFlight
 from gpu_service.experts.client import ExpertComputeFailed
 from gpu_service.experts.resident.watch import ResidentDamaged
 from gpu_service.parallel.experts import RankExperts
@@ -40,7 +40,7 @@ class Failing(StepRunner):
     def undo(self) -> None:
         """Nothing was done."""
 
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         return self._steps.launch(plan)
 
     def zero_pages(self, pages: list[int]) -> None:

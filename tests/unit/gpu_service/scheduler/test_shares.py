@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_service.core.images import PreparedImage, PromptImage, locate
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
+from gpu_service.scheduler.pacing import PromptTurns
 from gpu_service.scheduler.scheduler import Scheduler
-from gpu_service.scheduler.turns import PromptTurns
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 
 PAGE, SEQS = 4, 8
@@ -250,7 +249,7 @@ def test_no_short_prompt_starts_with_pages_that_an_older_one_will_take() -> None
 @pytest.mark.parametrize("steps", [2, 3, 4, 9, 30])
 def test_turns_divide_the_time_until_a_prompt_ends(steps: int, steps_between: float) -> None:
     """Between its first step and its last one others have as many steps as take as long as all of its own."""
-    turns = PromptTurns(streams=True, steps_between=steps_between)
+    turns = PromptTurns(steps_between=steps_between)
     others = 0
     for step in range(steps):
         between = 0

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from gateway.replicas.engine_client import EngineClient
-from gpu_service.server.many_calls import CallContext, ManyCalls
+from gpu_service.server.responses import CallContext, ManyCalls
 from moebius.outbox import Outbox
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc

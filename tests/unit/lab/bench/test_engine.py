@@ -45,7 +45,7 @@ def test_percentages_that_are_refused(percents: str) -> None:
 
 def test_a_stream_that_the_context_cannot_hold_is_an_error_of_the_user() -> None:
     """What the engine refuses ends the benchmark with one line that has the engine's reason in it."""
-    from gpu_service.core.limits import SchedulerLimits, refuse_impossible
+    from gpu_service.core.request import SchedulerLimits, refuse_impossible
 
     class Engine:
         def submit(self, requests: list[Request]) -> None:

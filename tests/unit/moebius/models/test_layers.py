@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,12 +16,17 @@ from gpu_service.core.partition import rank_layers
 from gpu_service.models.compose import MIXERS, RESIDUALS, ROUTED, build_model
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
-from moebius.models.layers.ffn import Dense, FeedForward
+from moebius.models.layers.ffn import Dense, Experts, FeedForward, NormedMoE
+from moebius.models.layers.gqa import GQA, BlockIndexer, Gate, Window
 from moebius.models.layers.layer import Layer, mixers, places, states
 from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.norms import RMSNorm
 from moebius.models.layers.recurrent import Recurrent
-from moebius.models.layers.residual import Residual
+from moebius.models.layers.residual import GatedStreams, Parallel, Residual, Shortcut
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
 from moebius.models.read import read_model_config
+from tests.helpers.layer_values import common_sizes
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
 
 # Between them every kind of mixer, feed-forward block and residual stream.
@@ -139,11 +143,42 @@ def test_ranks_have_equal_parts(name: str, configs: dict[str, ModelConfig]) -> N
             assert first.widest_row == second.widest_row <= mixer.widest_row
 
 
-def test_a_switch_that_no_layer_reads_is_refused(tmp_path: Path) -> None:
-    """By name: it would be without effect in silence."""
-    write_tiny_model(TINY_MODELS["deepseek_v3"], tmp_path, seed=3)
-    config = read_model_config(tmp_path)
-    with pytest.raises(ModelConfigError, match="qk_norm has no effect"):
-        build_model(replace(config, qk_norm=True))
-    with pytest.raises(ModelConfigError, match="mla and mean_norms"):
-        build_model(replace(config, mean_norms=True))
+def _attention(**changes: Any) -> GQA:
+    return common_sizes().gqa(RopeConfig(1e4, 8), **changes)
+
+
+BLOCKS = BlockIndexer(head_dim=4, block_size=4, top_blocks=2, local_blocks=1, norm=RMSNorm(1e-5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value_dim": 9}, "values that are longer than keys"),
+        ({"value_dim": 4, "keys_are_values": True}, "shorter values that are keys"),
+        ({"value_dim": 4, "gate": Gate("query")}, "gates made by the query projection"),
+        ({"gate": Gate("element"), "bias": True}, "gates of elements beside biases"),
+        ({"blocks": BLOCKS, "sight": Window(4)}, "within a window"),
+        ({"blocks": BLOCKS, "rope": None}, "without rotation"),
+    ],
+)
+def test_attention_that_no_kernel_computes_can_not_be_written_down(
+    changes: dict[str, Any], message: str
+) -> None:
+    """Its value is refused where it is made, whichever family makes it."""
+    with pytest.raises(ModelConfigError, match=message):
+        replace(_attention(), **changes)
+
+
+def test_halves_that_a_residual_stream_does_not_go_around_are_refused() -> None:
+    """Such layers would be computed as if they had others."""
+    common, router = common_sizes(), RouterConfig(4, 2, "softmax")
+    dense, norm = common.dense(), common.norm
+    normed = NormedMoE(router=router, experts=Experts(3), shared=dense, norm=norm, router_eps=1e-5)
+    with pytest.raises(ModelConfigError, match="layers that are Parallel"):
+        Layer(_attention(), normed, norm, Parallel())
+    with pytest.raises(ModelConfigError, match="Shortcut have latent attention only"):
+        Layer(_attention(), dense, norm, Shortcut(dense))
+    with pytest.raises(ModelConfigError, match="GatedStreams have norms that hold their weight less 1"):
+        Layer(_attention(), dense, norm, GatedStreams(2, 4))
+    with pytest.raises(ModelConfigError, match="always active ones that do not clamp"):
+        replace(normed, shared=replace(dense, limit=7.0))

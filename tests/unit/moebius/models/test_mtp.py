@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.models.config import ModelConfigError, ModelOverrides, MtpConfig
+from moebius.models.config import ModelConfigError, ModelOverrides
 from moebius.models.mtp import HEAD_MODULES
 from moebius.models.read import read_geometry, read_model_config
 from moebius.models.registry import FAMILIES
@@ -40,7 +40,7 @@ def _copy(source: Path, target: Path, **changes: Any) -> Path:
 def test_heads_are_layers_with_experts_after_the_last(glm: Path) -> None:
     plain, served = read_model_config(glm), read_model_config(glm, ONE_HEAD)
     assert (plain.num_layers, plain.num_mtp_layers, plain.num_mtp_heads) == (3, 1, 0)
-    assert (served.num_layers, served.num_decoder_layers, served.mtp) == (4, 3, MtpConfig(1))
+    assert (served.num_layers, served.num_decoder_layers, served.num_mtp_heads) == (4, 3, 1)
     assert served.moe_layer_ids == (*plain.moe_layer_ids, 3)
     assert (read_geometry(glm).moe_layers, read_geometry(glm, mtp_heads=1).moe_layers) == ((1, 2), (1, 2, 3))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,11 @@ from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.compressed import StepTables
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.ops.rope import RopeTable, apply_rope, rope_table
-from moebius.models.attention_config import CompressedAttentionConfig
 from moebius.models.config import ModelConfig
+from moebius.models.layers.compressed import CompressedAttention
 from moebius.models.layers.tensors import CacheTensor
 from moebius.models.read import read_model_config
+from tests.helpers.layer_values import mixers_of, with_mixers
 from tests.helpers.paged_runner import PagedRunner, load_runner
 from tests.helpers.tiny_models import make_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_SELF, MLA_FLOAT32
@@ -65,21 +67,21 @@ class World:
 
 def _config(top_k: int) -> ModelConfig:
     """Of a tiny checkpoint, with the sizes of this test."""
-    tiny, compressed, num_layers = _tiny(), replace(_sizes(), top_k=top_k), len(RATES)
-    ropes = tiny.layer_ropes[:num_layers]
-    sizes = {"head_dim": SIZE, "num_layers": num_layers, "layer_ropes": ropes}
-    return replace(tiny, compressed=compressed, **sizes)
+    tiny = mixers_of(_tiny(), CompressedAttention)
+    indexer = next(mixer.indexer for mixer in tiny if mixer.indexer is not None)
+    indexer = replace(indexer, head_dim=8, top_k=top_k)
+    changes: dict[str, Any] = {"head_dim": SIZE, "scale": SIZE**-0.5, "window": WINDOW}
+    layers = zip(tiny[: len(RATES)], RATES, strict=True)
+    found = [
+        replace(mixer, **changes, rate=rate, indexer=indexer if layer == SPARSE else None)
+        for layer, (mixer, rate) in enumerate(layers)
+    ]
+    return with_mixers(_tiny(), *found)
 
 
 def _tiny() -> ModelConfig:
     assert _TINY is not None, "filled by the fixture"
     return _TINY
-
-
-def _sizes() -> CompressedAttentionConfig:
-    sizes = _tiny().compressed
-    assert sizes is not None
-    return replace(sizes, rates=RATES, sparse_layers=frozenset({SPARSE}), window=WINDOW, index_head_dim=8)
 
 
 _TINY: ModelConfig | None = None
@@ -341,8 +343,7 @@ def test_rotation_back_is_the_inverse() -> None:
     from gpu_service.layers.compressed import StepTables
     from gpu_service.layers.decoder import RotaryEmbedding
 
-    rope = _tiny().rope
-    assert rope is not None
+    rope = mixers_of(_tiny(), CompressedAttention)[0].rope
     rotary = RotaryEmbedding(rope, 64, dtype=torch.float32, device=torch.device("cpu"))
     table: RopeTable = rotary.table(torch.arange(7))
     heads = _draw(7, 2, table.cos.shape[-1])
@@ -354,10 +355,8 @@ def test_rotation_back_is_the_inverse() -> None:
 def test_tables_of_a_pass_are_its_own() -> None:
     """A graph is recorded from inputs that the pass before it had, too: each has tables of its own."""
     config = _config(2)
-    assert config.rope is not None
-    rotary = RotaryEmbedding(
-        config.rope, config.max_model_len, dtype=torch.float32, device=torch.device("cpu")
-    )
+    rope = mixers_of(config, CompressedAttention)[0].rope
+    rotary = RotaryEmbedding(rope, config.max_model_len, dtype=torch.float32, device=torch.device("cpu"))
     tables, positions = StepTables(rotary), torch.tensor([8, 5])
     found = []
     for _ in range(2):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpu_service.ops.router import route
 from gpu_service.ops.triton.router import route as triton_route
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests.tolerances import OP_FLOAT32
 
 pytestmark = [
