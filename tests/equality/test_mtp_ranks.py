@@ -10,8 +10,6 @@ import pytest
 from gpu_service.assembly.speculation import check_speculation
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.models.config import ModelOverrides
-from moebius.models.read import read_model_config
 from tests.helpers.mtp_models import make_foreseen, write_mtp_model
 from tests.helpers.rank_group import Outcome, Script, rank_config, run_group
 from tests.helpers.rank_models import MODELS
@@ -58,7 +56,6 @@ def test_two_ranks_draft_what_one_does(foreseen: Path) -> None:
 
 def test_pipeline_stages_are_refused(foreseen: Path) -> None:
     """Before anything is loaded, naming the setting and what is allowed."""
-    model = read_model_config(foreseen, ModelOverrides(mtp_heads=1))
     config = MoebiusConfig.model_validate({"gpu": DRAFTS, "parallel": {"pipeline_parallel_size": 2}})
     with pytest.raises(UserError, match=r"not supported with pipeline_parallel_size 2.*allowed: "):
-        check_speculation(config.gpu, config.parallel, model)
+        check_speculation(config.gpu, config.parallel)
