@@ -19,7 +19,6 @@ from moebius.errors import UserError
 from moebius.model_identity import CHECKPOINT, identity_text
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import left_out
-from moebius.served_model import with_drafts
 
 ExpertDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]
 # Packed formats of `expert_dtype`; "keep" takes each layer's own. Widest first.
@@ -70,6 +69,11 @@ class SliceRequest:
     def from_config(config: MoebiusConfig) -> SliceRequest:
         """Returns the settings of `moebius expert`."""
         experts = config.experts
+        if config.gpu.speculative_method == "auto":
+            # What reads checkpoints takes half of an expert server's imports.
+            from moebius.served_model import with_drafts
+
+            config = with_drafts(config)
         return SliceRequest(
             model_path=config.model.model,
             split=experts.expert_split,
@@ -80,7 +84,7 @@ class SliceRequest:
             top_k=config.model.experts_per_token,
             placement=config.placement,
             expert_checkpoint=config.model.expert_checkpoint,
-            mtp_heads=with_drafts(config).gpu.mtp_heads,
+            mtp_heads=config.gpu.mtp_heads,
         )
 
 
