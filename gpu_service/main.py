@@ -341,6 +341,8 @@ def _warm_up(
     export_figures(share_figures(built.memory_shares), name, REGISTRY)
     if built.elastic is not None:
         export_figures(built.elastic.figures, name, REGISTRY)
+    if built.tiers is not None:
+        export_figures(built.tiers.figures, name, REGISTRY)
     if built.fetcher is not None:
         fetch_metrics.export(built.fetcher, name)
     if built.check is not None:

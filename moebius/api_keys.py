@@ -95,6 +95,11 @@ class ApiKeys:
         """The names of all keys."""
         return frozenset(one.name for one in (*self._fixed, *self._from_file))
 
+    def named(self, name: str) -> ApiKey | None:
+        """The key with this name; None: there is none, or not any more."""
+        self._refresh()
+        return next((one for one in (*self._fixed, *self._from_file) if one.name == name), None)
+
     def find(self, key: bytes) -> ApiKey | None:
         """Returns the key that this is; None: it is none. Takes as long for any wrong key."""
         self._refresh()

@@ -198,6 +198,8 @@ class Plan:
     segments: tuple[Segment, ...] = ()
     # Memory of the expert servers that outlives them, but not the supervisor.
     weights: tuple[WeightFile, ...] = ()
+    # The same of the engine's prefixes in RAM.
+    prefixes: tuple[WeightFile, ...] = ()
     # (path, content) of files the processes read; written, readable by the owner only, before any start.
     files: tuple[tuple[Path, str], ...] = ()
     # Whether log lines are JSON objects, which take no prefix.

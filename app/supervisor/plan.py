@@ -48,6 +48,7 @@ from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig, Section
 from moebius.config_loader import effective_config
 from moebius.errors import ConfigError, StartupError
+from moebius.kv_tiers import ram_tier_path
 from moebius.models.geometry import MoeGeometry
 from moebius.served_model import read_served_geometry
 from moebius.tls import http_files
@@ -107,6 +108,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
             processes=tuple(_process(member, directory) for member in members),
             segments=(_mailbox(config, model),) if config.experts.mailbox else (),
             weights=_weight_files(config, model, directory, placements),
+            prefixes=_prefix_files(config, directory),
             files=tuple(
                 (_settings_file(member, directory), effective_config(member.config)) for member in members
             ),
@@ -362,7 +364,8 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
         served_model_name=config.model.served_model_name or served_name(model),
     )
     gpu_address = _socket(directory, "gpu")
-    config = _replace(config, "gpu", gpu_address=gpu_address)
+    kept = config.gpu.kv_offload_dir or str(directory)
+    config = _replace(config, "gpu", gpu_address=gpu_address, kv_offload_dir=kept)
     config = _replace(config, "parallel", rank=0, rank_address=rank_address(config))
     responses = config.gateway.stored_responses_dir or str(directory)
     config = _replace(config, "gateway", engine_address=gpu_address, stored_responses_dir=responses)
@@ -422,6 +425,13 @@ def _weight_files(
         )
         for index, (placement, nbytes) in enumerate(zip(placements, sizes, strict=True))
     )
+
+
+def _prefix_files(config: MoebiusConfig, directory: Path) -> tuple[WeightFile, ...]:
+    """Memory for the engine's prefixes in RAM; none where the user gave a directory for it, or wants none."""
+    if config.gpu.kv_offload_dir != str(directory) or config.gpu.kv_offload_gib == 0:
+        return ()
+    return (WeightFile(ram_tier_path(str(directory)), 0, -1),)
 
 
 def _mailbox(config: MoebiusConfig, model: MoeGeometry) -> Segment:

@@ -101,6 +101,7 @@ class Supervisor:
         self._directory = RunDirectory(plan.directory)
         self._segments: list[object] = []
         self._weights: WeightFiles | None = None
+        self._prefixes: WeightFiles | None = None
         self._signals_seen = 0
         # The first signal that asked for the end; 0: none did.
         self.ended_by = 0
@@ -135,8 +136,9 @@ class Supervisor:
             for number, handler in self._previous_handlers.items():
                 ending.callback(signal.signal, number, handler)  # type: ignore[arg-type]
             ending.callback(self._directory.remove)
-            if self._weights is not None:
-                ending.callback(self._weights.close)
+            for memory in (self._weights, self._prefixes):
+                if memory is not None:
+                    ending.callback(memory.close)
             ending.callback(self._segments.clear)
             ending.callback(self._kill_rest)
             self._stop()
@@ -195,6 +197,7 @@ class Supervisor:
         # Held, not only created: a segment counts as stale once no living process maps it.
         self._segments = [segment.create() for segment in self._plan.segments]
         self._weights = WeightFiles(self._plan.weights)
+        self._prefixes = WeightFiles(self._plan.prefixes)
         for process in self.processes:
             process.withholds_progress = self._on_waiting is not None
             if self._on_line is not None:

@@ -25,8 +25,9 @@ from gpu_service.assembly.experts import (
     rank_moe,
     rank_streaming,
 )
-from gpu_service.assembly.identity import read_identity
+from gpu_service.assembly.identity import EngineIdentity, read_identity
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
+from gpu_service.assembly.kv_tiers import check_tiers, make_tiers
 from gpu_service.assembly.placement import known_routing, make_adaptive, routing_record
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
@@ -110,6 +111,7 @@ def build_engine(
             model_type=model_config.model_type,
         )
     check_speculation(config.gpu, config.parallel)
+    check_tiers(config)
     has_lane = may_have_lane(config, model_config, device)
     group = join_group(config, device, identity=identity.text, has_lane=has_lane)
     layers = rank_layers(model_config, group.parallel)
@@ -118,7 +120,7 @@ def build_engine(
     backends.install(device, config.gpu.attention_backend, shape.dtype, sizes, shape.attention_modules)
     stream = device_stream(device)
     with stream.active(), ExitStack() as undo:
-        built = _assemble(config, model_config, identity.experts, group, stream, observer, on_output, undo)
+        built = _assemble(config, model_config, identity, group, stream, observer, on_output, undo)
         identity.confirm()
         undo.pop_all()
         return replace(built, identity=identity.parts)
@@ -127,17 +129,16 @@ def build_engine(
 def _assemble(
     config: MoebiusConfig,
     model_config: ModelConfig,
-    fingerprint: str,
+    identity: EngineIdentity,
     group: RankGroup,
     stream: DeviceStream,
     observer: EngineObserver,
     on_output: Callable[[list[OutputDelta]], None],
     undo: ExitStack,
 ) -> Built:
-    device, dtype = stream.device, TORCH_DTYPES[model_config.dtype]
+    device, dtype, fingerprint = stream.device, TORCH_DTYPES[model_config.dtype], identity.experts
     compiler = make_compiler(Path(config.model.model), model_config.vocab_size, model_config.eos_token_ids)
-    model = _shaped_model(config, model_config, device, group)
-    moe = rank_moe(config, model_config, group)
+    model, moe = _shaped_model(config, model_config, device, group), rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.config, model.rank_layers, device)
     loaded = _load(config, model, model_config, fingerprint, moe, streaming, group, memory, undo)
@@ -178,7 +179,8 @@ def _assemble(
     if fetcher is not None:
         undo.callback(fetcher.close)
     check = make_check(observer, config, moe, runner, stream, dtype)
-    engine = _engine(config, group, runner, steps, lane, limits, kv, stream, check, on_output, compiler)
+    parts = config, identity, group, runner, steps, lane, limits, kv, stream
+    engine = _engine(*parts, check, on_output, compiler)
     return Built(
         *(engine, group, experts, runner.recorder, memory, model_config, kv.num_pages, limits.context_limit),
         warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
@@ -316,6 +318,7 @@ def _num_pages(
 
 def _engine(
     config: MoebiusConfig,
+    identity: EngineIdentity,
     group: RankGroup,
     runner: ModelRunner,
     steps: StepRunner,
@@ -338,7 +341,10 @@ def _engine(
         check.measure_again()
 
     operations[MEASURE_AGAIN] = measure_again
-    cache = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent)
+    cache, inbox = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent), group.inbox(compiler)
+    operations |= make_tiers(
+        config, identity.text, cache, kv.cache, runner.states, inbox, check, group.parallel
+    )
     scheduler = Scheduler(limits, cache, make_speculation(gpu, limits, runner))
     scheduler.supply = make_page_supply(kv, cache, runner.placement, stream, check)
     builder = InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope)
@@ -350,7 +356,7 @@ def _engine(
         observer=check,
         overlap=gpu.overlap_scheduling,
         max_waiting=gpu.max_waiting_requests,
-        inbox=group.inbox(compiler),
+        inbox=inbox,
         operations=operations,
         lane=lane,
         max_added_s=None if gpu.max_itl_ms is None else gpu.max_itl_ms / 1e3,

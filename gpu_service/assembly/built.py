@@ -10,6 +10,7 @@ from typing import Any
 
 from gpu_service.assembly.kv_memory import KvMemory
 from gpu_service.assembly.vision import Vision
+from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.constraint import ConstraintCompiler
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.step_check import StepCheck
@@ -66,6 +67,12 @@ class Built:
         supply = self.engine.scheduler.supply
         return supply if isinstance(supply, ElasticMemory) else None
 
+    @property
+    def tiers(self) -> PrefixTiers | None:
+        """None: what the KV cache evicts is computed again."""
+        tiers = self.engine.scheduler.cache.tiers
+        return tiers if isinstance(tiers, PrefixTiers) else None
+
     def memory_shares(self) -> MemoryShares:
         """Returns who has this rank's memory of pages and experts now."""
         elastic = self.elastic
@@ -85,6 +92,8 @@ class Built:
         """
         if not self.engine.stop(timeout_s):
             return False
+        if self.tiers is not None:
+            self.tiers.close()
         if self.watch is not None:
             self.watch.close()
         if self.placement is not None:

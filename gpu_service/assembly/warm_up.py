@@ -81,3 +81,5 @@ class WarmUpGate:
             if request.error_message:
                 raise UserError(f"a warm-up step failed: {request.error_message}")
         engine.flush().result(timeout_s)
+        # Not before: what the warm-up computed is no prefix of a request, and a flush goes through all tiers.
+        engine.scheduler.cache.open_tiers()

@@ -64,18 +64,12 @@ def plan_gathers(
     dtype: torch.dtype,
     window: int | None,
     chunk: int | None = None,
-    left_out: frozenset[int] = frozenset(),
 ) -> GatherPlan:
-    """`table`: the step's block table as int64; pages before the window or chunk are not read at all.
-
-    `left_out`: requests of the step that are not planned for.
-    """
+    """`table`: the step's block table as int64; pages before the window or chunk are not read at all."""
     seen = FirstSeen(window, chunk)
     starts, chunks = inputs.query_start_loc, []
     by_length: dict[int, list[int]] = {}
     for index, kv_len in enumerate(inputs.seq_lens):
-        if index in left_out:
-            continue
         begin, end = starts[index], starts[index + 1]
         if end - begin == 1:
             num_pages = -(-kv_len // page_size) - seen(kv_len - 1) // page_size
@@ -84,7 +78,7 @@ def plan_gathers(
         else:
             ahead = None if window is None or inputs.visible_ends is None else inputs.visible_ends[begin:end]
             chunks.append(_plan_chunk(begin, end, kv_len, table[index], page_size, dtype, seen, ahead))
-    all_rows = len(by_length) == 1 and not chunks and not left_out
+    all_rows = len(by_length) == 1 and not chunks
     groups = [
         _plan_decode(requests, inputs, table, page_size, dtype, seen, all_rows)
         for requests in by_length.values()
@@ -250,7 +244,6 @@ class TorchReferenceAttention(AttentionBackend):
         self._table = torch.empty(0, dtype=torch.int64)
         # By window and chunk.
         self._plans: dict[tuple[int | None, int | None], GatherPlan] = {}
-        self._left_out: frozenset[int] = frozenset()  # Requests of the step that gathers are not for.
         # Gathered pages of one layer, kept between calls: fresh memory of this size costs a page fault per
         # 4 KiB, which is more than the copy itself. A second one where pages must be converted, too.
         # Elements of a page in the layer that has most.
@@ -270,7 +263,7 @@ class TorchReferenceAttention(AttentionBackend):
         if plan is None:
             cache = self.kv_cache
             sizes = cache.page_size, cache.dtype, window, chunk
-            plan = plan_gathers(self._planned, self._table, *sizes, self._left_out)
+            plan = plan_gathers(self._planned, self._table, *sizes)
             self._plans[window, chunk] = plan
             if self._gathered.shape[0] < plan.most_pages * self._page_elements:
                 self._gathered = self._gathered.new_empty(plan.most_pages * self._page_elements)

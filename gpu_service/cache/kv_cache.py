@@ -81,6 +81,10 @@ class LayerPages:
         """Returns all that lies in the pages, the page being the first index."""
         return self._layers
 
+    def page_tensors(self) -> list[torch.Tensor]:
+        """All memory of pages, the page being the first index: for copies of whole pages."""
+        return list(self._tensors())
+
     @property
     def nbytes(self) -> int:
         """Bytes of all layers, keys that they choose by included."""

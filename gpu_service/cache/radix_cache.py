@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,8 @@ class Node:
     last_access: int = 0
     # Where the state of linear attention after the node's last token is kept; 0: nowhere.
     state_slot: int = 0
+    # Names of the pages, where there are tiers below.
+    digests: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +56,22 @@ class InsertResult:
     takes_state: bool = False  # Whether the tree keeps the state that came with the run.
 
 
+class LowerTiers(Protocol):
+    """What keeps pages and states that the tree gives up; `cache.tiers.prefix_tiers` is the real one."""
+
+    def digests(self, namespace: str, parent: Node, tokens: TokenArray) -> list[bytes]:
+        """Names of the whole pages of `tokens`, which follow a node."""
+
+    def kept(self, node: Node) -> None:
+        """The tree has a new node, or a state at the end of one."""
+
+    def evicting(self, node: Node) -> None:
+        """A node is about to go, with its pages."""
+
+    def evicting_state(self, node: Node) -> None:
+        """A node's state is about to go."""
+
+
 class RadixCache:
     """Page-aligned prefix tree with one root per namespace, lock counts and LRU eviction of leaves.
 
@@ -64,6 +83,7 @@ class RadixCache:
         """`drop_state` gets each slot that the tree no longer keeps; None: prefixes need no states."""
         self.page_size = page_size
         self._drop_state = drop_state
+        self.tiers: LowerTiers | None = None  # None: what is evicted is gone.
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._serial = 0
@@ -78,11 +98,18 @@ class RadixCache:
 
         The caller must `lock` the handle before the next `evict`, or drop it.
         """
+        handle = self.match_pages(tokens, namespace)
+        if self._drop_state is None:
+            return handle
+        node, pages = handle.node, list(handle.pages)
+        while node.parent is not None and node.state_slot == 0:
+            del pages[len(pages) - len(node.pages) :]
+            node = node.parent
+        return PrefixHandle(node, len(pages) * self.page_size, tuple(pages), node.state_slot)
+
+    def match_pages(self, tokens: Sequence[int], namespace: str = "") -> PrefixHandle:
+        """The longest cached prefix of whole pages, whether it ends in a state or not; else as `match`."""
         node, pages = self._walk(np.asarray(tokens, dtype=np.int64), self._root(namespace))
-        if self._drop_state is not None:
-            while node.parent is not None and node.state_slot == 0:
-                del pages[len(pages) - len(node.pages) :]
-                node = node.parent
         return PrefixHandle(node, len(pages) * self.page_size, tuple(pages), node.state_slot)
 
     def insert(
@@ -104,11 +131,16 @@ class RadixCache:
         already = len(found) * self.page_size
         if already < len(array):
             self._roots[namespace] = root
-            node = self._add_child(node, array[already:].copy(), list(pages[len(found) :]))
+            new, parent = array[already:].copy(), node
+            node = self._add_child(parent, new, list(pages[len(found) :]))
+            if self.tiers is not None:
+                node.digests = self.tiers.digests(namespace, parent, new)
             found = [*found, *node.pages]
         takes_state = state_slot != 0 and node.state_slot == 0
         if takes_state:
             node.state_slot = state_slot
+        if self.tiers is not None and (takes_state or already < len(array)):
+            self.tiers.kept(node)
         handle = PrefixHandle(node, len(array), tuple(found), node.state_slot)
         return InsertResult(already, handle, takes_state)
 
@@ -152,6 +184,8 @@ class RadixCache:
         freed: list[int] = []
         while heap and len(freed) < num_pages and (until is None or heap[0][0] <= until):
             _, _, node = heapq.heappop(heap)
+            if self.tiers is not None:
+                self.tiers.evicting(node)
             freed.extend(node.pages)
             parent = self._remove(node)
             if parent.parent is not None and not parent.children and parent.locks == 0:
@@ -168,7 +202,10 @@ class RadixCache:
         nodes = [node for node in self.nodes() if node.state_slot]
         if not nodes:
             return False
-        self._forget_state(min(nodes, key=lambda node: (node.last_access, node.serial)))
+        oldest = min(nodes, key=lambda node: (node.last_access, node.serial))
+        if self.tiers is not None:
+            self.tiers.evicting_state(oldest)
+        self._forget_state(oldest)
         return True
 
     def _forget_state(self, node: Node) -> None:
@@ -244,8 +281,11 @@ class RadixCache:
         upper = self._new_node(node.tokens[:cut].copy(), node.pages[:num_pages], parent)
         upper.locks, upper.last_access = node.locks, node.last_access
         parent.children[self._key(upper.tokens)] = upper
+        upper.digests, node.digests = node.digests[:num_pages], node.digests[num_pages:]
         node.tokens, node.pages, node.parent = node.tokens[cut:].copy(), node.pages[num_pages:], upper
         upper.children[self._key(node.tokens)] = node
+        if self.tiers is not None:
+            self.tiers.kept(upper)
         return upper
 
     def _add_child(self, parent: Node, tokens: TokenArray, pages: list[int]) -> Node:

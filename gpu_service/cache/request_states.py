@@ -181,6 +181,12 @@ class RequestStates:
         self.num_snapshots += 1
         request.snapshots.append((length, slot))
 
+    def adopt(self) -> int:
+        """A slot for a snapshot that comes from elsewhere; not `is_full`. Raises OutOfStates."""
+        slot = self.pool.alloc()
+        self.num_snapshots += 1
+        return slot
+
     def forget(self, slot: int) -> None:
         """A snapshot is no longer kept, by a request or by the tree."""
         self.num_snapshots -= 1
@@ -198,9 +204,13 @@ class RequestStates:
         self.pool.drop(request.state_slot)
         request.state_slot = ZERO_SLOT
 
-    def check_integrity(self, requests: Iterable[Request], cached: Sequence[int]) -> None:
-        """Raises AssertionError unless every slot's holders are requests, steps and the tree (`cached`)."""
-        held, snapshots = list(cached), len(cached)
+    def check_integrity(
+        self, requests: Iterable[Request], cached: Sequence[int], copied: Sequence[int] = ()
+    ) -> None:
+        """Raises AssertionError unless every slot's holders are requests, steps, the tree (`cached`) and
+        copies that are being made (`copied`).
+        """
+        held, snapshots = [*cached, *copied], len(cached)
         for request in requests:
             held += [request.state_slot, *(slot for _, slot in request.snapshots)]
             snapshots += len(request.snapshots)

@@ -51,6 +51,10 @@ class StateSlots:
         """Bytes of all layers."""
         return sum(tensor.nbytes for state in self._parts for tensor in state)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory of states, the slot being the first index: for copies of whole states."""
+        return [tensor for state in self._parts for tensor in state]
+
     def of(self, place: int) -> tuple[torch.Tensor, ...]:
         """Returns all slots of each tensor of the `place`-th part with a state, in its order."""
         return self._parts[place]

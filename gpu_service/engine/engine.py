@@ -269,12 +269,12 @@ class Engine:
 
     def _schedule(self) -> Batch | None:
         batch = self.scheduler.schedule()
-        waits = self._in_flight or self._lane_is_open
-        if batch is not None or waits or not self.scheduler.has_work:
+        if batch is not None or self._in_flight or self._lane_is_open or not self.scheduler.has_work:
             return batch
         if self._lane is not None and self.scheduler.wants_lane():
             return None  # the pages that it lacked have come
-        if not self._builder.token_masks.wait_for_held():
+        cache, masks = self.scheduler.cache, self._builder.token_masks
+        if not (cache.wait_for_tiers(self._inbox.wait) or masks.wait_for_held()):
             raise RuntimeError("requests are unfinished, but none can be scheduled")
         return None
 

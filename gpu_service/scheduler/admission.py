@@ -201,20 +201,30 @@ def shares_prompt(request: Request, cache: RequestCache) -> bool:
 
 
 def admissible(
-    waiting: Iterable[Request], running: Sequence[Request], cache: RequestCache
+    waiting: Iterable[Request], running: Sequence[Request], cache: RequestCache, limits: SchedulerLimits
 ) -> Iterator[Request]:
-    """The waiting requests that need not wait for a sibling, in order.
+    """The waiting requests that need not wait for a sibling or for their prefix, in order.
 
     While one output of a request is still computing the prompt, its siblings wait: they will find the
-    prompt's pages in the prefix tree.
+    prompt's pages in the prefix tree. So does one whose prefix is on its way from a lower tier.
     """
     computing = {request.request_id for request in running if request.computed_len < request.prompt_len}
     for request in waiting:
-        if not shares_prompt(request, cache):
-            yield request
-        elif request.request_id not in computing:
+        if shares_prompt(request, cache):
+            if request.request_id in computing:
+                continue
             computing.add(request.request_id)
+        if not awaits_prefix(request, cache, limits, running):
             yield request
+
+
+def awaits_prefix(
+    request: Request, cache: RequestCache, limits: SchedulerLimits, running: Sequence[Request]
+) -> bool:
+    """Whether the request's prefix is on its way from a lower tier; begins to fetch it where it has room."""
+    return cache.tiers is not None and cache.tiers.awaits(
+        request, lambda handle: fits(request, handle, cache, limits, running)
+    )
 
 
 def fits(

@@ -171,6 +171,7 @@ class Scheduler:
         batch = self._schedule_prompts()
         if batch is not None:
             self.pacing.open(batch)
+            self.cache.opened_lane(batch)
         return batch
 
     def _plan(self, division: Division) -> Batch | None:
@@ -243,8 +244,7 @@ class Scheduler:
             self.supply.ended(batch)
         if self.speculation is not None:
             self.speculation.ended(batch)
-        if self.cache.states is not None:
-            self.cache.states.committed(batch)
+        self.cache.ended(batch)
         if batch is self.pacing.batch:
             for request, keep in self.pacing.close():
                 self._leave(request, keep)
@@ -334,6 +334,7 @@ class Scheduler:
         """What may change before a step is planned: the pages there are, which prompts have steps without
         others, and what each client has had.
         """
+        self.cache.poll_tiers()
         if self.supply is not None:
             self.supply.before_step(self)
         self.pacing.weigh(self._decodes())
@@ -358,7 +359,7 @@ class Scheduler:
         """
         if not (self._free_slots and self.waiting and self.cache.has_free_state):
             return []
-        candidates = list(admissible(self.waiting, self.running, self.cache))
+        candidates = list(admissible(self.waiting, self.running, self.cache, self.limits))
         if not candidates:
             return []
         oldest = self.shares.oldest(candidates)
@@ -417,8 +418,7 @@ class Scheduler:
         batch.num_new_tokens.append(count)
         batch.samples.append(samples)
         batch.output_positions.append(request.planned_len - request.prompt_len)
-        if self.cache.states is not None:
-            self.cache.states.advance(request, batch)
+        self.cache.scheduled(request, batch)
         request.scheduled_len += count
         self.shares.computes(request, request.scheduled_len)
         request.inflight_tokens += samples

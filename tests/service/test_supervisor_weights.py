@@ -19,6 +19,7 @@ from app.supervisor.supervisor import Supervisor
 from app.supervisor.weight_files import HUGE_PAGE, WeightFile, WeightFiles, fits_reserved
 from moebius.config_loader import load_config
 from moebius.errors import StartupError
+from moebius.kv_tiers import ram_tier_path
 from moebius.models.read import read_geometry
 from moebius.weight_segment import WeightSegment, segment_path
 from tests.helpers.checkpoints import TinyMoe
@@ -93,6 +94,18 @@ def test_memory_outlives_a_server_but_not_the_supervisor(tmp_path: Path) -> None
     with Supervisor(packing(tmp_path), QUICK) as supervisor:
         assert supervisor.wait_ready()
         wait_until(lambda: (tmp_path / "expert-0").read_text() == "1")
+
+
+def test_prefixes_in_ram_are_held_as_packed_experts_are(tmp_path: Path) -> None:
+    """Under a link in the run directory, from start to stop, for the owner alone."""
+    file = WeightFile(ram_tier_path(str(tmp_path / "run")), 0, -1)
+    with Supervisor(replace(packing(tmp_path), prefixes=(file,)), QUICK) as supervisor:
+        assert supervisor.wait_ready()
+        assert file.path.is_symlink()
+        assert file.path.stat().st_mode & 0o777 == 0o600
+        file.path.write_bytes(b"x")
+        assert file.path.read_bytes() == b"x"
+    assert not file.path.is_symlink()
 
 
 def test_a_killed_supervisor_leaves_a_link_to_nothing(tmp_path: Path) -> None:

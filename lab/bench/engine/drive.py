@@ -91,8 +91,10 @@ class EngineUnderTest:
         max_tokens: int,
         temperature: float,
         constraints: Sequence[OutputConstraint] = (),
+        namespace: str = "",
     ) -> Streams:
-        """Starts one stream per prompt; they never end early. `constraints`: of the first ones.
+        """Starts one stream per prompt; they never end early. `constraints`: of the first ones. `namespace`:
+        within which prefixes are shared; empty: with no other call.
 
         Raises UserError for streams that the model's context cannot hold.
         """
@@ -100,8 +102,9 @@ class EngineUnderTest:
 
         self._runs += 1
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+        shared = namespace or str(self._runs)
         requests = [
-            Request(f"bench-{self._runs}-{number}", list(prompt), params, cache_namespace=str(self._runs))
+            Request(f"bench-{self._runs}-{number}", list(prompt), params, cache_namespace=shared)
             for number, prompt in enumerate(prompts)
         ]
         for request, constraint in zip(requests, constraints, strict=False):

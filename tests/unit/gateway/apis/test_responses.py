@@ -362,8 +362,9 @@ def test_a_namespace_is_named_with_its_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True, "store": False}, "background"),
+        ({"conversation": "conv_none"}, "conversation"),
+        ({"conversation": {"id": "c"}, "previous_response_id": "r"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"input": []}, "input"),
         (
