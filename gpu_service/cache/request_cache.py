@@ -321,7 +321,7 @@ class RequestCache:
     def wait_for_tiers(self, wait: Callable[[float], None]) -> bool:
         """Whether requests may start once something has come or gone: called where none can start now.
 
-        `wait` blocks until there is a message, at most so many seconds; what comes posts one.
+        `wait` blocks until there is a message, for at most that many seconds; what comes posts one.
         """
         if self.tiers is None or not self.tiers.is_busy:
             return False
