@@ -277,7 +277,7 @@ class RequestCache:
         return True
 
     def take(self, count: int) -> list[int]:
-        """Returns pages, at most `available`, evicting from the tree; the caller owns them."""
+        """Returns `count` pages, at most `available`, evicting from the tree; the caller owns them."""
         if count > self.pool.available:
             self.pool.free(self.tree.evict(count - self.pool.available))
         return self.pool.alloc(count)
