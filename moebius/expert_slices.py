@@ -19,6 +19,7 @@ from moebius.errors import UserError
 from moebius.model_identity import CHECKPOINT, identity_text
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import left_out
+from moebius.served_model import with_drafts
 
 ExpertDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]
 # Packed formats of `expert_dtype`; "keep" takes each layer's own. Widest first.
@@ -79,7 +80,7 @@ class SliceRequest:
             top_k=config.model.experts_per_token,
             placement=config.placement,
             expert_checkpoint=config.model.expert_checkpoint,
-            mtp_heads=config.gpu.mtp_heads,
+            mtp_heads=with_drafts(config).gpu.mtp_heads,
         )
 
 

@@ -46,7 +46,7 @@ from moebius.config import MoebiusConfig, PlacementConfig, Section
 from moebius.errors import ConfigError, UserError
 from moebius.expert_slices import REQUANTISED
 from moebius.placement import keeps_residents
-from moebius.served_model import read_served_geometry
+from moebius.served_model import read_served_geometry, with_drafts
 
 if TYPE_CHECKING:
     from gpu_service.memory.plan import ExpertMemory, MemoryPlan
@@ -64,7 +64,7 @@ class Planner:
         """Raises CheckpointError, ModelConfigError or ConfigError: what `moebius serve` would refuse."""
         from gpu_service.assembly.forecast import Forecast
 
-        self.config = config
+        self.config = config = with_drafts(config)
         self.asked = config.placement  # Before `drop_resident` auto is decided.
         self.on_gpu = on_gpu
         self.geometry = read_served_geometry(config)

@@ -85,7 +85,7 @@ from moebius.config import MoebiusConfig
 from moebius.grammar.process import BudgetedCompiler
 from moebius.models.config import ModelConfig
 from moebius.models.registry import family_of
-from moebius.served_model import read_served_model
+from moebius.served_model import read_served_model, with_drafts
 
 _log = structlog.get_logger(__name__)
 __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
@@ -101,6 +101,7 @@ def build_engine(
     On a GPU everything happens on the stream that steps run on later: what torch's allocator holds belongs
     to the stream it was made on.
     """
+    config = with_drafts(config)
     device = prepare_process(config)
     identity = read_identity(config)
     model_config = read_served_model(config)

@@ -159,6 +159,8 @@ class LowerCopies(Protocol):
     def copied_states(self) -> list[int]:
         """Slots that are held because they are copied down."""
 
+    has_moved: bool  # Something has ended since `wait_for_tiers` was called last.
+
     @property
     def is_busy(self) -> bool:
         """Whether something is on its way whose end may let a request start."""
@@ -323,9 +325,12 @@ class RequestCache:
 
         `wait` blocks until there is a message, for at most that many seconds; what comes posts one.
         """
-        if self.tiers is None or not self.tiers.is_busy:
+        tiers = self.tiers
+        if tiers is None or not (tiers.is_busy or tiers.has_moved):
             return False
-        wait(_LONGEST_WAIT_S)
+        if not tiers.has_moved:
+            wait(_LONGEST_WAIT_S)
+        tiers.has_moved = False
         return True
 
     @property

@@ -57,7 +57,7 @@ from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch, StepPlan
 from gpu_service.engine.damage import COMPUTE_AGAIN, DamageWatch
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.pacing import STEP_COSTS, STREAM_PROMPTS, Pacing, make_turn_pace
+from gpu_service.engine.pacing import STEP_COSTS, STREAM_PROMPTS, make_pacing
 from gpu_service.engine.prefill_lane import POLL_S, PrefillLane
 from gpu_service.engine.step_runner import DeviceLost, LaunchedStep, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
@@ -119,10 +119,8 @@ class Engine:
         self._in_flight: deque[LaunchedStep] = deque()
         self._depth = 2 if overlap else 1
         self._lane = lane
-        turns = None if lane is not None else make_turn_pace(scheduler.limits, max_added_s)
-        is_entry = self._inbox.is_entry
-        lane_pace = None if lane is None else lane.pace
-        self._pacing = Pacing(lane_pace, turns if is_entry else None, draft_pace if is_entry else None)
+        pace, is_entry = None if lane is None else lane.pace, self._inbox.is_entry
+        self._pacing = make_pacing(pace, draft_pace, scheduler.limits, max_added_s, is_entry)
         # An error of the loop itself, raised while the lane's layers were launched.
         self._defect: Exception | None = None
         if lane is not None:

@@ -37,6 +37,7 @@ from lab.bench.engine.run import EngineBenchOptions, with_room
 from lab.bench.engine.servers import running_servers
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.served_model import read_served_model, with_drafts
 
 if TYPE_CHECKING:
     from gpu_service.core.interface import EngineLoad
@@ -115,11 +116,13 @@ def run(
     from gpu_service.assembly.speculation import check_speculation
 
     config = with_room(config, EngineBenchOptions(options.streams))
-    device = resolve_device(config.gpu)
+    device, config = resolve_device(config.gpu), with_drafts(config)
     method = "ngram" if config.gpu.speculative_method == "off" else config.gpu.speculative_method
     speculative, parallel = _with_method(config, method), config.parallel
     if method == "mtp":  # its draft tokens do not follow from what prompts repeat
         options = replace(options, changed=options.changed[:1])
+    # A model without drafts is refused before half of the run is over.
+    read_served_model(speculative)
     check_speculation(speculative.gpu, parallel)
     bandwidths = measure_bandwidths(device, options.probe_bytes, parallel.tensor_parallel_size)
     _TABLE.print_header()

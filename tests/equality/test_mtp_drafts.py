@@ -22,7 +22,7 @@ from tests.equality.test_no_hidden_waits import NoQuestions
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.host_graphs import RecordedOperations
-from tests.helpers.layer_values import first_moe
+from tests.helpers.layer_values import router_of
 from tests.helpers.mtp_models import (
     MtpModels,
     MtpReference,
@@ -174,7 +174,7 @@ def test_replayed_decode_steps_leave_the_head_what_it_needs(tmp_path: Path) -> N
     write_mtp_model("glm4_moe", tmp_path)
     make_foreseen(tmp_path)
     model = tiny_model(tmp_path, HOST, mtp_heads=1)
-    experts = DenseExperts(tmp_path, first_moe(model.config).router.num_experts)
+    experts = DenseExperts(tmp_path, router_of(model.config).num_experts)
     found = []
     for largest in (0, 8):
         setup = Setup(largest, budget=16, num_drafts=3, device_drafter=MtpDrafter)
@@ -192,7 +192,7 @@ def test_no_draft_asks_the_device(heads: int, written: MtpModels, monkeypatch: p
     """Which rows are requests' last, only the device knows: the host waits for nothing of it."""
     directory, _ = written("glm4_moe", heads)
     model, asked = tiny_model(directory, HOST, mtp_heads=heads), []
-    experts = DenseExperts(directory, first_moe(model.config).router.num_experts)
+    experts = DenseExperts(directory, router_of(model.config).num_experts)
 
     def tolist(tensor: torch.Tensor) -> list[Any]:
         raise AssertionError("tolist makes the host wait for the device")

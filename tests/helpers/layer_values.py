@@ -113,6 +113,11 @@ def layers_of(config: ModelConfig, kind: type[Mixer]) -> frozenset[int]:
     return frozenset(i for i, layer in enumerate(config.layers) if isinstance(layer.mixer, kind))
 
 
+def router_of(config: ModelConfig) -> RouterConfig:
+    """The router of the first layer that has experts."""
+    return next(iter(config.routed.values())).router
+
+
 def first_moe(config: ModelConfig) -> MoE:
     """The block of the first layer that has experts."""
     moe = next(iter(config.routed.values()))

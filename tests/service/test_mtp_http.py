@@ -35,7 +35,7 @@ def test_drafts_of_the_models_own_layer_are_accepted_over_http(tmp_path: Path) -
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    flags = ("--served-model-name", "tiny", "--dtype", "float32", "--speculative-method", "mtp")
+    flags = ("--served-model-name", "tiny", "--dtype", "float32", "--speculative-method", "auto")
     with running_stack(checkpoint, tmp_path, *flags, "--no-adaptive-drafts") as stack:
         response = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=120)
         lines = httpx.get(f"{stack.base_url}/metrics", timeout=60).text.splitlines()

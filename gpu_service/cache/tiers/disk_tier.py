@@ -11,8 +11,8 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import structlog
@@ -113,6 +113,13 @@ class DiskTier:
             return False
         self.read_bytes += record.nbytes
         return True
+
+    def announce(self, records: Iterable[DiskRecord]) -> None:
+        """These are going to be read, in this order: the disk may begin with all of them."""
+        with suppress(OSError):  # `read` meets it again
+            for record in records:
+                descriptor = self._descriptor(record.path)
+                os.posix_fadvise(descriptor, record.offset, record.nbytes, os.POSIX_FADV_WILLNEED)
 
     def refresh(self) -> None:
         """Takes in what other engines have written. Raises OSError."""

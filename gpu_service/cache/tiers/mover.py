@@ -122,6 +122,8 @@ class Mover:
         return payload
 
     def _load(self, items: Sequence[LoadItem]) -> int:
+        if self._disk is not None:
+            self._disk.announce(item.record for item in items if item.record is not None)
         count = 0
         while count < len(items):
             begin = time.monotonic()

@@ -108,6 +108,7 @@ class PrefixTiers:
         self._refreshed_at = clock()
         self._generation = 0
         self._is_open = False
+        self.has_moved = False
         self.hit_tokens = {"ram": 0, "disk": 0}
         self.num_late = self.num_failed = 0
         self.fetch_seconds = 0.0
@@ -210,8 +211,8 @@ class PrefixTiers:
         if self._refresh is not None and self._refresh.done():
             if self._refresh.exception() is not None:
                 _log.warning("what is on disk cannot be listed", because=str(self._refresh.exception()))
-            self._refresh = None
-        self._write_back.poll(self._generation)
+            self._refresh, self.has_moved = None, True
+        self.has_moved |= self._write_back.poll(self._generation)
 
     def awaits(self, request: Request, has_room: Callable[[PrefixHandle], bool]) -> bool:
         """Returns whether a waiting request should not start yet, because blocks of its prefix are on their
@@ -386,6 +387,7 @@ class PrefixTiers:
         """Puts what came into the tree, and gives back what the rest would have taken."""
         cache, states = self._cache, self._cache.states
         del self._fetches[fetch.request]
+        self.has_moved = True
         came = self._result(fetch)
         is_whole, is_current = came == len(fetch.items), fetch.generation == self._generation
         self.num_failed += not is_whole

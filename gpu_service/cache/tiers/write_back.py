@@ -75,12 +75,14 @@ class WriteBack:
         """What waits is not copied."""
         self._pending.clear()
 
-    def poll(self, generation: int) -> None:
-        """Takes in a piece that has been copied, and begins another one."""
-        if self._piece is not None and self._piece.future.done():
+    def poll(self, generation: int) -> bool:
+        """Takes in a piece that has been copied, and begins another one; whether one was copied."""
+        has_ended = self._piece is not None and self._piece.future.done()
+        if has_ended:
             self.finish(generation)
         while self._piece is None and self._pending and self._mover.may_store:
             self._begin(next(iter(self._pending)), generation)
+        return has_ended
 
     def finish(self, generation: int) -> None:
         """The piece has been copied, or never will be."""

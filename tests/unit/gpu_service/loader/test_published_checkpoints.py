@@ -27,7 +27,7 @@ from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry, read_model_config
 from moebius.models.registry import FAMILIES
-from tests.helpers.layer_values import first_moe
+from tests.helpers.layer_values import router_of
 from tests.helpers.published_checkpoints import FIXTURES, Published, count, expand
 
 NAMES = sorted(file.stem for file in FIXTURES.glob("*.json"))
@@ -149,7 +149,7 @@ def test_all_experts_are_found(name: str, tmp_path: Path) -> None:
     config = read_model_config(tmp_path, TEXT_ONLY)
     assert (geometry.moe_layers, geometry.num_experts) == (
         config.moe_layer_ids,
-        first_moe(config).router.num_experts,
+        router_of(config).num_experts,
     )
     # Of two kinds of experts, each has its last one.
     last, _, _ = geometry.stored_place(geometry.num_experts - 1)
