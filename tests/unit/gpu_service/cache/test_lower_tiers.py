@@ -244,9 +244,9 @@ def test_a_full_disk_costs_a_pause_and_no_block(tmp_path: Path, monkeypatch: pyt
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(disk_file.os, "pwrite", full)
+    monkeypatch.setattr(disk_file.os, "pwrite", full)  # type: ignore[attr-defined]
     assert not tier.append(keys[1], b"p" * 32, PAGE, payload(1))
-    monkeypatch.setattr(disk_file.os, "pwrite", real)
+    monkeypatch.setattr(disk_file.os, "pwrite", real)  # type: ignore[attr-defined]
     assert not tier.accepts
     assert not tier.append(keys[2], b"p" * 32, PAGE, payload(2))
     clock[0] += 61
@@ -280,9 +280,9 @@ def test_both_ways_of_copying_give_the_same_bytes() -> None:
         kind.read_state(5, one)
     assert np.array_equal(*found)
     assert np.array_equal(*state)
-    for kind in (HostPayloads, DevicePayloads):
-        into = [torch.zeros_like(tensor) for tensor in pages], [torch.zeros_like(tensor) for tensor in states]
-        other = kind(*into, HostDeviceStream())
+    for kind in (HostPayloads, DevicePayloads):  # type: ignore[assignment]
+        into = [torch.zeros_like(tensor) for tensor in pages], [torch.zeros_like(tensor) for tensor in states]  # type: ignore[assignment]
+        other = kind(*into, HostDeviceStream())  # type: ignore[operator]
         other.write_pages(wanted, found[0])
         other.write_state(2, state[0])
         for tensor, copy in zip(pages, into[0], strict=True):
