@@ -96,7 +96,7 @@ class ApiKeys:
         return frozenset(one.name for one in (*self._fixed, *self._from_file))
 
     def named(self, name: str) -> ApiKey | None:
-        """The key with this name; None: there is none, or not any more."""
+        """Returns the key with this name; None: there is none, or not any more."""
         self._refresh()
         return next((one for one in (*self._fixed, *self._from_file) if one.name == name), None)
 

@@ -6,5 +6,5 @@ from pathlib import Path
 
 
 def ram_tier_path(directory: str) -> Path:
-    """The file of an engine whose directory this is; two engines never share one."""
+    """Returns the file of an engine whose directory this is; two engines never share one."""
     return Path(directory) / "engine.kv"

@@ -19,7 +19,7 @@ class DoesNotFit(UserError):
 
 
 def gib(nbytes: float) -> str:
-    """Formats bytes for sentences: whole GiB, one digit below ten."""
+    """Returns formats bytes for sentences: whole GiB, one digit below ten."""
     return f"{nbytes / GIB:.1f}" if nbytes < 10 * GIB else f"{nbytes / GIB:.0f}"
 
 

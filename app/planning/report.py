@@ -141,7 +141,7 @@ def _cells(row: Speed) -> list[str]:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Formats a number narrow enough for nine columns on a terminal."""
+    """Returns formats a number narrow enough for nine columns on a terminal."""
     return f"{seconds * 1e3:.{2 if seconds < 0.1 else 0}f}"
 
 

@@ -428,7 +428,9 @@ def _weight_files(
 
 
 def _prefix_files(config: MoebiusConfig, directory: Path) -> tuple[WeightFile, ...]:
-    """Memory for the engine's prefixes in RAM; none where the user gave a directory for it, or wants none."""
+    """Returns the memory for the engine's prefixes in RAM; none where the user gave a directory for it, or
+    wants none.
+    """
     if config.gpu.kv_offload_dir != str(directory) or config.gpu.kv_offload_gib == 0:
         return ()
     return (WeightFile(ram_tier_path(str(directory)), 0, -1),)

@@ -142,7 +142,7 @@ class CpuAttention(TorchReferenceAttention):
     def _rows_of_prompt(
         self, request: int, seen: FirstSeen, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Columns of `_Rows`; layers with a window see to the ends of images, too."""
+        """Returns the columns of `_Rows`; layers with a window see to the ends of images, too."""
         inputs = self._planned
         begin, end = inputs.query_start_loc[request : request + 2]
         last = inputs.seq_lens[request]

@@ -82,7 +82,7 @@ class LayerPages:
         return self._layers
 
     def page_tensors(self) -> list[torch.Tensor]:
-        """All memory of pages, the page being the first index: for copies of whole pages."""
+        """Returns all memory of pages, the page being the first index: for copies of whole pages."""
         return list(self._tensors())
 
     @property

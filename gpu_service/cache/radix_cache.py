@@ -60,7 +60,7 @@ class LowerTiers(Protocol):
     """What keeps pages and states that the tree gives up; `cache.tiers.prefix_tiers` is the real one."""
 
     def digests(self, namespace: str, parent: Node, tokens: TokenArray) -> list[bytes]:
-        """Names of the whole pages of `tokens`, which follow a node."""
+        """Returns the names of the whole pages of `tokens`, which follow a node."""
 
     def kept(self, node: Node) -> None:
         """The tree has a new node, or a state at the end of one."""

@@ -182,7 +182,7 @@ class RequestStates:
         request.snapshots.append((length, slot))
 
     def adopt(self) -> int:
-        """A slot for a snapshot that comes from elsewhere; not `is_full`. Raises OutOfStates."""
+        """Returns a slot for a snapshot that comes from elsewhere; not `is_full`. Raises OutOfStates."""
         slot = self.pool.alloc()
         self.num_snapshots += 1
         return slot

@@ -52,7 +52,7 @@ class StateSlots:
         return sum(tensor.nbytes for state in self._parts for tensor in state)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All memory of states, the slot being the first index: for copies of whole states."""
+        """Returns all memory of states, the slot being the first index: for copies of whole states."""
         return [tensor for state in self._parts for tensor in state]
 
     def of(self, place: int) -> tuple[torch.Tensor, ...]:

@@ -104,7 +104,7 @@ def run(config: MoebiusConfig, options: TiersOptions, json_file: Path | None = N
 
 
 def _with_tier(servers: ExpertServers, tier: str, files: Path, options: TiersOptions) -> MoebiusConfig:
-    """A pool that holds the longest prompt and half of the shortest one."""
+    """Returns a pool that holds the longest prompt and half of the shortest one."""
     gpu = servers.config.gpu
     tokens = max(options.lengths) + min(options.lengths) // 2
     sizes: dict[str, object] = {"num_pages": 2 + -(-tokens // gpu.page_size), "elastic_memory": "off"}
@@ -172,7 +172,7 @@ def _wait_until_copied(tiers: PrefixTiers) -> None:
 
 
 def _ram_rate(page_bytes: int) -> float:
-    """Bytes per second of copies of pages within RAM, by one thread."""
+    """Returns the bytes per second of copies of pages within RAM, by one thread."""
     count = max(1, _COPIED_BYTES // page_bytes)
     source, target = (np.full((count, page_bytes), value, np.uint8) for value in (1, 2))
     begin = time.perf_counter()
@@ -182,7 +182,9 @@ def _ram_rate(page_bytes: int) -> float:
 
 
 def _disk_rate(files: Path) -> float:
-    """Bytes per second of reading the tier's files, which are dropped from the cache before and after it."""
+    """Returns the bytes per second of reading the tier's files, which are dropped from the cache before and
+    after it.
+    """
     total, seconds = 0, 0.0
     buffer = np.empty(2**20, np.uint8)
     for path in files.glob("*.kv"):

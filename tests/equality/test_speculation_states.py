@@ -54,7 +54,7 @@ def scenario(seed: int) -> tuple[list[Request], dict[str, list[int]]]:
 def check(harness: Harness, seed: int) -> None:
     """All requests of a scenario, some of which are aborted on the way."""
     requests, answers = scenario(seed)
-    harness.engine.scheduler.speculation._drafter._answers = answers  # type: ignore[union-attr]
+    harness.engine.scheduler.speculation._drafter._answers = answers  # type: ignore[attr-defined]
     chance, gone = random.Random(seed), set[str]()
     base = harness.model.calls
 

@@ -75,7 +75,7 @@ class LateSupply(PageSupply):
         """Steps in flight hinder nothing."""
 
     def ended(self, batch: Batch) -> None:
-        """Does what `planned` does."""
+        """Does nothing, like `planned`."""
 
 
 # Changes of the knobs: every order in which an engine can do the same steps.

@@ -351,7 +351,7 @@ class Counted:
         engine.Generate = self.generate  # type: ignore[method-assign]
 
     def generate(self, request: Any, context: Any) -> Iterator[Any]:
-        """As the engine, counted."""
+        """Answers as the engine does, and counts."""
         is_line = request.priority == LAST
         with self._lock:
             self.now += is_line

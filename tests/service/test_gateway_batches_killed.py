@@ -41,7 +41,7 @@ ENDPOINT = "/v1/completions"
 
 
 def input_file(count: int) -> bytes:
-    """As many requests, each with a prompt of its own."""
+    """Returns a file of `count` requests, each with a prompt of its own."""
     lines = (
         {
             "custom_id": f"line-{number}",

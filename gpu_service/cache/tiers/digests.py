@@ -24,12 +24,12 @@ def identity_digest(text: str) -> bytes:
 
 
 def root_digest(identity: bytes, namespace: str) -> bytes:
-    """Where the chain of a namespace begins."""
+    """Returns where the chain of a namespace begins."""
     return hashlib.blake2b(identity + namespace.encode(), digest_size=DIGEST_BYTES, person=b"root").digest()
 
 
 def page_digests(parent: bytes, tokens: npt.NDArray[np.int64], page_size: int) -> list[bytes]:
-    """The names of the whole pages of `tokens`, int64 `[n]`, which follow the page named `parent`."""
+    """Returns the names of the whole pages of `tokens`, int64 `[n]`, which follow the page named `parent`."""
     digests, data, width = [], tokens.tobytes(), page_size * tokens.itemsize
     for begin in range(0, len(data) - width + 1, width):
         parent = hashlib.blake2b(parent + data[begin : begin + width], digest_size=DIGEST_BYTES).digest()
@@ -38,10 +38,10 @@ def page_digests(parent: bytes, tokens: npt.NDArray[np.int64], page_size: int) -
 
 
 def state_key(digest: bytes) -> bytes:
-    """The key of the state after a page; a page's key is its digest."""
+    """Returns the key of the state after a page; a page's key is its digest."""
     return digest + _STATE
 
 
 def is_state(key: bytes) -> bool:
-    """Whether a key is a state's."""
+    """Returns whether a key is a state's."""
     return len(key) > DIGEST_BYTES

@@ -85,7 +85,7 @@ def _parsed(path: Path, data: bytes) -> DiskRecord | None:
 
 
 def read_identity(path: Path) -> bytes | None:
-    """The identity that a file was written with; None: it is no file of this version."""
+    """Returns the identity that a file was written with; None: it is no file of this version."""
     with path.open("rb") as file:
         data = file.read(_HEADER.itemsize)
     if len(data) < _HEADER.itemsize:
@@ -98,7 +98,7 @@ def read_identity(path: Path) -> bytes | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process may append to a file. Raises OSError."""
+    """Returns whether a living process may append to a file. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,7 +110,7 @@ def is_locked(path: Path) -> bool:
 
 
 def file_bytes(path: Path) -> int:
-    """Bytes of a file and its index; 0 for one that has just gone."""
+    """Returns the bytes of a file and its index; 0 for one that has just gone."""
     total = 0
     for part in (path, path.with_suffix(INDEX_SUFFIX)):
         try:
@@ -135,7 +135,7 @@ class FileReader:
         self._indexed, self._covered = 0, _HEADER.itemsize
 
     def new_records(self) -> Iterator[DiskRecord]:
-        """Records that were appended since the last call. Raises OSError."""
+        """Yields the records that were appended since the last call. Raises OSError."""
         yield from self._from_index()
         if not is_locked(self.path):
             yield from self._from_file()
@@ -156,7 +156,9 @@ class FileReader:
             yield record
 
     def _from_file(self) -> Iterator[DiskRecord]:
-        """What the index lacks though its writer has ended: appends it there, as far as it is whole."""
+        """Yields what the index lacks though its writer has ended: appends it there, as far as it
+        is whole.
+        """
         with self.path.open("rb") as file:
             size, found = os.fstat(file.fileno()).st_size, []
             while self._covered + _RECORD.itemsize <= size:

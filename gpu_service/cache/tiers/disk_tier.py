@@ -67,7 +67,7 @@ class DiskTier:
             raise UserError(f"kv_disk_dir: {directory} cannot be used: {error.strerror or error}") from None
 
     def record(self, key: bytes) -> DiskRecord | None:
-        """Where a block is; None: it is not here."""
+        """Returns where a block is; None: it is not here."""
         return self._records.get(key)
 
     def __len__(self) -> int:

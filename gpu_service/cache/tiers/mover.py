@@ -108,7 +108,7 @@ class Mover:
                 self._rest.add_done_callback(lambda _: self._wake())
 
     def _read(self, item: StoreItem) -> Bytes:
-        """The block's payload on the host, once the RAM tier has it if it takes it."""
+        """Returns the block's payload on the host, once the RAM tier has it if it takes it."""
         if is_state(item.key):
             payload = self._store_scratch[: self._payloads.state_bytes]
             self._payloads.read_state(item.place, payload)
@@ -165,7 +165,7 @@ class Mover:
 
 
 def _pages_in_ram(items: Sequence[LoadItem], first: int) -> int:
-    """How many items from here on are pages that lie in the RAM tier."""
+    """Returns how many items from here on are pages that lie in the RAM tier."""
     count = first
     while count < len(items) and items[count].record is None and not is_state(items[count].key):
         count += 1

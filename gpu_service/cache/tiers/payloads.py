@@ -59,7 +59,9 @@ def make_payloads(cache: AttendedPages, states: StateSlots | None, stream: Devic
 
 
 def _rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same memory as uint8 `[pages or slots, bytes of a row]`, without tensors whose rows are empty."""
+    """Returns the same memory as uint8 `[pages or slots, bytes of a row]`, without tensors whose rows are
+    empty.
+    """
     return [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in tensors if tensor[0].numel()]
 
 
@@ -68,7 +70,7 @@ def _ends(rows: Sequence[torch.Tensor]) -> list[int]:
 
 
 class HostPayloads(Payloads):
-    """Of tensors in the host's memory; numpy lets other threads run during a copy."""
+    """The payloads of tensors in the host's memory; numpy lets other threads run during a copy."""
 
     def __init__(
         self, pages: Sequence[torch.Tensor], states: Sequence[torch.Tensor], stream: DeviceStream
@@ -111,7 +113,7 @@ class HostPayloads(Payloads):
 
 
 class DevicePayloads(Payloads):
-    """Of tensors on a GPU. Host memory that is page-locked is copied to and from without a staging copy."""
+    """The payloads of tensors on a GPU. Page-locked host memory is copied to and from without staging."""
 
     def __init__(
         self, pages: Sequence[torch.Tensor], states: Sequence[torch.Tensor], stream: DeviceStream

@@ -118,13 +118,13 @@ class PrefixTiers:
     # ---- the tree's hooks ----
 
     def digests(self, namespace: str, parent: Node, tokens: TokenArray) -> list[bytes]:
-        """As `LowerTiers`."""
+        """Implements `LowerTiers`."""
         if not parent.digests:
             parent.digests = [root_digest(self._identity, namespace)]
         return page_digests(parent.digests[-1], tokens, self._cache.page_size)
 
     def kept(self, node: Node) -> None:
-        """As `LowerTiers`."""
+        """Implements `LowerTiers`."""
         if not self._is_open:
             return
         if self._write_back.is_done:
@@ -133,12 +133,12 @@ class PrefixTiers:
         self._write_back.add(node)
 
     def evicting(self, node: Node) -> None:
-        """As `LowerTiers`."""
+        """Implements `LowerTiers`."""
         if self._is_open:
             self._write_back.rescue(node)
 
     def evicting_state(self, node: Node) -> None:
-        """As `LowerTiers`."""
+        """Implements `LowerTiers`."""
         if self._is_open:
             self._write_back.rescue_state(node)
 
@@ -160,7 +160,7 @@ class PrefixTiers:
         return self._write_back.held_states
 
     def attached(self, request: Request, handle: PrefixHandle) -> None:
-        """As `LowerCopies`; should it be preempted, it may fetch again."""
+        """Implements `LowerCopies`; should the request be preempted, it may fetch again."""
         self._settled.discard(request)
         node: Node | None = handle.node
         while self.ram is not None and node is not None:
@@ -168,11 +168,11 @@ class PrefixTiers:
             node = node.parent
 
     def open(self) -> None:
-        """As `LowerCopies`."""
+        """Implements `LowerCopies`."""
         self._is_open = True
 
     def drop(self) -> None:
-        """As `LowerCopies`."""
+        """Implements `LowerCopies`."""
         if not self._is_open:
             return
         self._generation += 1
@@ -215,7 +215,8 @@ class PrefixTiers:
         self.has_moved |= self._write_back.poll(self._generation)
 
     def awaits(self, request: Request, has_room: Callable[[PrefixHandle], bool]) -> bool:
-        """Whether a waiting request should not start yet, because blocks of its prefix are on their way.
+        """Returns whether a waiting request should not start yet, because blocks of its prefix are on their
+        way.
 
         Begins to fetch them where that is worth it and `has_room` for all pages of the request, given what
         the tree has of them.
@@ -299,7 +300,7 @@ class PrefixTiers:
         return _Prefix(tokens, handle, keys, parents, len(tokens) - usable.num_tokens)
 
     def _names_of(self, request: Request, tokens: Sequence[int]) -> list[bytes]:
-        """Of all whole pages of a request; kept while it waits."""
+        """Returns the names of all whole pages of a request; kept while it waits."""
         length, names = self._names.get(request, (0, []))
         if length != len(tokens):
             root = root_digest(self._identity, request.cache_namespace)
@@ -312,7 +313,7 @@ class PrefixTiers:
         return in_ram or (self.disk is not None and self.disk.record(key) is not None)
 
     def _is_worth(self, prefix: _Prefix) -> bool:
-        """Whether fetching takes less time than computing, as far as both are known."""
+        """Returns whether fetching takes less time than computing, as far as both are known."""
         a_token = self._token_seconds()
         if a_token is None:
             return True
@@ -416,7 +417,7 @@ class PrefixTiers:
         fetch.request.expected_len = -1
 
     def _result(self, fetch: _Fetch) -> int:
-        """How many items came."""
+        """Returns how many items came."""
         if fetch.future is None or fetch.future.cancelled():
             return 0
         error = fetch.future.exception()
@@ -455,7 +456,7 @@ class PrefixTiers:
             self.hit_tokens["ram" if fetch.items[-1].record is None else "disk"] += len(fetch.tokens)
 
     def _is_late(self, fetch: _Fetch) -> bool:
-        """Whether its request is to be computed instead; what arrives later is for others."""
+        """Returns whether its request is to be computed instead; what arrives later is for others."""
         if self._clock() < fetch.deadline:
             return False
         if fetch.request not in self._settled:

@@ -119,10 +119,10 @@ class RamSegment:
 
 
 def _size(num_slots: int, slot_bytes: int) -> int:
-    """Bytes of header, records and slots."""
+    """Returns the bytes of header, records and slots."""
     return _ALIGNMENT + _up(num_slots * RECORD.itemsize) + num_slots * slot_bytes
 
 
 def slots_within(nbytes: int, slot_bytes: int) -> int:
-    """How many slots a segment of at most `nbytes` has."""
+    """Returns how many slots a segment of at most `nbytes` has."""
     return max(0, (nbytes - 2 * _ALIGNMENT) // (slot_bytes + RECORD.itemsize))

@@ -59,7 +59,7 @@ class RamTier:
             self._inherit(segment.records)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a block is here as a whole."""
+        """Returns whether a block is here as a whole."""
         entry = self._entries.get(key)
         return entry is not None and entry.is_complete
 
@@ -118,7 +118,7 @@ class RamTier:
         return True
 
     def views(self, key: bytes) -> list[Bytes]:
-        """The memory of a block, one part for each slot; the last one is as long as what is left."""
+        """Returns the memory of a block, one part for each slot; the last one is as long as what is left."""
         entry = self._entries[key]
         left, views = entry.nbytes, []
         for slot in entry.slots:
@@ -176,7 +176,9 @@ class RamTier:
         assert not self.segment.records["is_complete"][self._free].any(), "a free slot has a record"
 
     def _use(self, entry: _Entry) -> None:
-        """Its place in the heap is mended once it comes up there: priorities only grow."""
+        """Marks the block as used; its place in the heap is corrected once it comes up: priorities
+        only grow.
+        """
         self.clock += 1
         entry.used, entry.priority = self.clock, self._floor + entry.value
 
@@ -254,7 +256,7 @@ class RamTier:
 
 
 def slot_size(page_bytes: int) -> int:
-    """Bytes of a slot for pages of `page_bytes`: a state takes several."""
+    """Returns the bytes of a slot for pages of `page_bytes`: a state takes several."""
     return max(64, -(-page_bytes // 64) * 64)
 
 

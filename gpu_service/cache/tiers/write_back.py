@@ -178,7 +178,7 @@ class WriteBack:
 
 
 def _parent(node: Node, index: int) -> bytes:
-    """The name of the page before a node's page."""
+    """Returns the name of the page before a node's page."""
     if index:
         return node.digests[index - 1]
     assert node.parent is not None

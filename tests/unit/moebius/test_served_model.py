@@ -14,7 +14,7 @@ from tests.helpers.tiny_models import make_tiny_model
 
 
 def settings(directory: Path, method: str = "auto", **parallel: Any) -> MoebiusConfig:
-    """Of a checkpoint."""
+    """Returns the settings that serve a checkpoint."""
     return MoebiusConfig.model_validate(
         {"model": {"model": str(directory)}, "gpu": {"speculative_method": method}, "parallel": parallel}
     )

@@ -53,7 +53,7 @@ class FullDisk:
         monkeypatch.setattr(os, "pwrite", self.pwrite)
 
     def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
-        """As the system call."""
+        """Writes as the system call does, or fails."""
         if self.has_room:
             return self._pwrite(descriptor, data, offset)
         self.tries += 1
@@ -84,7 +84,7 @@ def test_results_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         """Notes what is logged."""
 
         def error(self, event: str, **_: Any) -> None:
-            """As the logger's."""
+            """Notes the event, in place of the logger's."""
             said.append(event)
 
     async def run() -> None:

@@ -45,7 +45,7 @@ def names(count: int, begin: int = 0) -> list[bytes]:
 
 
 def ram_tier(num_slots: int = 6, path: Path | None = None, identity: bytes = IDENTITY) -> RamTier:
-    """Of pages that take a slot each."""
+    """Returns a tier of pages that take a slot each."""
     return RamTier(RamSegment(identity, 64, num_slots, path), 64, 160)
 
 
@@ -117,7 +117,7 @@ def test_what_is_read_or_filled_stays() -> None:
 
 
 def test_a_successor_finds_what_was_complete(tmp_path: Path) -> None:
-    """Of the same identity: blocks in their order of use, and none that was half filled; else nothing."""
+    """It finds the blocks of its identity in their order of use, none that was half filled; else nothing."""
     path, chain, root = tmp_path / "engine.kv", names(3), root_digest(IDENTITY, "")
     tier = ram_tier(8, path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -204,7 +204,7 @@ def test_an_index_is_built_again(harm: str, tmp_path: Path) -> None:
 
 
 def test_a_budget_is_kept_and_other_models_go_first(tmp_path: Path) -> None:
-    """Of this model the least recently used file; never one that an engine still writes."""
+    """Then this model's least recently used file goes, never one that an engine still writes."""
     clock = [0.0]
     other = DiskTier(tmp_path, identity_digest("another model"), 20_000)
     other.append(names(1)[0], b"p" * 32, PAGE, payload(1, 1000))
@@ -244,9 +244,9 @@ def test_a_full_disk_costs_a_pause_and_no_block(tmp_path: Path, monkeypatch: pyt
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(disk_file.os, "pwrite", full)
+    monkeypatch.setattr(disk_file.os, "pwrite", full)  # type: ignore[attr-defined]
     assert not tier.append(keys[1], b"p" * 32, PAGE, payload(1))
-    monkeypatch.setattr(disk_file.os, "pwrite", real)
+    monkeypatch.setattr(disk_file.os, "pwrite", real)  # type: ignore[attr-defined]
     assert not tier.accepts
     assert not tier.append(keys[2], b"p" * 32, PAGE, payload(2))
     clock[0] += 61
@@ -280,9 +280,9 @@ def test_both_ways_of_copying_give_the_same_bytes() -> None:
         kind.read_state(5, one)
     assert np.array_equal(*found)
     assert np.array_equal(*state)
-    for kind in (HostPayloads, DevicePayloads):
-        into = [torch.zeros_like(tensor) for tensor in pages], [torch.zeros_like(tensor) for tensor in states]
-        other = kind(*into, HostDeviceStream())
+    for kind in (HostPayloads, DevicePayloads):  # type: ignore[assignment]
+        into = [torch.zeros_like(tensor) for tensor in pages], [torch.zeros_like(tensor) for tensor in states]  # type: ignore[assignment]
+        other = kind(*into, HostDeviceStream())  # type: ignore[operator]
         other.write_pages(wanted, found[0])
         other.write_state(2, state[0])
         for tensor, copy in zip(pages, into[0], strict=True):

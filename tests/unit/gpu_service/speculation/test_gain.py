@@ -20,7 +20,7 @@ from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.step import Batch
-from gpu_service.engine.sampler import RowResult
+from gpu_service.engine.sampler import RowResult  # type: ignore[attr-defined]
 from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.speculation.ngram import NGramDrafter
 from gpu_service.speculation.pace import DraftPace
