@@ -52,7 +52,7 @@ def test_drafts_change_no_token(name: str, attention: str, largest_graph: int, t
 
     def make(layers: Layers, cache: KVCache) -> AttentionBackend:
         try:
-            return make_attention(layers, cache, device, attention)
+            return make_attention(layers, cache, device, attention)  # type: ignore[return-value]
         except UserError as error:
             pytest.skip(str(error))
 

@@ -117,7 +117,7 @@ def test_dense_layers_load_completely(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(PUBLISHED_TENSORS))
 def test_there_are_as_many_tensors_as_were_published(name: str) -> None:
-    """Of naming rules, one that is wrong somewhere hardly gives the right number of names."""
+    """A naming rule that is wrong somewhere hardly gives the right number of names."""
     assert sum(count(pattern) for pattern, _, _ in Published.load(name).tensors) == PUBLISHED_TENSORS[name]
 
 
@@ -142,7 +142,7 @@ def _experts(index: CheckpointIndex, geometry: MoeGeometry) -> ExpertCheckpoint:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_experts_are_found(name: str, tmp_path: Path) -> None:
-    """In every MoE layer, the first and the last of them; the fixture numbers as many as there are."""
+    """Every MoE layer has the first and the last of them; the fixture numbers as many as there are."""
     published = Published.load(name)
     index = published.index(tmp_path)
     geometry = read_geometry(tmp_path)
