@@ -43,6 +43,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int  # of prompt_tokens
     reasoning_tokens: int = 0  # of completion_tokens
+    accepted_draft_tokens: int = 0  # became completion tokens
+    rejected_draft_tokens: int = 0  # verified, but did not
     prompt_s: float = 0.0  # from the request's arrival to its first token, seconds
     total_s: float = 0.0  # from the request's arrival until now, seconds
 
@@ -269,7 +271,11 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "accepted_prediction_tokens": usage.accepted_draft_tokens,
+            "rejected_prediction_tokens": usage.rejected_draft_tokens,
+        },
     }
 
 

@@ -213,7 +213,7 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended, by itself or by a signal."""
+        """Returns whether the process has ended, by itself or by a signal."""
         return self._process.poll() is not None
 
     async def run(self, jobs: Sequence[Job], limit_s: float) -> list[Answer]:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.processes.shared import ALLOWANCES, KeySlot, KeyTable
 from gateway.schemas.errors import ApiError
 from gateway.telemetry.metrics import GatewayMetrics
+from gateway.transport.internal import internal_caller
 from moebius.api_keys import ApiKey, ApiKeys, KeyLimits
 from moebius.web_origins import Sender, WebOrigins
 
@@ -154,8 +155,7 @@ class KeyMiddleware:
         if scope["type"] != "http" or scope["method"] == "OPTIONS" or self._is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
-        found = (self._keys.find(key) for key in _sent_keys(Headers(scope=scope)))
-        key = next((one for one in found if one is not None), None)
+        key = self._key_of(scope)
         if key is None:
             error = ApiError(
                 401,
@@ -165,17 +165,26 @@ class KeyMiddleware:
             await error.response(scope)(scope, receive, send)
             return
         use = self._use(key)
+        scope.setdefault("state", {})["key_name"] = use.name
         with structlog.contextvars.bound_contextvars(api_key=use.name):
             if scope["method"] != "POST":
                 await self._app(scope, receive, send)
                 return
-            scope.setdefault("state", {})["key_use"] = use
+            scope["state"]["key_use"] = use
             try:
                 with use.request():
                     await self._app(scope, receive, send)
             except ApiError as refusal:  # raised by `use.request`: the application answers its own
                 self._metrics.rejected("key_limit")
                 await refusal.response(scope)(scope, receive, send)
+
+    def _key_of(self, scope: Scope) -> ApiKey | None:
+        """Returns the key that a client sent, or on whose behalf this process acts; None: there is none."""
+        caller = internal_caller(scope)
+        if caller is not None:
+            return self._keys.named(caller.key_name)
+        found = (self._keys.find(key) for key in _sent_keys(Headers(scope=scope)))
+        return next((one for one in found if one is not None), None)
 
     def _use(self, key: ApiKey) -> KeyUse:
         """Returns the key's use, a new one when its limits have changed."""
@@ -198,8 +207,20 @@ def client_of(scope: Scope) -> str:
     use: KeyUse | None = scope.get("state", {}).get("key_use")
     if use is not None:
         return _hashed(f"key {use.name}")
+    if internal_caller(scope) is not None:
+        return _hashed("batches")
     address = (scope.get("client") or ("",))[0]
     return _hashed(f"address {_network(address)}")
+
+
+def owner_of(scope: Scope) -> tuple[str, str]:
+    """Returns whose files and batches a request may use, and the name of its key.
+
+    The first is a hash of the key's name, which survives a new secret of the key. Without keys all clients
+    share everything, and the name is empty.
+    """
+    name: str = scope.get("state", {}).get("key_name", "")
+    return _hashed(f"key {name}") if name else "everyone", name
 
 
 def _network(address: str) -> str:

@@ -89,7 +89,10 @@ def may_have_lane(config: MoebiusConfig, model: ModelConfig, device: torch.devic
 def make_lane_stream(
     config: MoebiusConfig, device: torch.device, parallel: ParallelContext
 ) -> DeviceStream | None:
-    """Of the prefill lane; None: there is none. Made before memory is measured, which is the stream's own."""
+    """Returns the stream of the prefill lane; None: there is none.
+
+    It is made before memory is measured, which includes the stream's own.
+    """
     if device.type != "cuda" or not has_lane(config.gpu, parallel):
         return None
     return CudaDeviceStream(device)
@@ -103,7 +106,8 @@ def make_lane(
     limits: SchedulerLimits,
     group: RankGroup,
 ) -> PrefillLane | None:
-    """A second step in flight for long prompts: `runner` again, with all that steps write to of its own.
+    """Returns a second step in flight for long prompts: `runner` again, with all that steps write to of its
+    own.
 
     None: nothing can be streamed, or there is no `stream`.
     """
@@ -149,8 +153,8 @@ def make_lane(
 
 
 def lane_min_tokens(gpu: GpuConfig, break_even_rows: int) -> tuple[int, int]:
-    """As `LaneRunner.min_tokens`: with nobody else, link and servers together take what fits one usual
-    step.
+    """Returns the bounds as `LaneRunner.min_tokens` does: while no other request runs, link and servers
+    together take what fits one usual step.
     """
     if gpu.prefill_lane_min_tokens is not None:
         return gpu.prefill_lane_min_tokens, gpu.prefill_lane_min_tokens
@@ -160,7 +164,7 @@ def lane_min_tokens(gpu: GpuConfig, break_even_rows: int) -> tuple[int, int]:
 def attention_that_runs(
     gpu: GpuConfig, rank_layers: Layers, cache: PagedCache, limits: SchedulerLimits
 ) -> Attention:
-    """Of the backends that the configuration allows, the best whose kernels run on this device.
+    """Returns the best backend of those that the configuration allows whose kernels run on this device.
 
     Every kind of step is tried, with sequences as long as the service takes. Raises UserError as
     `attention.registry.make_attention`.
@@ -174,7 +178,7 @@ def attention_that_runs(
 
 
 def graphs_unsupported_reason(config: MoebiusConfig, runner: ModelRunner) -> str:
-    """Why decode steps cannot be captured; empty: they can."""
+    """Returns why decode steps cannot be captured; empty: they can."""
     if not config.gpu.cuda_graphs:
         return "cuda_graphs is off"
     if not runner.attention.captures:

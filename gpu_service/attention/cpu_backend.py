@@ -47,7 +47,7 @@ class CpuAttention(TorchReferenceAttention):
 
     @classmethod
     def unsupported(cls, layers: Layers, kv_cache: KVCache) -> str:
-        """As `AttentionBackend.unsupported`."""
+        """Returns the reason, as `AttentionBackend.unsupported`."""
         if kv_cache.is_quantised or kv_cache.dtype not in (torch.float32, torch.bfloat16):
             return f"keys and values are {kv_cache.storage_dtype}; allowed: float32, bfloat16"
         sizes = sorted({mixer.head_dim for mixer in grouped_queries(layers) if mixer.head_dim % 16})

@@ -52,7 +52,7 @@ class GatherPlan:
 
     @property
     def most_pages(self) -> int:
-        """Of the gathers, which follow one another: the largest's pages."""
+        """The pages of the largest gather; gathers follow one another."""
         gathers = [group.pages for group in self.decode_groups] + [chunk.pages for chunk in self.chunks]
         return max((pages.shape[0] for pages in gathers), default=0)
 
@@ -95,17 +95,17 @@ class FirstSeen:
 
     @property
     def is_first(self) -> bool:
-        """Whether every query sees the first position."""
+        """Returns whether every query sees the first position."""
         return self.window is None and self.chunk is None
 
     def __call__(self, position: int) -> int:
-        """Of one query."""
+        """Returns the first position that one query sees."""
         if self.chunk is not None:
             return position // self.chunk * self.chunk
         return 0 if self.window is None else max(0, position + 1 - self.window)
 
     def of_rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of several, int64."""
+        """Returns the first positions that several queries see, int64."""
         if self.chunk is not None:
             return positions // self.chunk * self.chunk
         return positions * 0 if self.window is None else (positions + 1 - self.window).clamp_(min=0)
@@ -180,7 +180,7 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`softmax(scale * query key^T + mask) value`; a sink adds its exponential to the softmax's sum.
+    """Computes `softmax(scale * query key^T + mask) value`; a sink adds its exponential to the softmax's sum.
 
     query `[B, N, L, head_dim]`; key, value `[B, N, S, head_dim]`; mask of query's dtype, 0 or -inf,
     broadcastable to `[B, N, L, S]`, or None: causal from the first key on; sinks broadcastable to
@@ -202,7 +202,10 @@ def attend(
 def attend_with_lse(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `attend` computes without sinks, and float32 `[B, N, L]`: the scores' log-sum-exp. CPU only."""
+    """Returns what `attend` computes without sinks, and float32 `[B, N, L]`: the scores' log-sum-exp.
+
+    CPU only.
+    """
     q, k, v, added = widened(query, key, value, mask)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, mask is None, attn_mask=added, scale=scale
@@ -213,7 +216,7 @@ def attend_with_lse(
 def attend_with_lse_unfused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on any device, with all scores in memory."""
+    """Returns the same on any device, with all scores in memory."""
     q, k, v = widened(query, key, value)
     scores = (q @ k.transpose(-1, -2)).float() * scale
     if mask is None:
@@ -224,7 +227,7 @@ def attend_with_lse_unfused(
 
 
 def block_mask(layer: AttentionLayer, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """A layer's `kept_blocks` by token: 0 or -inf `[n, num_kv_heads, num_keys]`."""
+    """Returns a layer's `kept_blocks` by token: 0 or -inf `[n, num_kv_heads, num_keys]`."""
     kept = layer.kept_blocks
     assert kept is not None, "asked only where rows have chosen"
     block = torch.arange(num_keys, device=kept.device) // layer.block_size
@@ -306,7 +309,9 @@ class TorchReferenceAttention(AttentionBackend):
     def _decode(
         self, query: torch.Tensor, layer_id: int, group: DecodeGroup, layer: AttentionLayer
     ) -> torch.Tensor:
-        """query `[R, num_heads, D]`; the heads of a KV group stand in the place of query positions."""
+        """Attends with query `[R, num_heads, D]`; the heads of a KV group stand in the place of query
+        positions.
+        """
         kv_heads, head_dim = self.kv_cache.kv_heads(layer_id), query.shape[-1]
         gathered = self._gather(layer_id, group.pages)
         gathered = gathered.view(group.num_requests, -1, 2 * kv_heads, head_dim).transpose(1, 2)
@@ -326,7 +331,9 @@ class TorchReferenceAttention(AttentionBackend):
     def _attend_chunk(
         self, query: torch.Tensor, layer_id: int, chunk: QueryChunk, layer: AttentionLayer
     ) -> torch.Tensor:
-        """query `[n, num_heads, D]`; KV heads stand in the place of the batch, so keys are not repeated."""
+        """Attends with query `[n, num_heads, D]`; KV heads stand in the place of the batch, so keys are not
+        repeated.
+        """
         kv_heads, (num_new, num_heads, head_dim) = self.kv_cache.kv_heads(layer_id), query.shape
         groups = num_heads // kv_heads
         gathered = self._gather(layer_id, chunk.pages).view(-1, 2 * kv_heads, head_dim)[: chunk.kv_len]

@@ -88,7 +88,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether counts of the tokens so far are needed."""
+        """Returns whether counts of the tokens so far are needed."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -165,11 +165,15 @@ class Request:
     # Draft tokens, those after `total_len`: of a device drafter, or of a host drafter while the first of
     # them is being sampled; filled by the scheduler and its speculation.
     drafts: Sequence[int] = ()
-    # Filled by the speculation policy: whether it may speculate (None: undecided); and the latest drafts,
-    # those that were accepted and those that were verified, older ones counting less.
-    speculates: bool | None = None
+    # False: its steps verify no drafts; set where a draft's row was not finite, or where masks take long.
+    speculates: bool = True
+    # Filled by the speculation policy: the latest drafts, those that were accepted and those that were
+    # verified, older ones counting less.
     drafts_accepted: float = 0.0
     drafts_verified: float = 0.0
+    # Of all its steps, how many draft tokens became output tokens, and how many did not.
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
 
     reported_len: int = 0  # Filled by the engine: output tokens handed to the caller.
 
@@ -228,7 +232,9 @@ MOST_TRACE_IDS = 16
 
 
 def trace_fields(requests: Iterable[Request]) -> dict[str, Any]:
-    """For log lines: `trace_id` of one request, `trace_ids` of the first of several, nothing of none."""
+    """Returns fields for log lines: `trace_id` of one request, `trace_ids` of the first of several, nothing
+    of none.
+    """
     found = list(dict.fromkeys(request.trace_id for request in requests if request.trace_id))
     if len(found) == 1:
         return {"trace_id": found[0]}
@@ -284,19 +290,19 @@ def refuse_impossible(prompt_len: int, max_tokens: int, limits: SchedulerLimits)
 
 
 def ends_by_length(request: Request, length: int, limits: SchedulerLimits) -> bool:
-    """Whether `length` tokens, prompt and output, are the last; needs no token's id."""
+    """Returns whether `length` tokens, prompt and output, are the last; needs no token's id."""
     return length - request.prompt_len >= request.params.max_tokens or length >= limits.context_limit
 
 
 def stop_token_ids(request: Request, limits: SchedulerLimits) -> frozenset[int]:
-    """Ids that end the output (and that are masked before `min_tokens`)."""
+    """Returns the ids that end the output (and that are masked before `min_tokens`)."""
     if request.params.ignore_eos:
         return request.params.stop_token_ids
     return request.params.stop_token_ids | limits.eos_token_ids
 
 
 def is_stop_token(request: Request, token_id: int, limits: SchedulerLimits) -> bool:
-    """Whether the id is one of `stop_token_ids`, without building the set for every token."""
+    """Returns whether the id is one of `stop_token_ids`, without building the set for every token."""
     params = request.params
     return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in limits.eos_token_ids)
 

@@ -28,7 +28,7 @@ _WARM_UP_RUNS = 2
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:
-    """1, 2, 4, 8, then every 8 rows, and the limit itself."""
+    """Returns 1, 2, 4, 8, then every 8 rows, and the limit itself."""
     return sorted(
         {size for size in (1, 2, 4, *range(8, max_batch_size, 8)) if size < max_batch_size} | {max_batch_size}
     )
@@ -104,8 +104,10 @@ class DecodeGraphs:
         _log.info("decode graphs are captured", sizes=self._sizes)
 
     def graph_for(self, plan: StepPlan) -> DecodeGraph | None:
-        """The graph that fits a step best; None: it has to run eagerly."""
+        """Returns the graph that fits a step best; None: it has to run eagerly."""
         if not self._graphs or not plan.is_sampling_decode or plan.num_requests > self._sizes[-1]:
+            return None
+        if plan.depths:  # a graph's rows have no order among them
             return None
         recorder = self._runner.recorder
         if recorder is not None and recorder.needs_eager_steps:
@@ -195,6 +197,6 @@ class DecodeGraphs:
             self._hidden_states[:size].copy_(hidden_states)
 
     def _is_ever_padded(self, size: int) -> bool:
-        """Whether smaller batches use this graph; where none does, masking would waste a kernel a layer."""
+        """Returns whether smaller batches use this graph; else masking would waste a kernel a layer."""
         index = self._sizes.index(size)
         return size - (self._sizes[index - 1] if index else 0) > 1

@@ -67,7 +67,7 @@ class DeviceRun:
             return True
 
     def finish(self) -> StepResult:
-        """Of a run that still awaits masks there is no result, only an end."""
+        """Waits for the step; a run that still awaits masks has no result, only an end."""
         try:
             (self._computed if self._plan.awaits_masks else self._download.event).wait()
         except RuntimeError as error:
@@ -161,7 +161,7 @@ class DeviceRunner(ModelStepRunner):
             raise DeviceLost(brief(error)) from error
 
     def time_of(self, started: float) -> float:
-        """Seconds that a step that has just ended had the device: it began when the one before had ended."""
+        """Returns how long a step that has just ended had the device: since the one before had ended."""
         begin, self._last_end = max(started, self._last_end), time.monotonic()
         return self._last_end - begin
 

@@ -12,8 +12,8 @@ step in flight, and all said here of steps is said of those of the main lane.
 
 Invariants, with step N+1 launched before step N is committed:
 (a) a request that ends by a stop token in step N also ran in N+1; that token is dropped;
-(b) pages and slots freed by commit(N) may still be read and written by N+1; whoever gets them next is
-    computed by N+2 or later, and the runner runs steps in order;
+(b) pages and slots freed by commit(N) may still be read and written by N+1; the next request that gets them
+    is computed by N+2 or later, and the runner runs steps in order;
 (c) a launched step reads its own `StepPlan` and never a request;
 (d) only committed tokens enter the prefix tree, so a failed step leaves no bad page behind;
 (e) integrity is checked when nothing is in flight;
@@ -57,7 +57,7 @@ from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch, StepPlan
 from gpu_service.engine.damage import COMPUTE_AGAIN, DamageWatch
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.pacing import STEP_COSTS, STREAM_PROMPTS, Pacing, make_turn_pace
+from gpu_service.engine.pacing import STEP_COSTS, STREAM_PROMPTS, make_pacing
 from gpu_service.engine.prefill_lane import POLL_S, PrefillLane
 from gpu_service.engine.step_runner import DeviceLost, LaunchedStep, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
@@ -119,10 +119,8 @@ class Engine:
         self._in_flight: deque[LaunchedStep] = deque()
         self._depth = 2 if overlap else 1
         self._lane = lane
-        turns = None if lane is not None else make_turn_pace(scheduler.limits, max_added_s)
-        is_entry = self._inbox.is_entry
-        lane_pace = None if lane is None else lane.pace
-        self._pacing = Pacing(lane_pace, turns if is_entry else None, draft_pace if is_entry else None)
+        pace, is_entry = None if lane is None else lane.pace, self._inbox.is_entry
+        self._pacing = make_pacing(pace, draft_pace, scheduler.limits, max_added_s, is_entry)
         # An error of the loop itself, raised while the lane's layers were launched.
         self._defect: Exception | None = None
         if lane is not None:
@@ -154,12 +152,12 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it computes what is submitted. Any thread may ask."""
+        """Returns whether it computes what is submitted. Any thread may ask."""
         return self._thread.is_alive() and not self._stopping
 
     @property
     def is_recovering(self) -> bool:
-        """Whether steps wait for lost expert servers. Any thread may ask."""
+        """Returns whether steps wait for lost expert servers. Any thread may ask."""
         return self._runner.is_recovering
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -205,7 +203,7 @@ class Engine:
     # ---- the engine thread ----
 
     def _run(self) -> None:
-        """A defect of the loop itself ends the engine: whoever waits gets the error."""
+        """A defect of the loop itself ends the engine: all waiting callers get the error."""
         try:
             while self.receive(wait=True):
                 self.turn()
@@ -269,12 +267,12 @@ class Engine:
 
     def _schedule(self) -> Batch | None:
         batch = self.scheduler.schedule()
-        waits = self._in_flight or self._lane_is_open
-        if batch is not None or waits or not self.scheduler.has_work:
+        if batch is not None or self._in_flight or self._lane_is_open or not self.scheduler.has_work:
             return batch
         if self._lane is not None and self.scheduler.wants_lane():
             return None  # the pages that it lacked have come
-        if not self._builder.token_masks.wait_for_held():
+        cache, masks = self.scheduler.cache, self._builder.token_masks
+        if not (cache.wait_for_tiers(self._inbox.wait) or masks.wait_for_held()):
             raise RuntimeError("requests are unfinished, but none can be scheduled")
         return None
 
@@ -303,7 +301,7 @@ class Engine:
             raise self._defect
 
     def _give_turn(self) -> bool:
-        """A turn of the main lane that waits for nothing, between two layers of the lane."""
+        """Returns a turn of the main lane that waits for nothing, between two layers of the lane."""
         if self._defect is not None:
             return False
         try:
@@ -323,7 +321,7 @@ class Engine:
             return False
 
     def _plan(self, schedule: Callable[[], Batch | None]) -> tuple[Batch, StepPlan] | None:
-        """A batch and its inputs; None when there is none, or when it failed."""
+        """Returns a batch and its inputs; None when there is none, or when it failed."""
         try:
             if (batch := schedule()) is None:
                 return None
@@ -347,7 +345,7 @@ class Engine:
         self._pacing.committed(step, result, self._lane_is_open)
 
     def _supply_masks(self, step: LaunchedStep) -> None:
-        """What a step awaits follows from the tokens of the one before it, which is committed now."""
+        """Supplies what a step awaits, which follows from the tokens of the one before it, now committed."""
         masks = None
         try:
             masks = self._builder.masks(step.batch)
@@ -445,7 +443,7 @@ class Engine:
         self._damage.clear_pages()
 
     def _compute_again(self, batch: Batch, reason: str, keep: bool = True) -> None:
-        """The lane's step lost the experts that it streamed: its requests wait anew, for either lane."""
+        """Requests whose experts were lost in a step of the lane return to the queue, for either lane."""
         _log.warning("experts changed during a prefill step, which is computed again", error=reason)
         self.scheduler.give_up(batch, keep)
         if not keep:

@@ -41,12 +41,12 @@ class HostEvent(LaunchedStep):
         """Does the work here and now and records how it ended. Called by streams only."""
         try:
             self._result = work()
-        except BaseException as error:  # it is raised again in whoever waits
+        except BaseException as error:  # it is raised again in the waiting thread
             self._error = error
         self._done.set()
 
     def query(self) -> bool:
-        """Whether the work has ended."""
+        """Returns whether the work has ended."""
         return self._done.is_set()
 
     def wait(self) -> StepResult:

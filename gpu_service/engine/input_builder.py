@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from opentelemetry.context import Context
 
+from gpu_service.core.depths import make_depths
 from gpu_service.core.images import NUM_AXES, ImagePlan, ImageSlice, Positions
 from gpu_service.core.request import (
     BadWordEntries,
@@ -30,6 +31,7 @@ from gpu_service.core.step import (
     AllowedTokens,
     BadWords,
     Batch,
+    DepthRows,
     PenaltyRows,
     PooledRows,
     PromptLogprobRows,
@@ -68,7 +70,7 @@ class BlockTable:
         self._written[slot] = count
 
     def rows(self, requests: list[Request]) -> npt.NDArray[np.int32]:
-        """A copy `[R, longest]`: a step in flight must not see later changes."""
+        """Returns a copy `[R, longest]`: a step in flight must not see later changes."""
         longest = max(len(request.pages) for request in requests)
         return self._table[[request.slot for request in requests], :longest]
 
@@ -123,6 +125,7 @@ class InputBuilder:
             sampling=self._sampling(batch, requests, output_positions),
             state_reads=_state_slots(batch.state_reads),
             state_writes=_state_slots(batch.state_writes),
+            depths=_depths(batch),
             prompt_logprobs=_prompt_logprob_rows(batch),
             pooled=_pooled_rows(batch),
             num_top_logprobs=[r.params.logprobs for r in requests if r.params.logprobs is not None],
@@ -135,10 +138,11 @@ class InputBuilder:
             images=_plan_images(batch),
             drafts=drafts,
             num_drafts=batch.num_drafts,
+            runs_drafter=batch.runs_drafter,
         )
 
     def masks(self, batch: Batch) -> TokenMasks | None:
-        """Of a step whose plan awaits them, once all steps before it are committed."""
+        """Returns the masks that a step's plan awaits, once all steps before it are committed."""
         return self.token_masks.build(as_rows(batch))
 
     def _sampling(
@@ -146,7 +150,7 @@ class InputBuilder:
     ) -> SamplingPlan | None:
         if not requests:
             return None
-        plan = build_sampling_plan(requests, output_positions, self._limits)
+        plan = build_sampling_plan(requests, output_positions, self._limits, batch.preceding_drafts)
         if any(request.constraint is not None for request in requests):
             return self.token_masks.plan(batch, plan)
         return plan
@@ -159,6 +163,13 @@ def _upload(request: Request) -> SlotUpload:
 
 def _state_slots(slots: list[int]) -> torch.Tensor | None:
     return torch.tensor(slots) if slots else None
+
+
+def _depths(batch: Batch) -> list[DepthRows]:
+    """Returns the depths of a model with states, where the batch has rows of drafts."""
+    if not batch.state_writes or not batch.preceding_drafts:
+        return []
+    return make_depths([len(drafts) for drafts in batch.preceding_drafts])
 
 
 def _prompt_logprob_rows(batch: Batch) -> list[PromptLogprobRows]:
@@ -192,7 +203,7 @@ def _pooled_rows(batch: Batch) -> list[PooledRows]:
 
 
 def _plan_images(batch: Batch) -> ImagePlan | None:
-    """Image tokens among the step's rows; None: there are none."""
+    """Returns image tokens among the step's rows; None: there are none."""
     slices: list[ImageSlice] = []
     rows: list[Positions] = []
     first_row = 0
@@ -210,7 +221,7 @@ def _plan_images(batch: Batch) -> ImagePlan | None:
 
 
 def _visible_ends(batch: Batch, positions: Positions) -> torch.Tensor | None:
-    """int64 `[T]`, where image tokens of the step see one another; None: there are none."""
+    """Returns int64 `[T]`, where image tokens of the step see one another; None: there are none."""
     ends, first_row, found = positions + 1, 0, False
     for request, start, count in zip(
         batch.requests, batch.start_positions, batch.num_new_tokens, strict=True
@@ -227,7 +238,7 @@ def _visible_ends(batch: Batch, positions: Positions) -> torch.Tensor | None:
 
 
 def _axis_positions(batch: Batch, positions: Positions) -> torch.Tensor:
-    """int64 `[3, T]`: of text `positions` `[T]` along all axes, of requests with images their own."""
+    """Returns int64 `[3, T]`: of text `positions` `[T]` along all axes, of requests with images their own."""
     by_axis = np.broadcast_to(positions, (NUM_AXES, len(positions))).copy()
     row = 0
     for request, start, count in zip(
@@ -244,7 +255,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix64(value: int) -> int:
-    """A bijection of 64-bit integers whose output bits each depend on all input bits."""
+    """Returns a bijection of 64-bit integers whose output bits each depend on all input bits."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -252,12 +263,12 @@ def mix64(value: int) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 24 random bits (exact in float32)."""
+    """Returns a number in [0, 1) with 24 random bits (exact in float32)."""
     return (mix64(mix64(seed & _MASK) ^ mix64(position)) >> 40) / (1 << 24)
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """A seed in [0, 2^63) for a sub-stream, e.g. one of a request's outputs."""
+    """Returns a seed in [0, 2^63) for a sub-stream, e.g. one of a request's outputs."""
     state = mix64(seed & _MASK)
     for part in parts:
         for byte in str(part).encode():
@@ -267,9 +278,15 @@ def derive_seed(seed: int, *parts: int | str) -> int:
 
 
 def build_sampling_plan(
-    requests: Sequence[Request], positions: Sequence[int], limits: SchedulerLimits
+    requests: Sequence[Request],
+    positions: Sequence[int],
+    limits: SchedulerLimits,
+    preceding_drafts: Sequence[list[int]] = (),
 ) -> SamplingPlan:
-    """`positions[r]` is the output position that row r samples, counted from 0."""
+    """`positions[r]` is the output position that row r samples, counted from 0.
+
+    `preceding_drafts`: of each row, as in `Batch`; empty: no row follows a draft.
+    """
     params = [request.params for request in requests]
     random_rows = [row for row, p in enumerate(params) if not p.is_greedy]
     chosen = [params[row] for row in random_rows]
@@ -286,7 +303,7 @@ def build_sampling_plan(
         truncated=_index([row for row, p in enumerate(chosen) if p.top_k > 0 or p.top_p < 1.0]),
         bias=_bias(requests),
         banned=_banned(requests, positions, limits),
-        penalties=_penalties(requests),
+        penalties=_penalties(requests, preceding_drafts),
         logprob_rows=logprob_rows,
         logprob_index=_index(logprob_rows),
         num_top_logprobs=max((params[row].logprobs or 0 for row in logprob_rows), default=0),
@@ -316,7 +333,7 @@ def _bias(requests: Sequence[Request]) -> SparseBias | None:
 
 
 def _bias_entries(request: Request) -> Entries:
-    """The request's `logit_bias`; made once, and kept with it."""
+    """Returns the request's `logit_bias`; made once, and kept with it."""
     if request.bias_entries is None:
         token_ids, values = zip(*request.params.logit_bias, strict=True)
         request.bias_entries = np.array(token_ids, dtype=np.int64), np.array(values, dtype=np.float32)
@@ -382,7 +399,7 @@ def _bad_words(requests: Sequence[Request], positions: Sequence[int]) -> BadWord
 
 
 def _bad_word_entries(request: Request) -> BadWordEntries:
-    """The request's `bad_words`; made once, and kept with it."""
+    """Returns the request's `bad_words`; made once, and kept with it."""
     if request.bad_word_entries is None:
         words = request.params.bad_words
         width = max(map(len, words)) - 1
@@ -397,18 +414,26 @@ def _bad_word_entries(request: Request) -> BadWordEntries:
 
 def _scored_ids(lists: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
     width = max(map(len, lists), default=0)
-    return torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in lists]) if width else None
+    return _padded(lists, width, 0) if width else None
 
 
-def _penalties(requests: Sequence[Request]) -> PenaltyRows | None:
+def _padded(lists: Sequence[Sequence[int]], width: int, padding: int) -> torch.Tensor:
+    """Returns int64 `[len(lists), width]`."""
+    padded = [[*ids, *[padding] * (width - len(ids))] for ids in lists]
+    return torch.tensor(padded, dtype=torch.int64).view(len(lists), width)
+
+
+def _penalties(requests: Sequence[Request], preceding_drafts: Sequence[list[int]]) -> PenaltyRows | None:
     rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
     if not rows:
         return None
     params = [requests[row].params for row in rows]
+    preceding = [preceding_drafts[row] if preceding_drafts else [] for row in rows]
     return PenaltyRows(
         rows=torch.tensor(rows),
         slots=torch.tensor([requests[row].slot for row in rows]),
         repetition=torch.tensor([[p.repetition_penalty] for p in params]),
         presence=torch.tensor([[p.presence_penalty] for p in params]),
         frequency=torch.tensor([[p.frequency_penalty] for p in params]),
+        preceding_drafts=_padded(preceding, max(map(len, preceding)), -1),
     )

@@ -45,10 +45,10 @@ class Model(Protocol):
     """What the engine needs of a model; `models.common.CausalLM` is the real one."""
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Hidden states `[T, H]`; writes the new tokens' KV. Idempotent: may be run again unchanged."""
+        """Returns hidden states `[T, H]` and writes the new tokens' KV. Idempotent: may be run again."""
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[L, H]` to float32 `[L, V]`."""
+        """Maps `[L, H]` to float32 `[L, V]`."""
 
 
 class ModelRunner:
@@ -116,7 +116,7 @@ class ModelRunner:
 
     @property
     def notes_overflow(self) -> bool:
-        """Whether steps say after which layer rows first were not finite."""
+        """Returns whether steps say after which layer rows first were not finite."""
         return self.is_float16 or self.watch is not None
 
     @property
@@ -150,7 +150,7 @@ class ModelRunner:
         return self.draw(resolve(plan), outputs)
 
     def compute(self, plan: StepPlan) -> StepOutputs:
-        """The step as far as its logits."""
+        """Returns the step as far as its logits."""
         self.begin_step()
         self.upload(plan)
         context = self.context(self._on_device(plan), self._stream(plan))
@@ -176,7 +176,9 @@ class ModelRunner:
         if token_ids is None and outputs.logits is not None:
             sampled = self.sample(plan, outputs.logits)
             token_ids, finite, logprobs = sampled.token_ids, sampled.finite, sampled.logprobs
-        drafts = None if self.drafter is None else self._draft(self.drafter, plan, outputs, token_ids)
+        drafts = None
+        if self.drafter is not None and plan.runs_drafter:
+            drafts = self._draft(self.drafter, plan, outputs, token_ids)
         return replace(
             outputs,
             logits=None,
@@ -190,7 +192,7 @@ class ModelRunner:
         )
 
     def begin_step(self) -> None:
-        """Before every step, replayed or not: experts move between the device and expert servers.
+        """Moves experts between device and expert servers before every step, replayed or not.
 
         Raises ResidentDamaged.
         """
@@ -209,7 +211,7 @@ class ModelRunner:
             self.token_pool.scatter(plan.drafts.slots, plan.drafts.positions, plan.drafts.token_ids)
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Hidden states `[T, H]` of all rows."""
+        """Returns hidden states `[T, H]` of all rows."""
         self.attention.plan(context.inputs)
         hidden_states = self.model.forward(context)
         if context.streamed is not None:
@@ -228,7 +230,7 @@ class ModelRunner:
         return self.fetch(rows) if planned is None and is_decode else planned
 
     def fetch(self, rows: int) -> FetchedStep | None:
-        """For a step of `rows` decoding rows that is about to be launched; None: it copies nothing."""
+        """Returns the copies of a step of `rows` decoding rows before its launch; None: it copies nothing."""
         return self.fetcher.begin() if self.fetcher is not None and rows <= MOST_ROWS else None
 
     def context(self, inputs: ForwardInputs, streamed: StreamedExperts | None = None) -> ForwardContext:
@@ -262,7 +264,7 @@ class ModelRunner:
     def _draft(
         self, drafter: DeviceDrafter, plan: StepPlan, outputs: StepOutputs, token_ids: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """What `DeviceDrafter.propose` says, of a step whose tokens are in the token pool."""
+        """Returns what `DeviceDrafter.propose` says, of a step whose tokens are in the token pool."""
         assert outputs.hidden_states is not None
         pool = self.token_pool
         staged = replace(plan, input_ids=pool.gather(plan.token_slots, plan.positions))
@@ -287,7 +289,7 @@ class ModelRunner:
         self.kv_cache.zero_pages(pages)
 
     def _on_device(self, plan: StepPlan) -> StepPlan:
-        """The plan with what only the device knows; images that no earlier step has encoded are encoded."""
+        """Returns the plan with what only the device knows; images not encoded yet are encoded."""
         features = None
         if plan.images is not None:
             assert self.encoder is not None, "requests with images are refused where there is no tower"
@@ -353,7 +355,7 @@ class LaneModelRunner(ModelRunner):
 
 @contextmanager
 def launching(plan: StepPlan) -> Iterator[None]:
-    """What every launch of a step runs in: no gradients, and the span its expert spans hang under."""
+    """Runs every launch of a step: without gradients, and in the span its expert spans hang under."""
     token = otel_context.attach(plan.trace_context) if plan.trace_context is not None else None
     try:
         with torch.inference_mode():

@@ -136,12 +136,12 @@ class LanePace:
                 self._go_on()
 
     def idled(self) -> None:
-        """The main lane has nothing to do: the next token's time says nothing, and nobody is held up."""
+        """Notes that the main lane is idle: the next token's time says nothing, and no request is delayed."""
         self._last, self._late_s, self.ahead = None, 0.0, float(_MOST_AHEAD)
         self._go_on()
 
     def may_go_on(self, queued: int) -> bool:
-        """Whether the lane may launch a layer, with so many that have not ended."""
+        """Returns whether the lane may launch a layer while `queued` ones have not ended."""
         if not self._pauses:
             return queued <= int(self.ahead)
         if queued:
@@ -219,11 +219,22 @@ class TurnPace:
         return message
 
 
-def make_turn_pace(limits: SchedulerLimits, max_added_s: float | None) -> TurnPace | None:
-    """Returns the division of turns within the limits; None: no step streams its experts."""
-    if not limits.prefill_chunk_max:
-        return None
-    return TurnPace(limits.prefill_chunk_max, limits.max_num_batched_tokens, max_added_s)
+def make_pacing(
+    lane: LanePace | None,
+    drafts: DraftPace | None,
+    limits: SchedulerLimits,
+    max_added_s: float | None,
+    is_entry: bool,
+) -> Pacing:
+    """Returns the clock of a rank; turns are taken where there is no lane and steps stream their experts.
+
+    `max_added_s`: what a step of long prompts alone may take while others decode. `is_entry`: whether this is
+    the rank that tells all others, which alone measures.
+    """
+    turns = None
+    if lane is None and limits.prefill_chunk_max:
+        turns = TurnPace(limits.prefill_chunk_max, limits.max_num_batched_tokens, max_added_s)
+    return Pacing(lane, turns if is_entry else None, drafts if is_entry else None)
 
 
 def _mean(before: float, newest: float) -> float:

@@ -41,10 +41,11 @@ class LaneRunner(ABC):
     @property
     @abstractmethod
     def min_tokens(self) -> tuple[int, int]:
-        """Prompt tokens from which a step is worth it, while others decode and while nobody does."""
+        """Prompt tokens from which a step is worth it, while others decode and while none does."""
 
     def step_tokens(self, wait_s: float | None) -> int:
-        """Most tokens of a step while others decode, whose tokens it may put off so long (None: not known).
+        """Returns the most tokens of a step while others decode, whose tokens it may put off so long (None:
+        not known).
 
         0: as many as at other times.
         """
@@ -53,7 +54,7 @@ class LaneRunner(ABC):
     @property
     @abstractmethod
     def is_ready(self) -> bool:
-        """Whether a step can be computed now: all experts that the device lacks can be streamed."""
+        """Returns whether a step can be computed now: all experts that the device lacks can be streamed."""
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -65,7 +66,7 @@ class LaneRunner(ABC):
 
     @abstractmethod
     def mark(self) -> DeviceEvent:
-        """The end of what was launched so far."""
+        """Returns the end of what was launched so far."""
 
     @abstractmethod
     def close(self) -> None:
@@ -101,13 +102,13 @@ class PrefillLane:
         self.step.batch = batch
 
     def take(self) -> LaunchedStep:
-        """The open step, which is the caller's from now on."""
+        """Returns the open step, which is the caller's from now on."""
         assert self.step is not None, "no step is open"
         step, self.step = self.step, None
         return step
 
     def _sight(self, oldest: LaunchedStep | None) -> LaneSight:
-        """What this host sees now; `oldest` in flight of the main lane."""
+        """Returns what this host sees now; `oldest` in flight of the main lane."""
         return LaneSight(
             lane_has_ended=self.step is not None and self.step.query(),
             main_has_ended=oldest is not None and oldest.query(),
@@ -124,7 +125,7 @@ class PrefillLane:
         self._wait_until(self._may_go_on)
 
     def _wait_until(self, has_come: Callable[[], bool]) -> None:
-        """With turns of the main lane, on other ranks as many as on the first one, which alone asks."""
+        """Waits with turns of the main lane, as many on other ranks as on the first one, which alone asks."""
         if not self._inbox.is_entry:
             while self._inbox.is_to_drain():
                 self._turn()

@@ -125,7 +125,7 @@ def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]
 
 
 def overflow_error(layer: int) -> str:
-    """What a request is told whose hidden states first overflowed there."""
+    """Returns the error message of a request whose hidden states first overflowed there."""
     place = _PLACES.get(layer, f"in layer {layer}")
     return (
         f"{FLOAT16_OVERFLOW} hidden states exceeded 65504 {place}; --dtype bfloat16 has room for what this "
@@ -198,9 +198,12 @@ class PenaltyCounts:
         """Changes the planned rows of float32 `[R, V]` logits in place.
 
         Repetition as in CTRL (Keskar et al. 2019): a seen token's logit is divided by the penalty when
-        positive and multiplied when negative. Presence and frequency as in the OpenAI API.
+        positive and multiplied when negative. Presence and frequency as in the OpenAI API. A row that follows
+        drafts counts them as output: its token is of use only if they are.
         """
         counts = self._output_counts[plan.slots]
+        drafts = plan.preceding_drafts
+        counts.scatter_add_(1, drafts.clamp(min=0), (drafts >= 0).int())
         occurred = counts > 0
         chosen = logits[plan.rows]
         seen = occurred | self._in_prompt[plan.slots]
@@ -210,12 +213,24 @@ class PenaltyCounts:
         logits[plan.rows] = chosen
 
     def advance(self, plan: PenaltyRows, token_ids: torch.Tensor) -> None:
-        """Counts the sampled tokens, int64 `[R]`, of the planned rows."""
-        self._output_counts[plan.slots, token_ids[plan.rows]] += 1
+        """Counts the sampled tokens, int64 `[R]`, of the planned rows, but for those that follow a draft that
+        was not sampled."""
+        self._add(plan, token_ids, 1)
 
     def retract(self, plan: PenaltyRows, token_ids: torch.Tensor) -> None:
         """Undoes `advance`, for a step that has to be run again. Steps are undone in reverse order."""
-        self._output_counts[plan.slots, token_ids[plan.rows]] -= 1
+        self._add(plan, token_ids, -1)
+
+    def _add(self, plan: PenaltyRows, token_ids: torch.Tensor, number: int) -> None:
+        drafts = plan.preceding_drafts
+        first_rows = plan.rows - (drafts >= 0).sum(1)
+        places = torch.arange(drafts.shape[1], device=drafts.device)
+        # Padding is of rows with fewer drafts.
+        rows = (first_rows.unsqueeze(1) + places).clamp_(max=token_ids.shape[0] - 1)
+        is_output = ((token_ids[rows] == drafts) | (drafts < 0)).all(1)
+        index = plan.slots, token_ids[plan.rows]
+        # Several rows of a slot may have sampled one token.
+        self._output_counts.index_put_(index, is_output.int() * number, accumulate=True)
 
     def _enlarge(self, num_rows: int) -> None:
         for name in ("_output_counts", "_in_prompt"):
@@ -236,7 +251,7 @@ class Sampler:
         self._truncate: Callable[..., torch.Tensor] = truncate_probabilities
 
     def for_another_stream(self) -> Sampler:
-        """One with the same counts that runs next to this one, for other slots.
+        """Returns a sampler with the same counts that runs next to this one, for other slots.
 
         FlashInfer's kernel of top-k works in memory that it keeps for the whole device.
         """
@@ -245,7 +260,7 @@ class Sampler:
         return other
 
     def greedy(self, logits: torch.Tensor) -> StepOutputs:
-        """The likeliest token of each row of float32 `[R, V]` logits; may be captured in a graph."""
+        """Returns the likeliest token of each row of float32 `[R, V]` logits; may be captured in a graph."""
         token_ids, finite = argmax_and_finite(logits)
         return StepOutputs(token_ids=token_ids, finite=finite)
 
@@ -268,7 +283,7 @@ class Sampler:
             finite = _all_finite(logits)
             self._adjust(logits, plan, tokens)
             finite &= logits.amax(dim=-1) > -torch.inf
-        if plan.random_rows.numel() == logits.shape[0]:  # nobody wants to know the likeliest tokens
+        if plan.random_rows.numel() == logits.shape[0]:  # the likeliest tokens are not needed
             finite = _all_finite(logits) if finite is None else finite
             token_ids = self._draw(logits, plan)
         else:
@@ -320,7 +335,7 @@ class Sampler:
 
 
 def _all_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Bool `[R]`: no NaN and no Inf in a row of `[R, V]`."""
+    """Returns bool `[R]`: no NaN and no Inf in a row of `[R, V]`."""
     if logits.is_cuda:  # one kernel for both
         return argmax_and_finite(logits)[1]
     return torch.isfinite(logits.amax(dim=-1)) & torch.isfinite(logits.amin(dim=-1))
@@ -336,7 +351,7 @@ def _ban_last_ids(logits: torch.Tensor, words: BadWords, tokens: torch.Tensor) -
 
 
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative weight exceeds `uniform` times the total: never one of weight 0."""
+    """Returns the first index whose cumulative weight exceeds `uniform` times the total."""
     cumulative = weights.double().cumsum_(dim=-1)
     target = uniform.unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
@@ -346,7 +361,7 @@ def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, scored_ids: torch.Tensor | None = None
 ) -> Logprobs:
-    """From raw logits float32 `[L, V]`, before bias, penalties and temperature; chosen ids int64 `[L]`.
+    """Returns log-probabilities of raw logits float32 `[L, V]`, before bias, penalties and temperature.
 
     Returns the chosen tokens' natural log-probabilities `[L]`, and the `num_top` best ids and
     log-probabilities `[L, num_top]`, best first, followed by `scored_ids` `[L, M]` and theirs.

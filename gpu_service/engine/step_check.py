@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # The operation of every rank's engine that `StepCheck.measure_again` calls.
 MEASURE_AGAIN = "measure what experts cost again"
 _log = structlog.get_logger(__name__)
-# Predicted over measured: below this for so many seconds, all is measured again; where that does not help,
+# Predicted over measured: below this for this many seconds, all is measured again; where that does not help,
 # after twice the time, and so on.
 TOO_SLOW, _PATIENCE_S, _MOST_PATIENCE_S = 0.6, 60.0, 3600.0
 # Rows from which a step that streams nothing says what a layer takes on servers: with fewer, what it does
@@ -54,11 +54,11 @@ _KEPT = 0.9
 _HALF_LIFE_S = 5.0
 # A pause between two steps counts as so much of the time in which steps are too slow.
 _LONGEST_PAUSE_S = 1.0
-# Of so many first steps of a kind the median counts; of later ones all that were not too slow, decayed with a
-# half-life in seconds of such steps.
+# Of this many first steps of a kind the median counts; of later ones all that were not too slow, decayed with
+# a half-life in seconds of such steps.
 _FIRST_STEPS, _KIND_HALF_LIFE_S = 8, 600.0
-# A line says predicted and measured times after so many seconds, and again when the ratio is another by so
-# much.
+# A line says predicted and measured times after this many seconds, and again when the ratio
+# has changed by this much.
 _SAID_AFTER_S, _SAID_AGAIN = 60.0, 0.1
 
 
@@ -133,7 +133,7 @@ class StepCheck(EngineObserver):
         self.forget()
 
     def forget(self) -> None:
-        """What steps took so far says nothing of later ones; the sums stay."""
+        """Forgets what steps took so far, which says nothing of later ones; the sums stay."""
         self._kinds: dict[tuple[int, int], _Kind] = {}
         # Decayed sums of predicted and measured seconds.
         self._recent = 0.0, 0.0
@@ -168,12 +168,12 @@ class StepCheck(EngineObserver):
 
     @property
     def prompt_token_seconds(self) -> float | None:
-        """Of the latest steps with prompts, seconds by token; None: there was none."""
+        """The seconds by token of the latest steps with prompts; None: there was none."""
         seconds, tokens = self._prompts
         return seconds / tokens if tokens else None
 
     def _predict_plain(self, batch: Batch, seconds: float, busy: float) -> float | None:
-        """Before the step is learnt from; None: there were too few of the kind."""
+        """Returns the prediction before the step is learnt from; None: there were too few of the kind."""
         rows, servers = batch.num_tokens, 0.0
         if rows <= DECODE_ROWS:
             left = 1.0 - min(1.0, max(0.0, self._facts.hit_share()))
@@ -265,7 +265,7 @@ def export(check: StepCheck, model_name: str, registry: CollectorRegistry = REGI
 
 
 def report_failure(done: Future[None]) -> None:
-    """Of the operation, which nobody waits for: steps go on and teach what they cost."""
+    """Logs why the operation failed; no caller waits for it, and steps go on with the costs they have."""
     error = done.exception()
     if error is not None:
         _log.error("what experts cost could not be measured again", error=brief(error))

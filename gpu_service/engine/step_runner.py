@@ -45,10 +45,10 @@ class LaunchedStep(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether `wait` would not block. False after a loss of experts, whose recovery takes its time."""
+        """Returns whether `wait` would not block. False after a loss of experts: recovery takes time."""
 
     def supply(self, masks: TokenMasks | None) -> None:
-        """Of a step whose plan awaits them, before it is waited for; None: no row has one."""
+        """Supplies the masks that the plan awaits, before the step is waited for; None: no row has one."""
         raise AssertionError("the step was launched with its masks")
 
 
@@ -71,7 +71,7 @@ class StepRunner(ABC):
 
     @property
     def is_recovering(self) -> bool:
-        """Whether steps wait for lost expert servers. Any thread may ask."""
+        """Returns whether steps wait for lost expert servers. Any thread may ask."""
         return False
 
     @property
@@ -109,7 +109,7 @@ class Run(Protocol):
     """One run of a plan on the device."""
 
     def query(self) -> bool:
-        """Whether it has ended."""
+        """Returns whether it has ended."""
 
     def finish(self) -> StepResult:
         """Blocks until it has ended; the host values, which mean nothing if experts failed meanwhile."""
@@ -156,7 +156,7 @@ class StepInFlight(LaunchedStep):
         try:
             self.result = self.launched.finish()
             self.result.num_replays = self.replays
-        except Exception as error:  # it is raised again in whoever waits for this step
+        except Exception as error:  # it is raised again where this step is awaited
             self.error = error
 
     def undo(self) -> None:
@@ -185,7 +185,7 @@ class StepsInFlight:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether steps wait for lost expert servers. Any thread may ask."""
+        """Returns whether steps wait for lost expert servers. Any thread may ask."""
         return self._recovery.is_running
 
     def launch(self, plan: StepPlan) -> StepInFlight:
@@ -217,11 +217,11 @@ class StepsInFlight:
             return
         try:
             step.launched.sample(step.plan)
-        except Exception as error:  # it is raised again in whoever waits for this step
+        except Exception as error:  # it is raised again where this step is awaited
             step.error = error
 
     def query(self, step: StepInFlight) -> bool:
-        """Whether `settle` would not block: neither for the device nor for servers to return."""
+        """Returns whether `settle` would not block: neither for the device nor for servers to return."""
         if step.settled:
             return True
         if step.plan.awaits_masks or step is not self._steps[0] or isinstance(step.error, ExpertUnavailable):
@@ -243,19 +243,19 @@ class StepsInFlight:
 
     def _run(self, step: StepInFlight) -> None:
         if self._recovery.is_due:
-            # It begins with a recovery, by whoever waits for it.
+            # It begins with a recovery, in the thread that waits for it.
             step.error = ExpertUnavailable(-1, "the step before left the expert servers in disorder")
             return
         try:
             step.launched = self._start(step.plan)
-        except Exception as error:  # it is raised again in whoever waits for this step
+        except Exception as error:  # it is raised again where this step is awaited
             step.error = error
             # A device-driven client may hold half of a layer.
             if self._experts is not None and self._experts.is_device_driven:
                 self._recovery.is_due = True
 
     def _failure_of(self, step: StepInFlight) -> ExpertFailure | None:
-        """What makes a step that has ended worthless; a later step's failure may show here already."""
+        """Returns what makes a step that has ended worthless; a later step's failure may show here, too."""
         if self._experts is None:
             return None
         if isinstance(step.error, ExpertUnavailable):

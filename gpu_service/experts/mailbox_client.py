@@ -251,5 +251,5 @@ class MailboxExpertClient(ExpertClient):
 
 
 def _address(tensor: torch.Tensor, row: int) -> int:
-    """Address of one row of a contiguous matrix, for the C++ side."""
+    """Returns the address of one row of a contiguous matrix, for the C++ side."""
     return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()

@@ -45,7 +45,7 @@ class _Buffers:
     row_ids: torch.Tensor | None = None  # int16 [max_rows, L, K], this step's choices
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every counter, for a start that clears them."""
+        """Returns every counter, for a start that clears them."""
         found = (self.scratch, self.counts, self.distinct, self.steps, self.tokens)
         return [*found, *(t for t in (self.passes, self.token_ids, self.row_ids) if t is not None)]
 
@@ -80,7 +80,7 @@ class ExpertRecorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps count. Any thread may ask."""
+        """Returns whether steps count. Any thread may ask."""
         return self._active
 
     @property
@@ -115,7 +115,10 @@ class ExpertRecorder:
         self._active = False
 
     def dump(self) -> ExpertStatistics:
-        """What was recorded since the last start. Waits for the device. Raises UserError before any start."""
+        """Returns what was recorded since the last start.
+
+        Waits for the device. Raises UserError before any start.
+        """
         with self._lock, self._stream.active(), torch.inference_mode():
             if self.mode is None:
                 raise UserError("nothing was recorded: start the expert recorder first")
@@ -213,12 +216,14 @@ START, STOP = "start recorder", "stop recorder"
 
 
 def recorder_operations(recorder: ExpertRecorder) -> dict[str, Callable[[str], None]]:
-    """For `Engine.call`: recording may make steps run eagerly, which all ranks must do alike."""
+    """Returns the operations for `Engine.call`: recording may make steps run eagerly, which all ranks must do
+    alike.
+    """
     return {START: recorder.start, STOP: lambda argument: recorder.stop()}
 
 
 def dumped(recorder: ExpertRecorder, file_format: str) -> pb.DumpExpertRecorderResponse:
-    """What was recorded, as a file of that format. Raises UserError."""
+    """Returns what was recorded, as a file of that format. Raises UserError."""
     chosen: FileFormat = "safetensors"
     if file_format and file_format not in get_args(FileFormat):
         allowed = ", ".join(get_args(FileFormat))

@@ -70,11 +70,11 @@ class HyperStreams(ResidualStream):
 
     @classmethod
     def embedded(cls, hidden_states: torch.Tensor, num_streams: int) -> Self:
-        """Of embedded tokens `[T, H]`: all streams are alike."""
+        """Returns the streams of embedded tokens `[T, H]`, which are all alike."""
         return cls(hidden_states.repeat(1, num_streams), num_streams)
 
     def normed(self, norm: Norm) -> torch.Tensor:
-        """The norm of what the streams end as, `[T, H]`."""
+        """Returns the norm of what the streams end as, `[T, H]`."""
         output: torch.Tensor = norm(self.streams.mean(1) if self.head is None else self.head(self.streams))
         return output
 

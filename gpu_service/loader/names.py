@@ -1,4 +1,4 @@
-"""Which checkpoint names fill which rows of which parameter, and which names are nobody's here.
+"""Which checkpoint names fill which rows of which parameter, and which names are read by no parameter.
 
 How a family spells its names is `moebius.models.names`' business; only canonical names are known here.
 """
@@ -46,7 +46,8 @@ _LAST = ("model.norm", "model.hc_head")
 def wanted_name(
     name: str, config: ModelConfig, parallel: ParallelContext = SOLO, *, head_is_embedding: bool = False
 ) -> str | None:
-    """The canonical name of a checkpoint tensor, or None where it is right that nothing here reads it.
+    """Returns the canonical name of a checkpoint tensor, or None where it is right that nothing here reads
+    it.
 
     Left out are routed experts of MoE layers (the expert servers'), norms that dense layers have and do not
     use, what the family's rules drop (rotary frequencies; multi-token prediction, unless it is served), a
@@ -74,7 +75,7 @@ def wanted_name(
 
 
 def _norms_experts_alone(config: ModelConfig) -> bool:
-    """Whether only what experts add is normed; checkpoints have the norm in dense layers, too."""
+    """Returns whether only what experts add is normed; checkpoints have the norm in dense layers, too."""
     residuals = (layer.residual for layer in config.layers)
     return any(isinstance(residual, Sequential) and residual.normed_output == "ffn" for residual in residuals)
 

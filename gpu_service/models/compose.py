@@ -101,7 +101,7 @@ def build_model(
 
 
 def _module(layer: Layer, layer_id: int, where: list[Places], made: Composition) -> nn.Module:
-    """A layer of the whole model, as this rank computes it."""
+    """Returns a layer of the whole model, as this rank computes it."""
     mixers = [MIXERS[type(mixer)](mixer, where[i], made) for i, mixer in enumerate(layer.mixers)]
     ffn: nn.Module | None = None
     if isinstance(layer.ffn, Dense):

@@ -148,7 +148,7 @@ def install(
 
 
 def _install_host_kernels() -> dict[str, str]:
-    """As `install`; nothing is to be tried, since nothing is compiled."""
+    """Installs the host's kernels as `install`; nothing is to be tried, since nothing is compiled."""
     from gpu_service.ops.host_kernels import dense_threads, implementations
 
     found = implementations(dense_threads(torch.get_num_threads()))
@@ -161,7 +161,7 @@ def _install_host_kernels() -> dict[str, str]:
 def install_tables(
     device: torch.device, tables: Tables, dtype: torch.dtype, sizes: Sequence[Sizes] = (SMALL,)
 ) -> dict[str, str]:
-    """The same from tables already loaded, in order of preference, and for a device of any type."""
+    """Returns the same from tables already loaded, in order of preference, and for a device of any type."""
     chosen, failures = {}, _Failures()
     for op in counted(OPS, "trying GPU kernels", len(OPS)):
         op.use(device.type, None)
@@ -252,7 +252,7 @@ class _TryOut:
 def _usable(
     op: Op[..., Any], tables: Tables, try_out: _TryOut, failures: _Failures
 ) -> list[tuple[str, Implementation]]:
-    """This op's implementations that work, best first, up to one that takes everything."""
+    """Returns this op's implementations that work, best first, up to one that takes everything."""
     names = list(tables)
     if op.name in _TRITON_FIRST:
         names.sort(key=lambda name: name != "triton")

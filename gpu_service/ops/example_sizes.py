@@ -29,7 +29,9 @@ _SMALL_ROUTER = RouterConfig(
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model's tensors, in elements; filled by `sizes_of`, or by the defaults, which fill no block."""
+    """The sizes of a model's tensors, in elements; filled by `sizes_of`, or by the defaults, which fill no
+    block.
+    """
 
     tokens: int = 3
     # A model's width, because libraries compile another kernel for a narrow one.
@@ -63,7 +65,8 @@ _DECODE, _CHUNK = 3, 128
 
 
 def sizes_of(config: ModelConfig, layers: Layers, storage: torch.dtype | None = None) -> tuple[Sizes, ...]:
-    """Of a rank's own `layers`: few tokens, many tokens; for each kind of mixer that rotates.
+    """Returns the sizes of a rank's own `layers` for few tokens and many, and for each kind of mixer that
+    rotates.
 
     `storage`: `kv_cache_dtype`, None for the activations' own type.
     """
@@ -116,7 +119,7 @@ def _of_residual(sizes: Sizes, layer: Layer) -> Sizes:
 
 
 def _of_mixer(sizes: Sizes, layer: Layer) -> Sizes:
-    """Sizes that the ops of a mixer are called with."""
+    """Returns the sizes that the ops of a mixer are called with."""
     mixer = layer.mixer
     if isinstance(mixer, SelectiveScan):
         scan = mixer.num_value_heads, mixer.key_head_dim
@@ -138,7 +141,9 @@ def _of_mixer(sizes: Sizes, layer: Layer) -> Sizes:
 
 
 def _rotated(mixer: Mixer) -> tuple[int, int, int, int, bool] | None:
-    """Query and key heads, elements of a head and of them rotated, and the pairing; None: nothing rotates."""
+    """Returns query and key heads, elements of a head and of them rotated, and the pairing; None: nothing
+    rotates.
+    """
     rope = mixer.rope
     if isinstance(mixer, CompressedAttention):
         # The ends of heads are rotated.

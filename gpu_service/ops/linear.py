@@ -37,7 +37,7 @@ _backend: Any = torch.backends.mkldnn
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether `pack_weight` knows a better layout for this weight on its device."""
+    """Returns whether `pack_weight` knows a better layout for this weight on its device."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
@@ -47,17 +47,22 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has what oneDNN needs to multiply bfloat16; asks oneDNN, which asks the CPU."""
+    """Returns whether this CPU has what oneDNN needs to multiply bfloat16; asks oneDNN, which asks
+    the CPU.
+    """
     return bool(_backend.is_available()) and bool(_onednn._is_mkldnn_bf16_supported())
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What this machine's CPU multiplies values of a dtype as: itself, or float32 in place of bfloat16."""
+    """Returns what this machine's CPU multiplies values of a dtype as: itself, or float32 in place of
+    bfloat16.
+    """
     return torch.float32 if dtype == torch.bfloat16 and not multiplies_bfloat16() else dtype
 
 
 def widened(*operands: torch.Tensor | None) -> tuple[Any, ...]:
-    """The operands of a product as this machine multiplies them: on a CPU in `product_dtype`; None is None.
+    """Returns the operands of a product as this machine multiplies them: on a CPU in `product_dtype`; None is
+    None.
 
     The caller rounds the product to the dtype that it wants.
     """
@@ -70,7 +75,8 @@ def widened(*operands: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Weight `[out, in]` in oneDNN's blocked layout: opaque, same shape, in `product_dtype` of its dtype.
+    """Returns weight `[out, in]` in oneDNN's blocked layout: opaque, same shape, in `product_dtype` of its
+    dtype.
 
     `.to_dense()` undoes it.
     """
@@ -80,14 +86,17 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def padded_rows(rows: int) -> int:
-    """The size that a product of so many rows is computed with: 31 sizes up to 512, the first 8 exactly."""
+    """Returns the size that a product of `rows` rows is computed with: 31 sizes up to 512, the first 8
+    exactly.
+    """
     step = 1 if rows <= 8 else 8 if rows <= 64 else 16 if rows <= 128 else 32 if rows <= 512 else 128
     return -(-rows // step) * step
 
 
 @Op
 def linear(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x W^T + b`: hidden_states `[T, in]`, weight `[out, in]` plain or packed, bias `[out]`; `[T, out]`.
+    """Computes `x W^T + b`: hidden_states `[T, in]`, weight `[out, in]` plain or packed, bias `[out]`; `[T,
+    out]`.
 
     The result has the dtype of `hidden_states`, whatever a packed weight has.
     """
@@ -108,7 +117,7 @@ GROUP = 128
 
 
 def dequantise(weight: torch.Tensor, scales: torch.Tensor, first_column: int) -> torch.Tensor:
-    """float32 `[out, in]`; arguments as `fp8_linear`'s."""
+    """Returns float32 `[out, in]`; arguments as `fp8_linear`'s."""
     spread = scales.repeat_interleave(GROUP, dim=1)[:, first_column : first_column + weight.shape[1]]
     return weight.float() * spread
 
@@ -121,7 +130,7 @@ def fp8_linear(
     first_column: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`x (W s)^T + b`: `[T, in]` to `[T, out]`, in the dtype of `hidden_states`.
+    """Computes `x (W s)^T + b`: `[T, in]` to `[T, out]`, in the dtype of `hidden_states`.
 
     weight: float8_e4m3fn `[out, in]`. scales: float32 `[out, ceil((first_column + in) / 128)]`, one for 128
     columns of a row; column 0 of the weight is number `first_column` (below 128) of its group. Rows of a

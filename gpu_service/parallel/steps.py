@@ -56,7 +56,7 @@ class RankSampler(Sampler):
         return StepOutputs(token_ids=token_ids, finite=finite, logprobs=logprobs)
 
     def columns(self, num_top: int) -> int:
-        """Alternatives that there are for `num_top` wanted ones."""
+        """Returns the alternatives that there are for `num_top` wanted ones."""
         return min(num_top, self._vocab_size)
 
     def _share(self, own: StepOutputs, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +132,7 @@ class RankModelRunner(ModelRunner):
         return sampler.share_pooled(own, cast(CausalLM, self.model).config.hidden_size)
 
     def _score_prompt(self, wanted: PromptLogprobRows, hidden_states: torch.Tensor) -> list[Logprobs]:
-        """The sampling rank's scores, in one piece."""
+        """Returns the sampling rank's scores, in one piece."""
         sampler = cast(RankSampler, self.sampler)
         own: Logprobs | None = None
         if sampler.parallel.is_last_stage:

@@ -33,7 +33,7 @@ def seniority(request: Request) -> tuple[int, int, int]:
 
 
 def chunk_size(start: int, remaining: int, budget: int, page_size: int, splits: bool = False) -> int:
-    """Tokens to compute now from position `start`.
+    """Returns tokens to compute now from position `start`.
 
     A chunk that is not the last one ends on a page boundary, so that its pages are whole; unless the
     budget does not reach one, since progress matters more. With `splits` the last one, too, ends on the
@@ -55,7 +55,7 @@ def next_chunk(
 
 
 def least_chunk(request: Request, start: int) -> int:
-    """The fewest tokens that can be computed from `start` on."""
+    """Returns the fewest tokens that can be computed from `start` on."""
     return 1 if request.vision is None else request.vision.uncut(start, 1, request.total_len)
 
 
@@ -83,7 +83,7 @@ class Prompt:
 
 
 def token_cost(request: Request, limits: SchedulerLimits) -> int:
-    """What a token of the request takes of the budget: more, if the head has to score every position."""
+    """Returns a token's share of the budget: more, if the head has to score every position."""
     scores = request.params.prompt_logprobs is not None and request.scheduled_len < request.prompt_len
     return limits.scored_token_cost if scores else 1
 
@@ -98,7 +98,7 @@ def divide_budget(
     budget: int | None = None,
     rank: Callable[[Request], Any] = seniority,
 ) -> Division:
-    """Who computes how much in the next step.
+    """Returns which request computes how much in the next step.
 
     Requests that need one token come first, least recently served first, so that a prompt never holds up
     decoding and none starves when there are more requests than budget. Of the rest the oldest prompt has
@@ -163,7 +163,7 @@ def divide_among_prompts(
 
 
 def _least_cost(prompt: Prompt, limits: SchedulerLimits) -> int:
-    """Of the budget, for the fewest tokens that a prompt can compute."""
+    """Returns the part of the budget that the fewest tokens take that a prompt can compute."""
     start = prompt.request.scheduled_len if prompt.index >= 0 else 0
     return least_chunk(prompt.request, start) * token_cost(prompt.request, limits)
 
@@ -190,31 +190,41 @@ def turn(prompt: Prompt) -> tuple[int, int, tuple[int, int, int]]:
 
 
 def _waits_for_end(request: Request, limits: SchedulerLimits) -> bool:
-    """Whether the token in flight is the last by length, so that nothing after it is to be computed."""
+    """Returns whether the token in flight is the last by length, so that nothing follows it."""
     return request.inflight_tokens > 0 and ends_by_length(request, request.planned_len, limits)
 
 
 def shares_prompt(request: Request, cache: RequestCache) -> bool:
-    """Whether outputs of one request can start from the prompt that one of them computed."""
+    """Returns whether outputs of one request can start from the prompt that one of them computed."""
     shares = cache.prefix_caching and request.params.prompt_logprobs is None
     return shares and request.prompt_len > cache.page_size
 
 
 def admissible(
-    waiting: Iterable[Request], running: Sequence[Request], cache: RequestCache
+    waiting: Iterable[Request], running: Sequence[Request], cache: RequestCache, limits: SchedulerLimits
 ) -> Iterator[Request]:
-    """The waiting requests that need not wait for a sibling, in order.
+    """The waiting requests that need not wait for a sibling or for their prefix, in order.
 
     While one output of a request is still computing the prompt, its siblings wait: they will find the
-    prompt's pages in the prefix tree.
+    prompt's pages in the prefix tree. So does one whose prefix is on its way from a lower tier.
     """
     computing = {request.request_id for request in running if request.computed_len < request.prompt_len}
     for request in waiting:
-        if not shares_prompt(request, cache):
-            yield request
-        elif request.request_id not in computing:
+        if shares_prompt(request, cache):
+            if request.request_id in computing:
+                continue
             computing.add(request.request_id)
+        if not awaits_prefix(request, cache, limits, running):
             yield request
+
+
+def awaits_prefix(
+    request: Request, cache: RequestCache, limits: SchedulerLimits, running: Sequence[Request]
+) -> bool:
+    """Whether the request's prefix is on its way from a lower tier; begins to fetch it where it has room."""
+    return cache.tiers is not None and cache.tiers.awaits(
+        request, lambda handle: fits(request, handle, cache, limits, running)
+    )
 
 
 def fits(
@@ -289,7 +299,7 @@ class ClientShares:
             self._accounts[request.fairness_id] += self._promised(request)
 
     def _promised(self, request: Request) -> float:
-        """Tokens that a request is likely to take from where it stands."""
+        """Returns the tokens that a request is likely to take from where it stands."""
         output = min(float(request.params.max_tokens), self._output) - len(request.output_token_ids)
         return max(0, request.prompt_len - max(request.scheduled_len, request.charged_len)) + max(0.0, output)
 
@@ -302,7 +312,7 @@ class ClientShares:
         return min(candidates, key=self.rank) if self._accounts else candidates[0]
 
     def choose(self, prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-        """Of waiting requests, in order of seniority, the `count` that may start.
+        """Returns the `count` waiting requests that may start, in order of seniority.
 
         Of each client the oldest, then the shortest; of clients in turns.
         """

@@ -151,7 +151,7 @@ class PromptPacing:
         return (self.is_ready or self.takes_turns) and need >= self._worth and is_plain_text(request)
 
     def excludes(self, request: Request, need: int) -> bool:
-        """Whether a running request is in no step that is everyone's."""
+        """Returns whether a running request is in no step that is everyone's."""
         return request.in_lane or self.leaves(request, need)
 
     def choose(self, prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -66,7 +66,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """Returns whether any request is unfinished."""
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
@@ -87,9 +87,9 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: str = "", keep: bool = True) -> None:
         """Ends a request now: its pages go to the tree (if `keep`) or back to the pool, its slot is free.
 
-        Steps in flight may still read and write those pages and that slot. That is safe because whoever
-        gets them next is computed by a later step of the same device stream. The prefill lane has another
-        one: what it computes gives them up when its step has ended.
+        Steps in flight may still read and write those pages and that slot. That is safe because the request
+        that gets them next is computed by a later step of the same device stream. The prefill lane has
+        another one: what it computes gives them up when its step has ended.
         """
         request.finish_reason = reason
         request.error_message = error
@@ -102,7 +102,7 @@ class Scheduler:
             self._leave(request, keep)
 
     def schedule(self) -> Batch | None:
-        """The next step's batch, or None when nothing can be computed before an earlier step's commit."""
+        """Returns the next step's batch; None: nothing can be computed before an earlier step's commit."""
         if self.speculation is not None and self.speculation.waits(self.running):
             return None
         self._prepare()
@@ -113,7 +113,7 @@ class Scheduler:
         return batch
 
     def _schedule_main(self, apart: bool = True) -> Batch | None:
-        """A step of everyone's; `apart`: but for the prompts that have steps without others."""
+        """Returns a step of everyone's; `apart`: but for the prompts that have steps without others."""
         cache, pacing = self.cache, self.pacing
         division = divide_budget(
             self.running,
@@ -133,7 +133,7 @@ class Scheduler:
         return self._plan(division)
 
     def _schedule_prompts(self) -> Batch | None:
-        """A step of prompts alone, divided as among those of a step that is everyone's."""
+        """Returns a step of prompts alone, divided as among those of a step that is everyone's."""
         pacing, cache = self.pacing, self.cache
         division = Division({}, [], pacing.prompt_tokens)
         prompts, rank = self._prompts_of(pacing.choose), self.shares.rank
@@ -171,6 +171,7 @@ class Scheduler:
         batch = self._schedule_prompts()
         if batch is not None:
             self.pacing.open(batch)
+            self.cache.opened_lane(batch)
         return batch
 
     def _plan(self, division: Division) -> Batch | None:
@@ -182,6 +183,8 @@ class Scheduler:
         if not batch.requests:
             return None
         self.next_step += 1
+        if self.speculation is not None:
+            batch.runs_drafter = self.speculation.runs_drafter
         if self.supply is not None:
             self.supply.planned(batch)
         return batch
@@ -214,13 +217,13 @@ class Scheduler:
             if batch.samples[index]:
                 self._append_token(request, result)
                 if self.speculation is not None:
-                    self._append_drafts(request, batch.drafts[index] if batch.drafts else [], result)
+                    self._append_drafts(batch, index, result)
                 reported.append(request)
         self.ended(batch)
         return reported
 
     def poisoned_pages(self, batch: Batch, results: Sequence[RowResult]) -> list[int]:
-        """Before `commit`: pages with KV that is not finite, which no request has once that is done.
+        """Returns pages with KV that is not finite, before `commit`; no request has them once that is done.
 
         Of a request that ends by its own error all that only it has; else from the first failed draft on.
         """
@@ -241,8 +244,7 @@ class Scheduler:
             self.supply.ended(batch)
         if self.speculation is not None:
             self.speculation.ended(batch)
-        if self.cache.states is not None:
-            self.cache.states.committed(batch)
+        self.cache.ended(batch)
         if batch is self.pacing.batch:
             for request, keep in self.pacing.close():
                 self._leave(request, keep)
@@ -305,14 +307,18 @@ class Scheduler:
                 self._append_row(batch, request, count)
         return preempted
 
-    def _grow_for_drafts(self, request: Request, num_tokens: int) -> bool:
+    def _grow_for_drafts(self, batch: Batch, index: int, count: int) -> bool:
         """Makes room for drafts, for which no other request gives up pages, now or in the next step."""
-        cache = self.cache
+        cache, request = self.cache, batch.requests[index]
+        num_tokens = request.scheduled_len + count
         wanted = cache.pages_for(num_tokens) - len(request.pages)
-        return wanted <= cache.available - self.limits.watermark_pages and cache.grow(request, num_tokens)
+        if wanted > cache.available - self.limits.watermark_pages or not cache.grow(request, num_tokens):
+            return False
+        return cache.states is None or cache.states.advance_drafts(batch, index, count)
 
     def _victim(self, request: Request) -> Request | None:
-        """Who gives up pages for a request: the youngest. None: only the open step of the lane has younger.
+        """Returns the youngest request, which gives up pages. None: only the open step of the lane has
+        younger.
 
         Victims come from the young end, and a batch is filled from the old end, so none is in the batch.
         """
@@ -328,13 +334,14 @@ class Scheduler:
         """What may change before a step is planned: the pages there are, which prompts have steps without
         others, and what each client has had.
         """
+        self.cache.poll_tiers()
         if self.supply is not None:
             self.supply.before_step(self)
         self.pacing.weigh(self._decodes())
         self.shares.weigh(self.waiting, self.running)
 
     def _prompts_of(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
-        """Those that `choose` takes of the running requests' prompts and those that may start now."""
+        """Returns those that `choose` takes of the running requests' prompts and those that may start now."""
         needs = [request.planned_len - request.scheduled_len for request in self.running]
         prompts = [Prompt(self.running[index], need, index) for index, need in enumerate(needs) if need > 1]
 
@@ -344,14 +351,15 @@ class Scheduler:
         return choose(prompts + self._newcomers(choose_waiting))
 
     def _newcomers(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
-        """Waiting requests that may start now: a client's oldest, then its shortest, of clients in turns.
+        """Returns waiting requests that may start now: a client's oldest, then its shortest, of clients in
+        turns.
 
         As long as the one whose turn it is lacks pages no other overtakes it, or it could wait for ever.
         `choose`: which of them the step takes, in the same order.
         """
         if not (self._free_slots and self.waiting and self.cache.has_free_state):
             return []
-        candidates = list(admissible(self.waiting, self.running, self.cache))
+        candidates = list(admissible(self.waiting, self.running, self.cache, self.limits))
         if not candidates:
             return []
         oldest = self.shares.oldest(candidates)
@@ -393,7 +401,7 @@ class Scheduler:
             left -= count * cost
 
     def _start(self, request: Request, handle: PrefixHandle | None, batch: Batch) -> None:
-        """From waiting to running, with a slot and its cached prefix."""
+        """Moves a request from waiting to running, with a slot and its cached prefix."""
         self.waiting.remove(request)
         self.cache.attach(request, handle)
         request.slot = heapq.heappop(self._free_slots)
@@ -410,8 +418,7 @@ class Scheduler:
         batch.num_new_tokens.append(count)
         batch.samples.append(samples)
         batch.output_positions.append(request.planned_len - request.prompt_len)
-        if self.cache.states is not None:
-            self.cache.states.advance(request, batch)
+        self.cache.scheduled(request, batch)
         request.scheduled_len += count
         self.shares.computes(request, request.scheduled_len)
         request.inflight_tokens += samples
@@ -456,7 +463,7 @@ class Scheduler:
             # The prompt is computed: others may start from it, this request's siblings first.
             self.cache.store(request)
 
-    def _append_drafts(self, request: Request, drafts: Sequence[int], result: RowResult) -> None:
+    def _append_drafts(self, batch: Batch, index: int, result: RowResult) -> None:
         """After the step's own token: those of the drafts' rows, as long as the draft was what came before.
 
         known tokens   |-- computed before --| t |
@@ -464,6 +471,7 @@ class Scheduler:
         appended                                  d0   d1    x        d2 was wrong: its KV is written over
         """
         assert self.speculation is not None
+        request, drafts = batch.requests[index], batch.drafts[index] if batch.drafts else []
         accepted = 0
         for draft, row in zip(drafts, result.verified, strict=True):
             if request.finished or request.output_token_ids[-1] != draft:
@@ -475,6 +483,10 @@ class Scheduler:
             if request.slot >= 0:
                 request.computed_len += 1
                 request.scheduled_len += 1
+                if self.cache.states is not None:
+                    slot = batch.draft_states[index][accepted - 1]
+                    self.cache.states.accept(request, slot)
+                    self.cache.keep_state(request, slot)
             self._append_token(request, row)
         self.speculation.committed(request, len(drafts), accepted)
         request.drafts = result.drafts

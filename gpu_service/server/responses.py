@@ -43,7 +43,7 @@ class CallBuffer:
         self._arrived.set()
 
     async def take(self) -> dict[int, list[OutputDelta]]:
-        """Everything so far, by output index; waits for at least one delta. Raises CallEnded."""
+        """Returns everything so far, by output index; waits for at least one delta. Raises CallEnded."""
         await self._arrived.wait()
         self._arrived.clear()
         if self._ended_by:
@@ -92,7 +92,7 @@ class OutputRouter:
 
 
 def chunk(deltas: Sequence[OutputDelta]) -> pb.GenerateResponse:
-    """One message for all new tokens of one output, oldest delta first."""
+    """Returns one message for all new tokens of one output, oldest delta first."""
     last = deltas[-1]
     request = last.request
     token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
@@ -101,6 +101,8 @@ def chunk(deltas: Sequence[OutputDelta]) -> pb.GenerateResponse:
         prompt_tokens=request.prompt_len,
         completion_tokens=last.num_output_tokens,
         cached_tokens=last.cached_tokens,
+        accepted_draft_tokens=last.accepted_draft_tokens,
+        rejected_draft_tokens=last.rejected_draft_tokens,
         index=request.index,
         complete_follows=last.finish_reason not in (None, FinishReason.ERROR),
     )
@@ -115,7 +117,7 @@ def chunk(deltas: Sequence[OutputDelta]) -> pb.GenerateResponse:
 
 
 def complete(delta: OutputDelta, stream: bool, first_token_s: float) -> pb.GenerateResponse:
-    """The last message of an output; carries log-probabilities only when nothing was streamed.
+    """Returns the last message of an output; carries log-probabilities only when nothing was streamed.
 
     `first_token_s` is how long its first token took, seconds; 0: there was none.
     """
@@ -126,6 +128,8 @@ def complete(delta: OutputDelta, stream: bool, first_token_s: float) -> pb.Gener
         prompt_tokens=request.prompt_len,
         completion_tokens=len(request.output_token_ids),
         cached_tokens=delta.cached_tokens,
+        accepted_draft_tokens=delta.accepted_draft_tokens,
+        rejected_draft_tokens=delta.rejected_draft_tokens,
         index=request.index,
         error_message=delta.error_message,
         first_token_seconds=first_token_s,
@@ -148,7 +152,7 @@ def _whole_logprobs(request: Request, message: pb.GenerateComplete) -> None:
 
 
 def output_logprobs(records: Sequence[TokenLogprobs]) -> pb.OutputLogProbs:
-    """One entry per sampled token."""
+    """Returns one entry per sampled token."""
     return pb.OutputLogProbs(
         token_logprobs=[record.logprob or 0.0 for record in records],
         token_ids=[record.token_id for record in records],
@@ -157,7 +161,7 @@ def output_logprobs(records: Sequence[TokenLogprobs]) -> pb.OutputLogProbs:
 
 
 def input_logprobs(records: Sequence[TokenLogprobs]) -> pb.InputLogProbs:
-    """One entry per prompt token; the first has no value."""
+    """Returns one entry per prompt token; the first has no value."""
     return pb.InputLogProbs(
         token_logprobs=[pb.InputTokenLogProb(value=record.logprob) for record in records],
         token_ids=[record.token_id for record in records],

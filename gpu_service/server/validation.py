@@ -89,7 +89,7 @@ def make_requests(
 def _constraints(
     message: pb.GenerateRequest, count: int, bounds: Bounds, compiler: ConstraintCompiler | None
 ) -> Sequence[OutputConstraint | None]:
-    """One for each output."""
+    """Returns one for each output."""
     if not message.HasField("constraint"):
         return [None] * count
     constraint = message.constraint
@@ -121,7 +121,7 @@ def _constraints(
 def _prompt(
     message: pb.GenerateRequest, preparer: ImagePreparer | None
 ) -> tuple[list[int], VisionPrompt | None]:
-    """The prompt's tokens, each image as many as it becomes."""
+    """Returns the prompt's tokens, each image as many as it becomes."""
     sent = list(message.tokenized.input_ids)
     if not message.images:
         return sent, None

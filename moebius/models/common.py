@@ -149,7 +149,7 @@ class Common:
         return GQA(rope=rope, **(values | changes))
 
     def dense(self, intermediate_size: int | None = None) -> Dense:
-        """An MLP, by default as wide as those of dense layers."""
+        """Returns an MLP, by default as wide as those of dense layers."""
         size = self.intermediate_size if intermediate_size is None else intermediate_size
         return Dense(intermediate_size=size, activation=self.activation, limit=self.limit, alpha=self.alpha)
 
@@ -165,7 +165,7 @@ class Common:
     def ffns(
         self, moe: FeedForward, moe_layers: Container[int], dense: Dense | None = None
     ) -> tuple[FeedForward, ...]:
-        """The feed-forward block of each layer: `moe` in `moe_layers`, else `dense`."""
+        """Returns the feed-forward block of each layer: `moe` in `moe_layers`, else `dense`."""
         dense = self.dense() if dense is None else dense
         return tuple(moe if layer in moe_layers else dense for layer in range(self.num_layers))
 
@@ -288,14 +288,14 @@ def read_sparse_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
 
 
 def after_dense(hf: HfKeys, num_layers: int, default: int | None = None) -> frozenset[int]:
-    """MoE layers where the first ones are dense; `default`: how many where the checkpoint does not say."""
+    """Returns the MoE layers after the first dense ones; `default`: how many without a key."""
     if default is not None and not hf.has("first_k_dense_replace"):
         return frozenset(range(default, num_layers))
     return frozenset(range(hf.integer("first_k_dense_replace", minimum=0), num_layers))
 
 
 def listed_or_after_dense(hf: HfKeys, num_layers: int, default: int | None = None) -> frozenset[int]:
-    """MoE layers as `mlp_layer_types` lists them; where it does not, those after the first dense ones."""
+    """Returns the MoE layers that `mlp_layer_types` lists; by default those after the first dense ones."""
     kinds = hf.strings("mlp_layer_types")
     if not kinds:
         return after_dense(hf, num_layers, default)
@@ -319,8 +319,10 @@ def read_one_window(hf: HfKeys, *, used: bool | None = None) -> Window | None:
 def read_from_section(
     hf: HfKeys, section: HfKeys | None, name: str, outside: str, default: int, minimum: int = 1
 ) -> int:
-    """An integer of a section that a family was published with. What it lacks, or all of it, may stand
-    `outside` by another name, where transformers writes it in any case.
+    """Reads an integer of a section that a family was published with.
+
+    What it lacks, or all of it, may stand `outside` by another name, where transformers writes it in any
+    case.
     """
     found = hf.integer(outside, default=default, minimum=minimum)
     return found if section is None else section.integer(name, default=found, minimum=minimum)
@@ -362,12 +364,12 @@ def read_windows(hf: HfKeys, num_layers: int) -> tuple[Window | None, ...]:
 
 
 def sliding(attention: GQA, windows: Sequence[Window | None]) -> list[GQA]:
-    """The attention of each layer, which differ in their windows."""
+    """Returns the attention of each layer, which differ in their windows."""
     return [replace(attention, sight=window) for window in windows]
 
 
 def sliding_rotated(attention: GQA, windows: Sequence[Window | None], kinds: Sequence[str]) -> list[GQA]:
-    """The same where layers that see the whole context are not rotated; `kinds`: `layer_types`."""
+    """Returns the same where layers that see the whole context are not rotated; `kinds`: `layer_types`."""
     layers = zip(sliding(attention, windows), kinds, strict=True)
     return [layer if kind == SLIDING else replace(layer, rope=None) for layer, kind in layers]
 
@@ -378,5 +380,5 @@ def every_nth_full(num_layers: int, period: int) -> list[str]:
 
 
 def read_mtp_layers(hf: HfKeys, *names: str) -> int:
-    """Layers of multi-token prediction after the last decoder layer."""
+    """Returns the number of layers of multi-token prediction after the last decoder layer."""
     return hf.integer(*(names or ("num_nextn_predict_layers", "num_mtp_layers")), default=0, minimum=0)

@@ -87,7 +87,7 @@ class ModelConfig:
     unread_keys: tuple[str, ...] = field(default=(), compare=False)
 
     def with_top_k(self, top_k: int) -> ModelConfig:
-        """The model in which a token chooses `top_k` experts."""
+        """Returns the model in which a token chooses `top_k` experts."""
         layers = (
             replace(layer, ffn=layer.ffn.with_top_k(top_k)) if isinstance(layer.ffn, Routed) else layer
             for layer in self.layers
@@ -95,7 +95,7 @@ class ModelConfig:
         return replace(self, layers=tuple(layers))
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
-        """The model of sequences of at most `max_model_len` tokens."""
+        """Returns the model of sequences of at most `max_model_len` tokens."""
         layers = (
             layer if layer.mixer is None else replace(layer, mixer=layer.mixer.within(max_model_len))
             for layer in self.layers
@@ -147,5 +147,5 @@ class ModelConfig:
         return tuple(self.routed)
 
     def is_moe_layer(self, layer_id: int) -> bool:
-        """Whether the layer routes to experts (else: dense MLP)."""
+        """Returns whether the layer routes to experts (else: dense MLP)."""
         return layer_id in self.routed

@@ -30,7 +30,7 @@ class VisionFamily:
     tokens: Mapping[str, str] = field(default_factory=dict)
 
     def tower_name(self, name: str) -> str | None:
-        """The name in the tower's module; None: the tensor is no part of the tower."""
+        """Returns the name in the tower's module; None: the tensor is no part of the tower."""
         for rule in self.renames:
             matches, renamed = rule.apply(name)
             if matches:

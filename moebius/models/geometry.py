@@ -43,7 +43,7 @@ class MoeGeometry:
 
     @property
     def is_gated(self) -> bool:
-        """Whether experts have three matrices: gate, up and down, not only the last two."""
+        """Returns whether experts have three matrices: gate, up and down, not only the last two."""
         return self.activation != "relu2"
 
     @property
@@ -52,13 +52,13 @@ class MoeGeometry:
         return self.top_k * self.num_experts / (self.num_experts + self.num_zero_experts)
 
     def stored_place(self, expert: int) -> tuple[int, int, int]:
-        """Its number in the checkpoint, the first of its channels there, and the channels that are stored."""
+        """Returns its number in the checkpoint, its first channel there, and the channels that are stored."""
         if self.kinds is None:
             return expert, 0, self.moe_intermediate_size
         return self.kinds.stored_place(expert)
 
     def limit_of(self, layer: int) -> float:
-        """Where the experts of a decoder layer clamp."""
+        """Returns where the experts of a decoder layer clamp."""
         return self.layer_limits[layer] if self.layer_limits else self.limit
 
     @staticmethod

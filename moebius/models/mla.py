@@ -45,7 +45,7 @@ def read_mla_common(
 
 
 def read_mla(hf: HfKeys, common: Common, rope: RopeConfig | None) -> MLA:
-    """Latent attention to all tokens; `rope` None: the part that others rotate is as it is."""
+    """Returns latent attention to all tokens; `rope` None: the part that others rotate is as it is."""
     rope_dim, nope_dim = hf.integer("qk_rope_head_dim", minimum=0), hf.integer("qk_nope_head_dim")
     # YaRN's temperature, which these families apply to the scores, to the extent that mscale_all_dim says.
     numbers = {} if rope is None else dict(rope.scaling)
@@ -78,7 +78,7 @@ def read_moe(hf: HfKeys, common: Common, router: RouterConfig, *, default_shared
 
 
 def read_v3_router(hf: HfKeys) -> RouterConfig:
-    """The one kind that DeepSeek-V3's keys can name here."""
+    """Returns the one kind that DeepSeek-V3's keys can name here."""
     hf.refuse("scoring_func", "sigmoid")
     hf.refuse("topk_method", "noaux_tc")
     return read_biased_router(hf)

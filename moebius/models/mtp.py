@@ -26,7 +26,7 @@ _OTHERWISE = "allowed: speculative_method off or ngram"
 
 
 def with_heads(config: ModelConfig, count: int, source: str) -> ModelConfig:
-    """The model with its first `count` layers of multi-token prediction, or as many as it has.
+    """Returns the model with its first `count` layers of multi-token prediction, or as many as it has.
 
     Raises ModelConfigError naming what is missing: a family that has none or whose layers are not known, a
     config.json (`source`) that promises none.

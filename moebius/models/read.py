@@ -29,7 +29,7 @@ _COMPUTED_IN: Mapping[str, str] = {"float16": "bfloat16"}
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """`config.json`, or a GGUF model's metadata, as a mapping; see `flat_config`.
+    """Reads `config.json`, or a GGUF model's metadata, as a mapping; see `flat_config`.
 
     Raises CheckpointError naming the file.
     """
@@ -45,7 +45,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def read_model_config(directory: str | Path, overrides: ModelOverrides | None = None) -> ModelConfig:
-    """What the model in a directory (or GGUF file) is; `generation_config.json` counts where there is one.
+    """Returns what the model in a directory (or GGUF file) is; `generation_config.json` counts where there is
+    one.
 
     Where the head may be the embedding, the stored tensors decide. Raises ModelConfigError naming the key,
     its value and what is allowed, CheckpointError for such tensors that can not be read, and as
@@ -72,7 +73,7 @@ def read_model_config(directory: str | Path, overrides: ModelOverrides | None = 
 
 
 def read_geometry(directory: str | Path, top_k: int | None = None, mtp_heads: int = 0) -> MoeGeometry:
-    """The routed experts' part of the same description; the others are `ModelOverrides`' fields.
+    """Reads the routed experts' part of the same description; the others are `ModelOverrides`' fields.
 
     Raises ModelConfigError naming the key, its value and what is allowed, and as `mtp.check_heads`.
     """
@@ -90,7 +91,7 @@ def check_described(directory: str | Path) -> None:
 
 
 def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
-    """From the configuration alone: no tensor is read."""
+    """Reads the configuration alone, and no tensor."""
     source = str(directory if is_gguf(directory) else directory / "config.json")
     try:
         hf = HfKeys(source, read_config(directory))

@@ -35,14 +35,14 @@ from tests.helpers.vision_engine import Prompt, vision_engine
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model in which it happens."""
+    """Returns the checkpoint of a model in which it happens."""
     directory: Path = tmp_path_factory.mktemp("overflowing")
     make_overflowing(directory)
     return directory
 
 
 def test_it_ends_alone_on_a_cpu(checkpoint: Path) -> None:
-    """As the process assembles it."""
+    """The request ends alone in an engine that is assembled as by the process."""
     with running_engine(family_config(checkpoint, "cpu", "float16", {"expert_transport": "local"})) as engine:
         check_overflows(engine.built.engine.submit, engine.ended)
 

@@ -39,14 +39,14 @@ PARAMS: list[dict[str, object]] = [
 
 @cache
 def truth(seed: int, length: int, max_tokens: int, kind: int) -> list[int]:
-    """The tokens of a request that is alone, without a lane."""
+    """Returns the tokens of a request that is alone, without a lane."""
     request = make_request("alone", prompt_of(seed, length), max_tokens=max_tokens, seed=seed, **PARAMS[kind])
     with running_engine(budget=256, context_limit=CONTEXT, prefix_caching=False) as harness:
         return harness.run([request])[0]
 
 
 def add(request: Request) -> Callable[[], Message]:
-    """The message of its arrival."""
+    """Returns the message of its arrival."""
     return lambda: Add((request,))
 
 
@@ -144,7 +144,7 @@ def test_every_interleaving_gives_the_same_tokens(
 
 
 def long_knobs(overlap: bool = True) -> Knobs:
-    """Room for a prompt of many steps."""
+    """Returns the room for a prompt of many steps."""
     return Knobs(num_pages=1200, budget=64, overlap=overlap, context_limit=4096)
 
 
@@ -181,8 +181,9 @@ def test_a_stream_and_a_long_prompt_both_get_on(shares: tuple[float, float], ove
 def without_lane(
     streams: bool, max_added_s: float | None = None
 ) -> tuple[VirtualEngine, float, list[float], list[float]]:
-    """Of one running stream and a prompt of 2048 tokens: when that ended, and the stream's times between
-    tokens before it and meanwhile. A step that streams its experts takes 61 ms for 512 tokens, 34 ms for 64.
+    """Returns, for one running stream and a prompt of 2048 tokens, when that ended, and the stream's times
+    between tokens before it and meanwhile. A step that streams its experts takes 61 ms for 512 tokens, 34 ms
+    for 64.
     """
     virtual = VirtualEngine(
         long_knobs(), Times(), has_lane=False, prefill_chunk_max=512, max_added_s=max_added_s
@@ -217,7 +218,7 @@ def test_without_a_lane_a_bound_makes_shorter_steps_of_prompts() -> None:
 
 
 def test_without_a_lane_steps_are_no_longer_than_is_of_use() -> None:
-    """While others decode: where the link is not waited for, longer steps only stop others for longer."""
+    """While others decode and the link is not waited for, longer steps would only stop others for longer."""
     batches = Batches()
     virtual = VirtualEngine(long_knobs(), Times(), has_lane=False, prefill_chunk_max=512, observer=batches)
     virtual.steps.streams, virtual.steps.useful_tokens = True, 256
@@ -306,7 +307,9 @@ def test_the_end_of_the_engine_waits_for_the_lane() -> None:
 
 
 def test_a_lane_that_can_not_stream_leaves_prompts_to_the_main_lane() -> None:
-    """Until its experts are registered, and again while they are loaded again."""
+    """Prompts are the main lane's until the lane's experts are registered, and again while they are
+    reloaded.
+    """
     virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512)
     virtual.lane.ready = False
     prompt = make_request("prompt", prompt_of(3, 200), max_tokens=4)

@@ -175,7 +175,9 @@ def test_penalty_counts_take_back_what_they_counted(stream: CudaDeviceStream) ->
 
 @pytest.mark.parametrize("kind", ["bfloat16", "e4m3"])
 def test_kernels_read_tables_in_the_hosts_memory(stream: CudaDeviceStream, kind: str) -> None:
-    """Eagerly and in a graph that is replayed with other rows; a table that is gone can be locked again."""
+    """Kernels read them eagerly and in a graph that is replayed with other rows; a table that is gone can be
+    locked again.
+    """
     from gpu_service.ops.triton.ngrams import table_rows as compute
 
     device = stream.device

@@ -76,7 +76,9 @@ def test_addition_norm_and_product(
     update_dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
-    """As after experts, whose sum is float32, and at the beginning, where nothing is added."""
+    """The kernel is right as after experts, whose sum is float32, and at the beginning, where nothing is
+    added.
+    """
 
     def arguments() -> tuple[Any, ...]:
         residual = _random(device, dtype, rows, columns)

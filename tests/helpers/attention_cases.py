@@ -80,7 +80,7 @@ class Case:
     layer: AttentionLayer = PLAIN
 
     def fresh_cache(self) -> KVCache:
-        """A copy of the cache as it was before the step."""
+        """Returns a copy of the cache as it was before the step."""
         other = KVCache(
             self.geometry.config().layers,
             self.cache.num_pages,
@@ -96,7 +96,7 @@ class Case:
 
 
 def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
-    """Random keys, values and queries; pages of each request scattered over the pool."""
+    """Returns random keys, values and queries; pages of each request scattered over the pool."""
     generator = torch.Generator().manual_seed(seed)
     page_size, device = geometry.page_size, geometry.device
     counts = [-(-(old + new) // page_size) for old, new in shape]
@@ -140,7 +140,7 @@ def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
 def _random_blocks(
     geometry: Geometry, inputs: ForwardInputs, generator: torch.Generator
 ) -> tuple[torch.Tensor | None, int]:
-    """A third of the blocks before a row's own, and its own."""
+    """Returns a third of the blocks before a row's own, and its own."""
     if not geometry.block_size:
         return None, 0
     num_blocks = -(-max(inputs.seq_lens) // geometry.block_size)
@@ -152,7 +152,7 @@ def _random_blocks(
 
 
 def make_inputs(shape: Shape, table: torch.Tensor, slots: torch.Tensor) -> ForwardInputs:
-    """The step's tensors next to its lists."""
+    """Returns the step's tensors next to its lists."""
     starts = [0]
     for _, new in shape:
         starts.append(starts[-1] + new)
@@ -178,7 +178,9 @@ def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
 
 
 def naive(case: Case) -> torch.Tensor:
-    """One request at a time in float64, from what the cache holds after the step; float64 `[T, H * D]`."""
+    """Returns one request at a time in float64, from what the cache holds after the step; float64 `[T, H *
+    D]`.
+    """
     cache = case.fresh_cache()
     cache.append(LAYER, case.key, case.value, case.inputs.slot_mapping)
     geometry, inputs = case.geometry, case.inputs

@@ -85,7 +85,7 @@ class Case:
 
 @cache
 def published(name: str) -> ModelConfig:
-    """The configuration of a published model."""
+    """Returns the configuration of a published model."""
     with tempfile.TemporaryDirectory() as directory:
         config = json.loads((FIXTURES / f"{name}.json").read_text())["config"]
         (Path(directory) / "config.json").write_text(json.dumps(config))

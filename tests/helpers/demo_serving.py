@@ -104,7 +104,7 @@ def demo_engine(experts: Any, serving: Serving) -> Iterator[tuple[Engine, Collec
 
 
 def greedy_request(name: str, answer: GoldenAnswer) -> Request:
-    """A request for the recorded answer."""
+    """Returns a request for the recorded answer."""
     params = SamplingParams(
         temperature=0.0, repetition_penalty=answer.repetition_penalty, max_tokens=MAX_NEW_TOKENS
     )

@@ -12,6 +12,7 @@ import torch
 
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
+from gpu_service.cache.request_states import SLOTS_PER_REQUEST, RequestStates, StatePool
 from gpu_service.core.interface import EngineObserver, OutputDelta
 from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
 from gpu_service.core.step import Batch, TokenPool
@@ -51,6 +52,8 @@ class Knobs:
     num_drafts: int = 0
     drafter: HostDrafter | None = None
     device_drafter: DeviceDrafter | None = None
+    # Of a model with states, how many are kept for others to start from; None: the model has none.
+    state_snapshots: int | None = None
     # Over experts on the device.
     watch: ResidentWatch | None = None
 
@@ -72,7 +75,7 @@ class LateSupply(PageSupply):
         """Steps in flight hinder nothing."""
 
     def ended(self, batch: Batch) -> None:
-        """As for `planned`."""
+        """Does what `planned` does."""
 
 
 # Changes of the knobs: every order in which an engine can do the same steps.
@@ -102,11 +105,11 @@ class FlakyExperts:
         self.interrupted = threading.Event()
 
     def problem(self) -> str:
-        """Whether the servers are there."""
+        """Returns whether the servers are there."""
         return "" if self.present.is_set() else "expert server 0 is dead"
 
     def damages(self) -> int:
-        """As a test says."""
+        """Returns what a test has set."""
         return self.found
 
     def interrupt(self) -> None:
@@ -157,7 +160,7 @@ class Harness:
         assert done, f"{request.key} emitted {len(self.tokens(request))} tokens"
 
     def tokens(self, request: Request) -> list[int]:
-        """All tokens emitted so far."""
+        """Returns all tokens emitted so far."""
         return [token for delta in self.deltas.get(request.key, []) for token in delta.token_ids]
 
     def run(self, requests: Sequence[Request], *, together: bool = False) -> list[list[int]]:
@@ -176,7 +179,7 @@ class Harness:
 
 
 def build_scheduler(knobs: Knobs, prefill_chunk_max: int = 0) -> Scheduler:
-    """A scheduler with its own pool and tree; a lane's learns when it may open."""
+    """Returns a scheduler with its own pool and tree; a lane's learns when it may open."""
     limits = SchedulerLimits(
         max_num_seqs=knobs.max_num_seqs,
         max_num_batched_tokens=knobs.budget,
@@ -187,8 +190,19 @@ def build_scheduler(knobs: Knobs, prefill_chunk_max: int = 0) -> Scheduler:
         max_rows=4 * knobs.max_num_seqs,
     )
     speculation = Speculation(limits, knobs.num_drafts, knobs.drafter) if knobs.num_drafts else None
-    pool, tree = PagePool(knobs.num_pages), RadixCache(knobs.page_size)
-    return Scheduler(limits, RequestCache(pool, tree, knobs.prefix_caching), speculation)
+    pool = PagePool(knobs.num_pages)
+    if knobs.state_snapshots is None:
+        cache = RequestCache(pool, RadixCache(knobs.page_size), knobs.prefix_caching)
+        return Scheduler(limits, cache, speculation)
+    states = RequestStates(StatePool(num_states(knobs)), knobs.state_snapshots)
+    tree = RadixCache(knobs.page_size, states.forget)
+    return Scheduler(limits, RequestCache(pool, tree, knobs.prefix_caching, states), speculation)
+
+
+def num_states(knobs: Knobs) -> int:
+    """Slots of states, that of zeros included."""
+    own = max(SLOTS_PER_REQUEST, 2 + knobs.num_drafts)
+    return 1 + own * knobs.max_num_seqs + (knobs.state_snapshots or 0)
 
 
 def _step_runner(runner: ModelRunner, knobs: Knobs) -> StepRunner:
@@ -249,5 +263,5 @@ def make_request(name: str, prompt: list[int], **params: object) -> Request:
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
-    """A fixed prompt without the end-of-sequence token."""
+    """Returns a fixed prompt without the end-of-sequence token."""
     return [1 + (seed * 31 + i * i * 7 + i) % (VOCAB - 1) for i in range(length)]

@@ -25,7 +25,7 @@ M = TypeVar("M", bound=Mixer)
 def composition(
     hidden_size: int, dtype: torch.dtype = torch.float32, parallel: ParallelContext = SOLO
 ) -> Composition:
-    """What a module of so wide a model is made with."""
+    """Returns what a module of so wide a model is made with."""
     return Composition(hidden_size, dtype, parallel)
 
 
@@ -66,7 +66,9 @@ def moe_value(
 def latent_layers(
     count: int, latent_dim: int, rope_dim: int, index_dims: tuple[int, ...] = ()
 ) -> list[Layer]:
-    """Layers that cache latents; `index_dims`: elements of the keys that the first ones choose by."""
+    """Returns the layers that cache latents; `index_dims`: elements of the keys that the first ones choose
+    by.
+    """
 
     def layer(index: int) -> Layer:
         indexer = None
@@ -109,6 +111,11 @@ def shared_width(config: ModelConfig) -> int:
 def layers_of(config: ModelConfig, kind: type[Mixer]) -> frozenset[int]:
     """The numbers of the layers whose mixers are of a kind."""
     return frozenset(i for i, layer in enumerate(config.layers) if isinstance(layer.mixer, kind))
+
+
+def router_of(config: ModelConfig) -> RouterConfig:
+    """The router of the first layer that has experts."""
+    return next(iter(config.routed.values())).router
 
 
 def first_moe(config: ModelConfig) -> MoE:

@@ -66,7 +66,7 @@ def _greedy(logit_bias: tuple[tuple[int, float], ...] = ()) -> SamplingParams:
 
 
 def _good() -> list[Request]:
-    """Prompts of several lengths that never meet the token."""
+    """Returns the prompts of several lengths that never meet the token."""
     prompts = [[3 + (i * 31 + k * 7) % 140 for k in range(5 + 9 * i)] for i in range(3)]
     return [Request(f"g{i}", prompt, _greedy(((POISON, -100.0),))) for i, prompt in enumerate(prompts)]
 

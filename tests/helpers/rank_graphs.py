@@ -47,7 +47,7 @@ class _Recording(host_graphs._Recording):
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in host_graphs.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in host_graphs.tree_leaves(result) if isinstance(leaf, torch.Tensor)]  # type: ignore[attr-defined]
 
 
 class RankRecordings(GraphBackend):

@@ -80,7 +80,7 @@ class TinyEngine:
         return self.wait(requests)
 
     def wait(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The tokens of each request once `count` have ended without an error."""
+        """Returns the tokens of each request once `count` have ended without an error."""
         for _ in requests:
             assert self._ended.acquire(timeout=120)
         assert [request.error_message for request in requests] == [""] * len(requests)
@@ -88,7 +88,7 @@ class TinyEngine:
 
 
 def tiny_model(directory: Path, device: torch.device, dtype: str = "float32", mtp_heads: int = 0) -> CausalLM:
-    """The checkpoint's model without its routed experts."""
+    """Returns the checkpoint's model without its routed experts."""
     overrides = ModelOverrides(dtype=dtype, mtp_heads=mtp_heads)
     model = build_model(read_model_config(directory, overrides), device=device)
     load_weights(model, directory)

@@ -142,7 +142,7 @@ class _Run:
                     self.outputs = runner.sample(plan, logits)
 
     def result(self) -> StepResult:
-        """Host values, once the run has ended."""
+        """Returns host values, once the run has ended."""
         return to_result(self._plan, self.outputs)
 
 
@@ -290,7 +290,9 @@ class Frames:
         self._frames.append(iteration.SerializeToString())
 
     def next_iteration(self) -> ranks_pb2.Iteration:
-        """Another rank's. Fails when rank 0 published no more: this one does something else than rank 0."""
+        """Returns another rank's. Fails when rank 0 published no more: this one does something else than rank
+        0.
+        """
         return ranks_pb2.Iteration.FromString(self._frames.popleft())
 
     def __len__(self) -> int:
@@ -298,7 +300,7 @@ class Frames:
 
 
 class VirtualLeader(VirtualInbox, LeaderInbox):
-    """Of rank 0, whose messages are a script's."""
+    """The inbox of rank 0, whose messages are a script's."""
 
     def __init__(self, device: VirtualDevice, frames: Frames) -> None:
         LeaderInbox.__init__(self, frames)  # type: ignore[arg-type]
@@ -307,7 +309,7 @@ class VirtualLeader(VirtualInbox, LeaderInbox):
 
 
 class VirtualFollower(VirtualInbox, FollowerInbox):
-    """Of another rank, which repeats what rank 0 did, at its own pace."""
+    """The inbox of another rank, which repeats what rank 0 did, at its own pace."""
 
     def __init__(self, device: VirtualDevice, frames: Frames) -> None:
         FollowerInbox.__init__(self, frames)  # type: ignore[arg-type]
@@ -406,7 +408,7 @@ class VirtualEngine:
         assert len(scheduler._free_slots) == scheduler.limits.max_num_seqs
 
     def tokens(self, request: Request) -> list[int]:
-        """All tokens emitted."""
+        """Returns all tokens emitted."""
         return [token for _, delta in self.emitted.get(request.key, []) for token in delta.token_ids]
 
     def token_times(self, request: Request) -> list[float]:

@@ -32,7 +32,9 @@ TABLE = torch.tensor([[1, 2, 0]], dtype=torch.int32)
 
 @torch.inference_mode()
 def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
-    """Five tokens, then two more, of one request; the rank's addend, the cache, and which wrote keys out."""
+    """Returns five tokens, then two more, of one request; the rank's addend, the cache, and which wrote keys
+    out.
+    """
     model = build_model(read_model_config(directory), parallel=parallel)
     load_weights(model, directory)
     config, own = model.config, model.rank_layers
@@ -54,7 +56,7 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
         expanded.append(attention.non_absorbed)
         context = ForwardContext(inputs, cache, attention, None)
         layer = model.model.layers[LAYER].self_attn
-        outputs.append(layer(hidden_states[old : old + new], rotary.table(positions), context))
+        outputs.append(layer(hidden_states[old : old + new], rotary.table(positions), context))  # type: ignore[operator]
     pages = [cache.pages(LAYER)] + ([] if cache.index_keys is None else [cache.index_keys.pages(LAYER)])
     assert attention.selects == (len(pages) == 2)
     return torch.cat(outputs), torch.cat(pages, dim=-1), expanded
@@ -70,7 +72,7 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
     ],
 )
 def test_ranks_add_up_and_hold_the_same_latents(name: str, tmp_path: Path) -> None:
-    """Written out and absorbed: each rank has its heads' rows of every projection, and all latents.
+    """Written out and absorbed, each rank has its heads' rows of every projection, and all latents.
 
     Every rank chooses the tokens alike, by keys of its own.
     """

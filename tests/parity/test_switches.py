@@ -117,7 +117,9 @@ def test_minimax_rotates_as_transformers_whatever_a_factor_says(where: str, tmp_
 
 
 def test_minimax_uses_stored_decays_of_other_layers(tmp_path: Path) -> None:
-    """As transformers does with the buffers that it has saved; rounded ones are computed again."""
+    """Stored decays are used as transformers uses the buffers that it has saved; rounded ones are computed
+    again.
+    """
     reference = write_tiny_model(TINY_MODELS["minimax"], tmp_path, seed=3)
     exact = reference_logits(reference, PROMPT)
     path = tmp_path / "model.safetensors"

@@ -39,12 +39,12 @@ TIGHT = GpuConfig(page_size=4, num_pages=32, max_num_batched_tokens=16, gpu_thre
 
 
 def text_family(name: str) -> str:
-    """Of the language model below a tower."""
+    """Returns the text family of the language model below a tower."""
     return TINY_MODELS[VISION_MODELS[name].text].model_type
 
 
 def family(name: str) -> str:
-    """Of the whole model: towers differ between models of one text family."""
+    """Returns the family of the whole model: towers differ between models of one text family."""
     return VISION_MODELS[name].family or text_family(name)
 
 
@@ -58,7 +58,9 @@ class Answered:
 
 
 def _cases() -> Iterator[Any]:
-    """One model of a family, and others of it for `make test-all`: what transformers answers takes long."""
+    """Yields one model of a family, and others of it for `make test-all`: what transformers answers takes
+    long.
+    """
     seen: set[str] = set()
     for name in sorted(VISION_MODELS):
         yield pytest.param(name, marks=[pytest.mark.full] if family(name) in seen else [])

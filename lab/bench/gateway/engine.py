@@ -67,7 +67,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
         self._pace = Pace(step_s)
 
     async def GetModelInfo(self, _request: Any, _context: Any) -> pb.GetModelInfoResponse:
-        """Facts of the pretended model."""
+        """Returns the facts of the pretended model."""
         return pb.GetModelInfoResponse(
             model_path=str(self._directory),
             is_generation=True,
@@ -90,7 +90,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
     async def Generate(
         self, request: pb.GenerateRequest, _context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """One output of `max_tokens` tokens; those of a request without `stream` at once."""
+        """Yields one output of `max_tokens` tokens; those of a request without `stream` at once."""
         count = request.sampling_params.max_tokens
         if request.stream:
             for number in range(count):
@@ -123,7 +123,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
     async def GenerateWithImages(
         self, messages: AsyncIterator[pb.GenerateWithImagesRequest], context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Such a call whose images are thrown away."""
+        """Answers such a call, whose images are thrown away."""
         gathered = GatheredRequest()
         async for message in messages:
             gathered.take(message)

@@ -22,7 +22,7 @@ _LAYER = "model.layers.*."
 
 
 def _read_router(hf: HfKeys) -> RouterConfig:
-    """The router: sigmoid scores with a bias; more than one group, which no checkpoint has, is refused."""
+    """Reads the router: sigmoid scores with a bias; more than one group is refused."""
     for name in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
         hf.refuse(name, 1)
     hf.refuse("score_func", "sigmoid")

@@ -30,7 +30,7 @@ _HARMLESS = ("cache_implementation", "layer_switch", "model_max_length", "order_
 
 
 def _layer_types(hf: HfKeys, num_layers: int, num_dense: int) -> list[str]:
-    """By `layer_types`; without it every n-th layer sees all; the first dense ones have an n of their own."""
+    """Returns `layer_types`; by default every n-th layer sees all; the first dense ones have their own n."""
     before = hf.integer("prefix_dense_sliding_window_pattern", default=1)
     after = hf.integer("sliding_window_pattern", "_sliding_window_pattern", default=4)
     places = [(layer, before) for layer in range(num_dense)]
@@ -40,7 +40,7 @@ def _layer_types(hf: HfKeys, num_layers: int, num_dense: int) -> list[str]:
 
 
 def _moe_layers(hf: HfKeys, num_layers: int, num_dense: int) -> frozenset[int]:
-    """As listed, or all but the first."""
+    """Returns the MoE layers as listed, or all but the first."""
     kinds = hf.strings("mlp_layer_types") or ("dense",) * num_dense + ("sparse",) * (num_layers - num_dense)
     if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
         raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'dense' and 'sparse'")

@@ -25,7 +25,7 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 
 def read_deepseek_v2(hf: HfKeys) -> ModelConfig:
-    """DeepSeek-V2 and V2-Lite: softmax scores, chosen among all or within the groups of the best experts."""
+    """Reads DeepSeek-V2 and V2-Lite: softmax scores, chosen among all or in the best experts' groups."""
     hf.refuse("scoring_func", "softmax")
     hf.refuse("mlp_bias")
     # Transformers and the published code disagree about what it would do; no checkpoint has it.
@@ -56,12 +56,12 @@ def _latent_v2(keys: MetadataKeys, config: Config) -> Config:
 
 
 def read_deepseek_v3(hf: HfKeys) -> ModelConfig:
-    """DeepSeek-V3, R1 and V3.1, and Kimi-K2: sigmoid router with correction bias."""
+    """Reads DeepSeek-V3, R1 and V3.1, and Kimi-K2: sigmoid router with correction bias."""
     return _v3(hf, after_dense)
 
 
 def read_glm4_moe_lite(hf: HfKeys) -> ModelConfig:
-    """GLM-4.7-Flash: DeepSeek-V3 whose MoE layers may be listed by kind."""
+    """Reads GLM-4.7-Flash: DeepSeek-V3 whose MoE layers may be listed by kind."""
     return _v3(hf, listed_or_after_dense)
 
 

@@ -22,7 +22,7 @@ _SCHEDULE = ("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 
 
 def _listed_kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
-    """The kinds of layers in the order in which the keys outrank one another; none: empty."""
+    """Returns the kinds of layers in the order in which the keys outrank one another; none: empty."""
     name = "indexer_types"
     kinds = hf.strings(name)
     if kinds:
@@ -64,7 +64,7 @@ def _read_indexer(hf: HfKeys, num_layers: int, rope_dim: int, *, interleaved: bo
 
 
 def _read_sparse(hf: HfKeys, *, shares: bool, interleaved: bool) -> ModelConfig:
-    """Either family; `shares`: whether layers may take over what an earlier one chose."""
+    """Returns either family; `shares`: whether layers may take over what an earlier one chose."""
     hf.refuse("mlp_bias")
     if not hf.boolean("rope_interleave", default=True):
         raise hf.error("rope_interleave", False, "true")
@@ -85,14 +85,14 @@ def _read_sparse(hf: HfKeys, *, shares: bool, interleaved: bool) -> ModelConfig:
 
 
 def read_deepseek_v32(hf: HfKeys) -> ModelConfig:
-    """DeepSeek-V3.2: DeepSeek-V3 with an indexer in every layer, whose rotated halves lie apart."""
+    """Reads DeepSeek-V3.2: DeepSeek-V3 with an indexer in every layer, whose rotated halves lie apart."""
     for name in ("indexer_types", *_SCHEDULE):
         hf.refuse(name)
     return _read_sparse(hf, shares=False, interleaved=False)
 
 
 def read_glm_moe_dsa(hf: HfKeys) -> ModelConfig:
-    """GLM-5, and GLM-5.2, whose layers may share an earlier layer's choice."""
+    """Reads GLM-5, and GLM-5.2, whose layers may share an earlier layer's choice."""
     hf.skip("index_share_for_mtp_iteration")
     return _read_sparse(hf, shares=True, interleaved=True)
 

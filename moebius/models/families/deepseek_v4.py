@@ -67,7 +67,7 @@ _OF_V41 = (
 
 
 def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
-    """The kind of attention of each layer; numbers beyond the last one are of multi-token prediction."""
+    """Returns each layer's kind of attention; numbers beyond the last one are of multi-token prediction."""
     kinds = hf.strings("layer_types")
     ratios = hf.integers("compress_ratios")
     if not kinds and ratios:
@@ -83,7 +83,7 @@ def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
 
 
 def _rates(hf: HfKeys) -> dict[str, int]:
-    """Tokens of an entry, by the kind of attention."""
+    """Returns the tokens of an entry, by the kind of attention."""
     section = hf.section("compress_rates")
     found = {}
     for kind, default in _RATES.items():
@@ -95,7 +95,7 @@ def _rates(hf: HfKeys) -> dict[str, int]:
 
 
 def _read_ropes(hf: HfKeys, head_dim: int) -> dict[bool, RopeConfig]:
-    """By whether a layer compresses. Scaling is of those that do, and changes frequencies only."""
+    """Returns rotations by whether a layer compresses, which alone scales, and only frequencies."""
     by_kind = hf.section("rope_parameters")
     theta = hf.number("rope_theta", default=10000.0)
     compressed_theta = hf.number("compress_rope_theta", default=160000.0)
@@ -122,7 +122,7 @@ def _read_ropes(hf: HfKeys, head_dim: int) -> dict[bool, RopeConfig]:
 
 
 def _read_mixers(hf: HfKeys, common: Common) -> list[CompressedAttention]:
-    """The attention of each layer."""
+    """Returns the attention of each layer."""
     ropes = _read_ropes(hf, common.head_dim)
     rope_dim = ropes[True].rotary_dim
     kinds, rates = _kinds(hf, common.num_layers), _rates(hf)
@@ -168,7 +168,7 @@ def _hash_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
 
 
 def _read_ffns(hf: HfKeys, common: Common) -> list[FeedForward]:
-    """Experts in every layer; in the first, a token's id chooses them."""
+    """Returns the experts in every layer; in the first, a token's id chooses them."""
     hf.refuse("topk_method", "noaux_tc")
     hf.refuse("n_group", 1)
     hf.refuse("topk_group", 1)
@@ -196,7 +196,7 @@ def _read_ffns(hf: HfKeys, common: Common) -> list[FeedForward]:
 
 
 def read_deepseek_v4(hf: HfKeys) -> ModelConfig:
-    """DeepSeek-V4-Flash and -Pro."""
+    """Reads DeepSeek-V4-Flash and -Pro."""
     hf.skip(*_HARMLESS)
     for name in _OF_V41:
         hf.refuse(name, [])

@@ -78,7 +78,7 @@ _RELEASED = (
 
 
 def _one_of(hf: HfKeys, name: str, default: int) -> int:
-    """A number, or the same for both kinds of experts."""
+    """Returns a number, or the same for both kinds of experts."""
     found = set(hf.integers(name)) or {default}
     if len(found) != 1 or min(found) < 1:
         raise hf.error(name, sorted(found), "one integer >= 1, for both kinds of experts")
@@ -86,7 +86,7 @@ def _one_of(hf: HfKeys, name: str, default: int) -> int:
 
 
 def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """As listed, or every n-th of the range from the smallest start to the largest end."""
+    """Returns the layers listed, or every n-th of the range from the smallest start to the largest end."""
     kinds = hf.strings("mlp_layer_types")
     starts, ends = hf.integers("moe_layer_start_index"), hf.integers("moe_layer_end_index")
     step = hf.integer("moe_layer_interval", default=1)
@@ -115,7 +115,7 @@ def _read_rope(hf: HfKeys, head_dim: int) -> RopeConfig:
 
 
 def read_ernie4_5_vl_moe(hf: HfKeys) -> ModelConfig:
-    """In either spelling; how wide experts are, and what weighs them, is that of ERNIE 4.5."""
+    """Reads either spelling; how wide experts are, and what weighs them, is that of ERNIE 4.5."""
     hf.skip(*_RELEASED)
     common = read_common(hf, tied=True)
     refuse_bias(hf, common)

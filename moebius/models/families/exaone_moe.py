@@ -46,7 +46,7 @@ def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
 
 
 def _layer_types(hf: HfKeys, num_layers: int) -> list[str]:
-    """By `layer_types`; without it every n-th layer sees all, by default the fourth."""
+    """Returns `layer_types`; without it every n-th layer sees all, by default the fourth."""
     pattern = hf.value("sliding_window_pattern")
     listed = hf.strings("layer_types")
     if listed:

@@ -24,7 +24,7 @@ from moebius.models.rope import read_rope
 
 
 def _layer_types(hf: HfKeys, num_layers: int) -> list[str]:
-    """Without a list the first two layers, every fourth and the last see the whole context."""
+    """Returns the list; without one the first two layers, every fourth and the last see the whole context."""
     sees_all = (layer < 2 or layer % 4 == 1 or layer == num_layers - 1 for layer in range(num_layers))
     return list(hf.strings("layer_types")) or [FULL if whole else SLIDING for whole in sees_all]
 

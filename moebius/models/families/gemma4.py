@@ -78,7 +78,7 @@ def _rope(hf: HfKeys, kind: str, head_dim: int) -> RopeConfig:
 
 
 def _read_moe(hf: HfKeys, common: Common) -> NormedMoE:
-    """Experts in every layer; its MLP counts as the experts that are always active."""
+    """Returns the experts in every layer; its MLP counts as the experts that are always active."""
     if not hf.boolean("enable_moe_block", default=False):
         raise hf.error("enable_moe_block", False, "true: only models with experts are served")
     router = RouterConfig(
@@ -143,7 +143,7 @@ def read_gemma4_text(hf: HfKeys) -> ModelConfig:
 
 
 def read_gemma4(hf: HfKeys) -> ModelConfig:
-    """The text model of `text_config`."""
+    """Returns the text model of `text_config`."""
     return read_gemma4_text(hf)
 
 
@@ -195,7 +195,7 @@ _VISION = VisionFamily(
 
 
 def _rotated(keys: MetadataKeys) -> float:
-    """The part of a head that layers with the whole context rotate; other frequencies are divided away."""
+    """Returns the part of a head that layers with the whole context rotate; the rest is divided away."""
     factors = keys.floats("rope_freqs.weight")
     if factors is None:
         return 1.0
@@ -206,7 +206,7 @@ def _rotated(keys: MetadataKeys) -> float:
 
 
 def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """Sizes of heads by kind of layer; both kinds of rotation."""
+    """Returns the sizes of heads by kind of layer; both kinds of rotation."""
     layers = range(config["num_hidden_layers"])
     slides = keys.listed("attention.sliding_window_pattern", len(layers))
     heads = keys.listed("attention.head_count_kv", len(layers))

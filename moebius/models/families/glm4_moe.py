@@ -21,7 +21,7 @@ _SECTIONS = SectionDefaults((8, 12, 12), interleaved=False)
 
 
 def read_glm4_moe(hf: HfKeys, *, mrope: SectionDefaults | None = None) -> ModelConfig:
-    """GLM-4.5 to 4.7: sigmoid router with groups, dense first layers, half of a head rotated."""
+    """Reads GLM-4.5 to 4.7: sigmoid router with groups, dense first layers, half of a head rotated."""
     common = read_common(hf)
     hf.refuse("sliding_window")
     first_moe = hf.integer("first_k_dense_replace", default=1, minimum=0)

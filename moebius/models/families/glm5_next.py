@@ -63,7 +63,7 @@ _ALWAYS = ("index_kpool_compress", "mhc", "mla_use_nope")
 
 
 def _attending_layers(hf: HfKeys, num_layers: int) -> tuple[int, ...]:
-    """Of `layer_types`, by default every fourth. Raises ModelConfigError unless there are both kinds."""
+    """Returns those of `layer_types`, by default every fourth. Raises ModelConfigError without both."""
     default = tuple(_INDEXED[0] if layer % 4 == 3 else _LINEAR for layer in range(num_layers))
     kinds = hf.strings("layer_types") or default
     attending = tuple(layer for layer, kind in enumerate(kinds) if kind in _INDEXED)
@@ -161,7 +161,7 @@ def _read_ffns(hf: HfKeys, common: Common) -> tuple[FeedForward, ...]:
 
 
 def read_glm5_next(hf: HfKeys) -> ModelConfig:
-    """The language model of GLM-5.3-Flash."""
+    """Returns the language model of GLM-5.3-Flash."""
     hf.skip(*_HARMLESS)
     for name in _ALWAYS:
         if not hf.boolean(name, default=True):

@@ -39,7 +39,7 @@ def read_attention(hf: HfKeys, common: Common, rope: RopeConfig | None) -> GQA:
 
 
 def read_experts(hf: HfKeys, common: Common, shared_size: int) -> MoE:
-    """Experts as wide as `intermediate_size` says; a softmax over the chosen weighs them."""
+    """Returns experts as wide as `intermediate_size` says; a softmax over the chosen weighs them."""
     router = RouterConfig(
         num_experts=hf.integer("num_local_experts"),
         top_k=hf.integer("num_experts_per_tok"),
@@ -61,7 +61,7 @@ def scaled_model(hf: HfKeys, common: Common, mixers: Mixer | Sequence[Mixer], mo
 
 
 def read_granitemoe(hf: HfKeys) -> ModelConfig:
-    """Granite 3, with shared experts where `shared_intermediate_size` is above 0."""
+    """Returns Granite 3, with shared experts where `shared_intermediate_size` is above 0."""
     common = read_common(hf)
     attention = read_attention(hf, common, read_rope(hf, common.head_dim))
     return scaled_model(hf, common, attention, _read_experts(hf, common))

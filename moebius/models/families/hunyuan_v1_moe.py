@@ -81,7 +81,7 @@ _ALWAYS = ("norm_topk_prob", "use_mixed_mlp_moe", "use_qk_norm", "use_rotary_pos
 
 
 def _same_in_all(hf: HfKeys, num_layers: int, *names: str, default: int | None = None) -> int:
-    """A number, or a list of it for each layer. Raises ModelConfigError where layers differ."""
+    """Returns a number, or a list of it for each layer. Raises ModelConfigError where layers differ."""
     values = hf.integers(*names) or (() if default is None else (default,))
     if len(values) not in (1, num_layers) or len(set(values)) != 1 or values[0] < 1:
         raise hf.error(names[0], list(values), f"one integer >= 1, or the same one for {num_layers} layers")

@@ -44,7 +44,7 @@ _HARMLESS = (
 
 
 def _pairs_neighbours(hf: HfKeys) -> bool:
-    """`rope_interleave` where there is one; else whether the configuration is as published."""
+    """Returns `rope_interleave` where there is one; else whether the configuration is as published."""
     for name in _ALWAYS:
         if not hf.boolean(name, default=True):
             raise hf.error(name, False, "true")
@@ -54,7 +54,7 @@ def _pairs_neighbours(hf: HfKeys) -> bool:
 
 
 def _full_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """Layers that choose: as listed, or the first and from the second on every fourth."""
+    """Returns the layers that choose: as listed, or the first and from the second on every fourth."""
     hf.refuse("layer_types", *([kind] * num_layers for kind in _SPARSE))
     default = tuple(_FULL if layer == 0 or layer % 4 == 1 else _SHARED for layer in range(num_layers))
     kinds = hf.strings("indexer_types") or default
@@ -64,7 +64,7 @@ def _full_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
 
 
 def _limit(hf: HfKeys) -> float | None:
-    """Where routed experts clamp; None: they do not."""
+    """Returns where routed experts clamp; None: they do not."""
     value = hf.value("swiglu_limit")
     value = 10.0 if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float):

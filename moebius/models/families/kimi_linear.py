@@ -60,7 +60,7 @@ def _attending_layers(hf: HfKeys, section: HfKeys | None, num_layers: int) -> fr
 
 
 def _read_mixers(hf: HfKeys, common: Common, attention: MLA) -> list[Mixer]:
-    """The mixer of each layer."""
+    """Returns the mixer of each layer."""
     num_layers = common.num_layers
     section = hf.section("linear_attn_config")
     read = partial(read_from_section, hf, section)
@@ -94,7 +94,7 @@ def _read_ffns(hf: HfKeys, common: Common) -> tuple[FeedForward, ...]:
 
 
 def read_kimi_linear(hf: HfKeys) -> ModelConfig:
-    """Kimi-Linear: order is what linear attention and causality make of it, no layer rotates."""
+    """Reads Kimi-Linear: order is what linear attention and causality make of it, no layer rotates."""
     hf.skip(*_HARMLESS)
     for name in ("attn_res_block_size", "mla_use_output_gate"):  # of Kimi-K3
         hf.refuse(name)

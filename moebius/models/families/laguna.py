@@ -36,7 +36,7 @@ _ROPES = {FULL: (500000.0, 0.5), SLIDING: (10000.0, 1.0)}
 
 
 def _num_heads(hf: HfKeys, common: Common) -> tuple[int, ...]:
-    """Query heads of each layer, each a multiple of the KV heads."""
+    """Returns query heads of each layer, each a multiple of the KV heads."""
     num_layers, kv_heads = common.num_layers, common.num_kv_heads
     heads = hf.integers("num_attention_heads_per_layer") or (common.num_heads,) * num_layers
     if len(heads) != num_layers or any(count < 1 or count % kv_heads for count in heads):
@@ -47,7 +47,7 @@ def _num_heads(hf: HfKeys, common: Common) -> tuple[int, ...]:
 
 
 def _gates_heads(hf: HfKeys) -> bool:
-    """Whether a gate weighs a head, or each of its elements. Raises ModelConfigError for anything else."""
+    """Returns whether a gate weighs a head, or each of its elements. Raises ModelConfigError."""
     gating = hf.value("gating")
     allowed = (None, True, "per-head", "per-element")
     kinds = set(hf.strings("gating_types"))
@@ -107,7 +107,7 @@ _GGUF_KEYS = SPARSE_KEYS | {
 
 
 def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
-    """Sizes by layer, and either kind of rotation, of which one may be scaled; gates as wide as stored."""
+    """Returns sizes by layer and both kinds of rotation, one perhaps scaled; gates as wide as stored."""
     if not keys.get("expert_weights_norm"):
         raise keys.error("expert_weights_norm", False, "true")
     count, head_dim = config["num_hidden_layers"], config["head_dim"]

@@ -75,7 +75,7 @@ def _read_ffns(hf: HfKeys, common: Common, size: int) -> tuple[FeedForward, ...]
 
 
 def _read_growth(hf: HfKeys) -> tuple[float, float] | None:
-    """Of queries in layers that do not rotate; switched on by a number, too."""
+    """Reads the growth of queries in layers that do not rotate; switched on by a number, too."""
     tuned: Any = hf.value("attn_temperature_tuning")
     if tuned is not None and tuned not in (0, 1, 4, False, True):
         raise hf.error("attn_temperature_tuning", tuned, "true or false")

@@ -44,7 +44,7 @@ _SAME = {
 
 
 def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
-    """A 0 or 1 for each layer."""
+    """Returns a 0 or 1 for each layer."""
     flags = list(hf.integers(name))
     if len(flags) != num_layers or not set(flags) <= {0, 1}:
         raise hf.error(name, flags, f"{num_layers} of 0 and 1")
@@ -52,7 +52,7 @@ def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
 
 
 def _kinds(hf: HfKeys, num_layers: int) -> list[str]:
-    """By `layer_types` or the published pattern; without either the first and every sixth layer see all."""
+    """Returns kinds as listed or by the published pattern; by default the first and every sixth see all."""
     listed = list(hf.strings("layer_types"))
     if hf.has("hybrid_layer_pattern") and not listed:
         flags = _flags(hf, "hybrid_layer_pattern", num_layers)
@@ -134,7 +134,7 @@ def read_mimo_v2_flash(hf: HfKeys) -> ModelConfig:
 
 
 def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """Windows and KV heads by layer; layers without a router are dense."""
+    """Returns windows and KV heads by layer; layers without a router are dense."""
     layers = range(config["num_hidden_layers"])
     slides = keys.listed("attention.sliding_window_pattern", len(layers))
     heads = keys.listed("attention.head_count_kv", len(layers))

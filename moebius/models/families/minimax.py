@@ -37,7 +37,7 @@ _PUBLISHED = {
 
 
 def _linear_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """Of names or of the published numbers; without a list every second layer.
+    """Returns layers by names or by the published numbers; without a list every second layer.
 
     Raises ModelConfigError unless there are layers of both kinds.
     """
@@ -72,7 +72,7 @@ def _residuals(hf: HfKeys) -> dict[bool, NormedStream]:
 
 
 def _rope(hf: HfKeys, head_dim: int) -> tuple[RopeConfig, tuple[str, ...]]:
-    """Whole heads, or `rotary_dim` elements of each; and a remark where another factor is not read.
+    """Returns whole heads, or `rotary_dim` elements of each; and a remark where another factor is not read.
 
     Published files have no `partial_rotary_factor`, and transformers' model does not look at it unless
     frequencies are scaled; then it can not be run. Raises ModelConfigError for that.

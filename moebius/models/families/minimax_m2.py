@@ -19,7 +19,7 @@ _BIAS = rename(
 
 
 def read_minimax_m2(hf: HfKeys) -> ModelConfig:
-    """MiniMax-M2 and M2.1: every layer is MoE, and `intermediate_size` is an expert's."""
+    """Reads MiniMax-M2 and M2.1: every layer is MoE, and `intermediate_size` is an expert's."""
     common = read_common(hf)
     refuse_bias(hf, common)
     hf.refuse("sliding_window")

@@ -56,7 +56,7 @@ _ALWAYS = ("multimodal_projector_bias", "use_gemma_norm", "use_qk_norm", "use_ro
 
 
 def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
-    """A 0 or 1 for each layer."""
+    """Returns a 0 or 1 for each layer."""
     flags = list(hf.integers(name))
     if len(flags) != num_layers or not set(flags) <= {0, 1}:
         raise hf.error(name, flags, f"{num_layers} of 0 and 1")

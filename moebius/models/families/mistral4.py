@@ -92,7 +92,7 @@ def read_mistral4(hf: HfKeys) -> ModelConfig:
 
 
 def read_mistral3(hf: HfKeys) -> ModelConfig:
-    """The text model of a Mistral 3 or 4 with images; those without experts are refused."""
+    """Returns the text model of a Mistral 3 or 4 with images; those without experts are refused."""
     hf.skip(*_VISION)
     if not hf.has("n_routed_experts"):
         raise hf.error("text_config", "...", "a model with experts (mistral4)")

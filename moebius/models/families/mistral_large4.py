@@ -43,7 +43,7 @@ _VISION = (
 
 
 def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
-    """Which layers choose, in the order in which the keys outrank one another."""
+    """Returns which layers choose, in the order in which the keys outrank one another."""
     name = "indexer_types"
     kinds = hf.strings(name)
     every, offset = hf.value("index_topk_freq"), hf.value("index_skip_topk_offset")
@@ -70,7 +70,7 @@ def _rotating(hf: HfKeys, num_layers: int) -> tuple[bool, ...]:
 
 
 def _sources(hf: HfKeys, rotating: tuple[bool, ...]) -> tuple[int, ...]:
-    """Whose latents each layer attends to; empty: its own everywhere.
+    """Returns whose latents each layer attends to; empty: its own everywhere.
 
     The reference keeps the latest shared latents of each kind of layer: what names others is refused.
     """

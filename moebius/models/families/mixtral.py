@@ -14,7 +14,7 @@ from moebius.models.rope import read_rope
 
 
 def read_mixtral(hf: HfKeys) -> ModelConfig:
-    """Mixtral: every layer is MoE, and `intermediate_size` is an expert's."""
+    """Reads Mixtral: every layer is MoE, and `intermediate_size` is an expert's."""
     common = read_common(hf)
     refuse_bias(hf, common)
     hf.skip("router_jitter_noise")  # of training

@@ -23,7 +23,7 @@ _SECTIONS = SectionDefaults((24, 20, 20), interleaved=True)
 def read_qwen3_moe(
     hf: HfKeys, *, default_theta: float = 10000.0, mrope: SectionDefaults | None = None
 ) -> ModelConfig:
-    """Qwen3-MoE and Qwen3-Coder; the defaults are those of the text tower that uses this too."""
+    """Reads Qwen3-MoE and Qwen3-Coder; the defaults are those of the text tower that uses this too."""
     common = read_common(hf)
     slides = hf.boolean("use_sliding_window", default=False)
     # Qwen3-Coder names what its relatives have and it has not.
@@ -44,7 +44,7 @@ def read_qwen3_moe(
 
 
 def read_qwen3_vl_moe(hf: HfKeys) -> ModelConfig:
-    """Qwen3-VL-MoE: Qwen3-MoE that renormalises whatever `norm_topk_prob` says, and alternating mRoPE."""
+    """Reads Qwen3-VL-MoE: Qwen3-MoE that always renormalises, with alternating mRoPE."""
     if hf.boolean("use_sliding_window", default=False):
         raise hf.error("use_sliding_window", True, "false")
     hf.skip("norm_topk_prob")

@@ -8,6 +8,7 @@ layer, positions in three dimensions and a vision tower.
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, rotated
@@ -22,14 +23,14 @@ from moebius.models.common import (
     read_sparse_layers,
 )
 from moebius.models.config import ModelConfig
-from moebius.models.family import Family, VisionFamily
+from moebius.models.family import Family, MtpFamily, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.layers.ffn import MoE
 from moebius.models.layers.gqa import Gate, QkNorm
 from moebius.models.layers.norms import RMSNorm
 from moebius.models.layers.recurrent import GatedDeltaNet
 from moebius.models.layers.router import RouterConfig
-from moebius.models.names import MTP, ROTARY, SHARED, TEXT, TEXT_SHARED, VISION, VISUAL, TensorNames
+from moebius.models.names import MTP, ROTARY, SHARED, TEXT, TEXT_SHARED, VISION, VISUAL, TensorNames, rename
 from moebius.models.rope import SectionDefaults, read_rope
 from moebius.models.vision import read_grid_vision
 
@@ -92,10 +93,12 @@ def read_gated_moe(hf: HfKeys, common: Common, router: RouterConfig) -> MoE:
 
 
 def read_qwen3_next(hf: HfKeys) -> ModelConfig:
-    """Qwen3-Next and Qwen3-Coder-Next."""
+    """Reads Qwen3-Next and Qwen3-Coder-Next."""
     common = read_common(hf)
     router = read_softmax_router(hf, renormalizes=True)
-    return _config(hf, common, router, read_sparse_layers(hf, common.num_layers), interleaved=True)
+    config = _config(hf, common, router, read_sparse_layers(hf, common.num_layers), interleaved=True)
+    # Where config.json does not say, the checkpoint may have the one layer that was published.
+    return replace(config, num_mtp_layers=hf.integer(*MTP_KEYS, default=1, minimum=0))
 
 
 def read_qwen3_5_moe(hf: HfKeys) -> ModelConfig:
@@ -156,6 +159,15 @@ def gguf_linear_attention(keys: MetadataKeys, config: Config) -> Config:
     return rotated(keys, config) | {"layer_types": kinds, "linear_value_head_dim": heads.value_dim}
 
 
+# The layer of multi-token prediction that is published is one that attends.
+_MTP_RULES = (
+    rename("mtp.fc.**", "mtp.0.eh_proj.**"),
+    rename("mtp.pre_fc_norm_embedding.**", "mtp.0.enorm.**"),
+    rename("mtp.pre_fc_norm_hidden.**", "mtp.0.hnorm.**"),
+    rename("mtp.norm.**", "mtp.0.shared_head.norm.**"),
+    rename("mtp.layers.*.mlp.shared_expert.**", "mtp.*.mlp.shared_experts.**"),
+    rename("mtp.layers.*.**", "mtp.*.**"),
+)
 _NEXT_RULES = (
     *ONE_PLUS_WEIGHT_NORM_RULES,
     gguf_layer("attn_qkv.weight", "linear_attn.in_proj_qkvz.weight", "mixed_part"),
@@ -182,7 +194,7 @@ RULES_3_5 = (
 
 
 def linear_of_three(keys: MetadataKeys, config: Config) -> Config:
-    """The same with positions in time, height and width; files have room for a fourth part."""
+    """Returns the same with positions in time, height and width; files have room for a fourth part."""
     found, name = gguf_linear_attention(keys, config), "rope.dimension_sections"
     keys.skip(name)
     listed = keys.model.value(name)
@@ -201,7 +213,7 @@ FAMILIES = (
         "qwen3_next",
         read_qwen3_next,
         # In GGUF files multi-token prediction follows as one more layer.
-        TensorNames((ROTARY, MTP, SHARED), mtp_layers=True),
+        TensorNames((ROTARY, MTP, SHARED), mtp_layers=True, mtp_renames=_MTP_RULES),
         gguf=(
             GgufFamily(
                 "qwen3next",
@@ -212,23 +224,31 @@ FAMILIES = (
                 rules=_NEXT_RULES,
             ),
         ),
+        mtp=MtpFamily(),
     ),
     Family(
         "qwen3_5_moe",
         read_qwen3_5_moe,
-        TensorNames((MTP, VISION, TEXT_SHARED, TEXT), ("fused", "per_expert")),
+        TensorNames((MTP, VISION, TEXT_SHARED, TEXT), ("fused", "per_expert"), mtp_renames=_MTP_RULES),
         VisionFamily(read_grid_vision, (VISUAL,), tower="Qwen3_5Moe", processor="qwen"),
+        mtp=MtpFamily(),
     ),
     Family(
         "qwen3_5_moe_text",
         read_qwen3_5_moe,
         # In GGUF files multi-token prediction follows as one more layer.
-        TensorNames((MTP, VISION, TEXT_SHARED, TEXT, SHARED), ("fused", "per_expert"), mtp_layers=True),
+        TensorNames(
+            (MTP, VISION, TEXT_SHARED, TEXT, SHARED),
+            ("fused", "per_expert"),
+            mtp_layers=True,
+            mtp_renames=_MTP_RULES,
+        ),
         # Without the vision tower, which is a file of another kind.
         gguf=(
             GgufFamily(
                 "qwen35moe", LINEAR_KEYS, 1, {"norm_topk_prob": True}, linear_of_three, rules=RULES_3_5
             ),
         ),
+        mtp=MtpFamily(),
     ),
 )

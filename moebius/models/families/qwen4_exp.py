@@ -115,7 +115,7 @@ def _read_ngrams(hf: HfKeys, common: Common, linear: frozenset[int]) -> NGramCon
 
 
 def read_qwen4_exp(hf: HfKeys) -> ModelConfig:
-    """The language model: every layer is MoE, and a token has three positions."""
+    """Returns the language model: every layer is MoE, and a token has three positions."""
     hf.skip("intermediate_size", *_HARMLESS)
     hf.refuse("mlp_only_layers", [])
     if not hf.boolean("attn_output_gate", default=True):

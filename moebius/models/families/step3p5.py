@@ -104,7 +104,7 @@ def _check_fixed(hf: HfKeys) -> None:
 
 
 def _per_layer(hf: HfKeys, name: str, num_layers: int) -> tuple[Any, ...]:
-    """A list without its entries of MTP layers; empty where there is none."""
+    """Returns a list without its entries of MTP layers; empty where there is none."""
     value = hf.value(name) if hf.has(name) else None
     if value is None:
         return ()
@@ -114,7 +114,7 @@ def _per_layer(hf: HfKeys, name: str, num_layers: int) -> tuple[Any, ...]:
 
 
 def _numbers(hf: HfKeys, name: str, num_layers: int, default: float) -> tuple[float, ...]:
-    """A number above zero for each layer; one number is that of all."""
+    """Returns a number above zero for each layer; one number is that of all."""
     if hf.has(name) and not isinstance(hf.value(name), list):
         return (hf.number(name),) * num_layers
     values = _per_layer(hf, name, num_layers) or (default,) * num_layers
@@ -125,7 +125,7 @@ def _numbers(hf: HfKeys, name: str, num_layers: int, default: float) -> tuple[fl
 
 
 def _ropes(hf: HfKeys, kinds: tuple[str, ...], head_dim: int) -> tuple[RopeConfig, ...]:
-    """Rotary embedding of each layer; those that slide have no scaling."""
+    """Returns rotary embedding of each layer; those that slide have no scaling."""
     by_kind = hf.section("rope_parameters")
     if by_kind is not None and all(by_kind.has(kind) for kind in kinds):
         # As transformers writes it, with what other keys have said before.
@@ -149,7 +149,7 @@ def _ropes(hf: HfKeys, kinds: tuple[str, ...], head_dim: int) -> tuple[RopeConfi
 
 
 def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: Common) -> tuple[int, ...]:
-    """Query heads of each layer; keys and values are alike in all."""
+    """Returns query heads of each layer; keys and values are alike in all."""
     plain = common.num_heads
     other = hf.section("attention_other_setting")
     if other is None:
@@ -171,7 +171,7 @@ def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: Common) -> tuple[int,
 
 
 def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """`moe_layers_enum`, numbers in a list or in a string with commas; without it all from the third."""
+    """Returns `moe_layers_enum`, a list or a string with commas; by default all from the third."""
     listed = hf.value("moe_layers_enum")
     if hf.has("mlp_layer_types"):
         return listed_or_after_dense(hf, num_layers)
@@ -200,7 +200,7 @@ def _read_moe(hf: HfKeys, common: Common) -> MoE:
 
 
 def clamp_limits(hf: HfKeys, name: str, num_layers: int) -> tuple[float, ...]:
-    """Where each layer clamps gate and up, infinite where it does not (null or 0); no list: empty."""
+    """Returns where each layer clamps gate and up, infinite where it does not (null or 0); no list: empty."""
     limits = []
     for value in _per_layer(hf, name, num_layers):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
@@ -216,7 +216,7 @@ def clamped_ffns(
     limits: Sequence[float],
     dense_limits: Sequence[float],
 ) -> list[FeedForward]:
-    """The feed-forward block of each layer where experts, and MLPs besides, clamp layer by layer."""
+    """Returns the feed-forward block of each layer where experts, and MLPs besides, clamp layer by layer."""
 
     def clamped(layer: int, limit: float, dense_limit: float) -> FeedForward:
         if layer not in moe_layers:
@@ -228,7 +228,7 @@ def clamped_ffns(
 
 
 def read_step3p5(hf: HfKeys) -> ModelConfig:
-    """Step-3.5-Flash: every layer may have its own number of heads, window, rotary embedding and clamp."""
+    """Reads Step-3.5-Flash: each layer may have its own heads, window, rotary embedding and clamp."""
     hf.skip(*_HARMLESS)
     _check_fixed(hf)
     common = read_common(
@@ -266,7 +266,7 @@ def read_step3p5(hf: HfKeys) -> ModelConfig:
 
 
 def read_step3p7(hf: HfKeys) -> ModelConfig:
-    """Step-3.7-Flash: the text model of Step-3.5 in `text_config`."""
+    """Reads Step-3.7-Flash: the text model of Step-3.5 in `text_config`."""
     hf.skip(*_VISION)
     return read_step3p5(hf)
 
@@ -352,7 +352,7 @@ def _gguf_scaling(keys: MetadataKeys, size: int, theta: float) -> dict[str, Any]
 
 
 def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """Heads, windows and clamps by layer; llama.cpp rotates half of a head in layers that do not slide."""
+    """Returns heads, windows and clamps by layer; llama.cpp rotates half a head unless layers slide."""
     count = config["num_hidden_layers"]
     slides = keys.listed("attention.sliding_window_pattern", count)
     heads, kv_heads = (keys.listed(f"attention.{name}", count) for name in ("head_count", "head_count_kv"))

@@ -28,7 +28,6 @@ class CompressedAttention(Mixer):
     one a query sees all of them.
     """
 
-    unrewindable: ClassVar[str] = "attention over entries that stand for several tokens each"
     stores_8_bits: ClassVar[bool] = False
 
     num_heads: int

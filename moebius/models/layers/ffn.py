@@ -22,12 +22,12 @@ class FeedForward(ABC):
 
     @property
     def late_refusal(self) -> str:
-        """Why what experts answer can not be added a layer late; empty: it can."""
+        """Returns why what experts answer can not be added a layer late; empty: it can."""
         return ""
 
     @abstractmethod
     def on_rank(self, rank: int, num_ranks: int) -> Self:
-        """The part of one of `num_ranks` tensor-parallel ranks."""
+        """Returns the part of one of `num_ranks` tensor-parallel ranks."""
 
     @property
     @abstractmethod
@@ -36,11 +36,11 @@ class FeedForward(ABC):
 
     @abstractmethod
     def row_bytes(self, activation_bytes: int) -> int:
-        """Bytes of one token that live at once, without products of experts."""
+        """Returns the bytes of one token that live at once, without products of experts."""
 
     @abstractmethod
     def weight_elements(self, hidden_size: int) -> int:
-        """Elements of the weights that a token meets, chosen experts' included."""
+        """Returns the number of elements of the weights that a token meets, chosen experts' included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +107,11 @@ class Routed(FeedForward):
         return _MIXED_CHOICES if self.router.num_zero_experts else ""
 
     def expert_input_size(self, hidden_size: int) -> int:
-        """Elements that an expert is given of a token."""
+        """Returns the number of elements that an expert is given of a token."""
         return hidden_size
 
     def with_top_k(self, top_k: int) -> Self:
-        """The same block where a token chooses `top_k` experts."""
+        """Returns the same block where a token chooses `top_k` experts."""
         return replace(self, router=replace(self.router, top_k=top_k))
 
 

@@ -26,7 +26,7 @@ class Sequential:
 
     @property
     def late_refusal(self) -> str:
-        """Why what experts answer can not be added a layer late; empty: it can."""
+        """Returns why what experts answer can not be added a layer late; empty: it can."""
         if self.normed_output != "none":
             return NORMS_EXPERTS
         return _SCALES_STREAM if self.learned_scale else ""

@@ -76,7 +76,7 @@ def _naive(case: Case, pages: torch.Tensor, query: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("step", sorted(STEPS))
 def test_scores_are_the_best_token_of_each_block(step: str, first: int) -> None:
-    """In torch and as a kernel, also of a later part of the rows."""
+    """Scores agree in torch and as a kernel, also of a later part of the rows."""
     case = make_case(Geometry(), STEPS[step])
     generator = torch.Generator().manual_seed(3)
     pages = torch.randn(case.cache.num_pages, 4, SIZES.head_dim, generator=generator)

@@ -190,7 +190,7 @@ def test_layers_of_one_step_may_differ() -> None:
 
 
 def test_layers_of_one_step_may_have_fewer_heads() -> None:
-    """In turns, with and without a window: what a layer's splits leave must fit its own heads."""
+    """Layers take turns, with and without a window: what a layer's splits leave must fit its own heads."""
     case = make_case(Geometry(), [(100, 1), (70, 3)])
     fewer = replace(case, query=case.query[:, :4].contiguous(), geometry=replace(case.geometry, num_heads=4))
     for name in ("torch", "triton"):

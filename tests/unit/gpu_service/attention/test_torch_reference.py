@@ -82,7 +82,7 @@ def run(case: Case) -> torch.Tensor:
 
 
 def naive(case: Case) -> torch.Tensor:
-    """One row, one head at a time, in float64."""
+    """Returns one row, one head at a time, in float64."""
     rows = []
     for request, begin in enumerate(case.inputs.query_start_loc[:-1]):
         for row in range(begin, case.inputs.query_start_loc[request + 1]):

@@ -36,7 +36,7 @@ Choice = tuple[torch.Tensor, torch.Tensor]
 
 
 def _choices(tokens: int, top_k: int, seed: int) -> tuple[torch.Tensor, Choice, Choice]:
-    """Ids of 8 tokens, and of 5 experts of either kind; the last row is padding."""
+    """Returns the ids of 8 tokens, and of 5 experts of either kind; the last row is padding."""
     generator = torch.Generator().manual_seed(seed)
 
     def choice() -> Choice:
@@ -48,7 +48,7 @@ def _choices(tokens: int, top_k: int, seed: int) -> tuple[torch.Tensor, Choice, 
 
 
 def test_a_token_is_computed_by_the_parts_of_its_experts() -> None:
-    """Of the first kind's experts three parts each, then of the second's one; each weighs as its expert."""
+    """The first kind's experts have three parts each, then the second's one; each weighs as its expert."""
     tokens, first, second = _choices(9, 2, seed=1)
     weights, ids = choose_by_kind.reference(tokens, torch.tensor([2, 5]), first, second, 5, (3, 1))
     assert ids.shape == weights.shape == (9, 6)
@@ -97,7 +97,7 @@ def test_parts_have_places_in_the_checkpoint() -> None:
 
 @pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "ernie4_5_moe_vl_no_shared_tied"])
 def test_parts_of_an_expert_add_up_to_it(name: str, tmp_path: Path) -> None:
-    """Of either kind, as the servers' reader has them."""
+    """Parts of either kind add up, as the servers' reader has them."""
     make_tiny_model(name, tmp_path)
     geometry = read_geometry(tmp_path)
     assert geometry.kinds is not None
@@ -169,7 +169,7 @@ def _read(tmp_path: Path, name: str, **changes: Any) -> ModelConfig:
 
 
 def test_both_spellings_say_the_same(tmp_path: Path) -> None:
-    """Of the 28B as released, and of the 424B as transformers writes it."""
+    """The 28B as released and the 424B as transformers writes it are read alike."""
     small, large = _read(tmp_path, "ernie-4.5-vl-28b-a3b"), _read(tmp_path, "ernie-4.5-vl-424b-a47b")
     for config, parts, part, layers, shared in ((small, (3, 1), 512, 27, 3072), (large, (7, 3), 512, 51, 0)):
         assert config.unread_keys == ()
@@ -191,7 +191,7 @@ def test_both_spellings_say_the_same(tmp_path: Path) -> None:
 
 
 def test_experts_per_token_are_those_of_a_kind(tmp_path: Path) -> None:
-    """Not their parts."""
+    """The number counts experts, not their parts."""
     _read(tmp_path, "ernie-4.5-vl-28b-a3b")
     config = read_model_config(tmp_path, ModelOverrides(top_k=2))
     kinds = first_moe(config).kinds

@@ -37,7 +37,7 @@ class QueuedExperts:
         return given
 
     def collect(self, ticket: Any, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """As clients do, in place."""
+        """Adds as clients do, in place."""
         assert ticket is self._tickets.popleft(), "not in the order of submission"
         self.events.append(f"collect {ticket[0]}")
         answer = answered(*ticket)
@@ -45,7 +45,7 @@ class QueuedExperts:
 
 
 def answered(layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """float32 `[T, H]`."""
+    """Returns float32 `[T, H]`."""
     return rows.float() * (weights * (ids + 1) * layer).sum(dim=1, keepdim=True)
 
 

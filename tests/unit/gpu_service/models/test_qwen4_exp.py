@@ -85,7 +85,7 @@ def _text_config(**changes: Any) -> Any:
 
 
 def _their_rows(place: int) -> tuple[list[list[int]], Any]:
-    """Of transformers' table the rows of all tokens, and its module."""
+    """Returns the rows of all tokens in transformers' table, and its module."""
     from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
     module = Qwen4ExpTextNGramEmbedding(_text_config(), SIZES.embed_dim, 0, place)
@@ -247,7 +247,7 @@ def _embeds(layer: Layer) -> bool:
 
 
 def test_caches_take_what_the_plan_says(tmp_path: Path) -> None:
-    """Also of ranks and stages; a step's scores and masks are in the plan."""
+    """Caches of ranks and stages take it, too; a step's scores and masks are in the plan."""
     write_tiny_model(TINY_MODELS["qwen4_exp_text_three_streams_bias_tied"], tmp_path, seed=3)
     config = read_model_config(tmp_path)
     stages = [rank_layers(config, ParallelContext(stage=stage, num_stages=2)) for stage in range(2)]
@@ -304,7 +304,9 @@ def test_files_with_other_hashes_are_refused(tmp_path: Path) -> None:
 
 
 def test_tables_in_8_bits_stay_so(tmp_path: Path) -> None:
-    """As published in fp8: parts of codes, one scale; planned as loaded, and the values are the codes'."""
+    """Tables stay as published in fp8, parts of codes and one scale; they are planned as loaded, and the
+    values are the codes'.
+    """
     tiny, prompt = TINY_MODELS["qwen4_exp"], [3, 17, 200, 7, 99, 42]
     logits, scale, sizes, tables = [], torch.tensor([0.01953125]), [], []
     for name in ("fp8", "plain"):
@@ -377,7 +379,9 @@ def test_ranks_have_parts_of_a_table(ranks: int) -> None:
 
 
 def test_next_to_a_gpu_tables_stay_in_the_hosts_memory(tmp_path: Path) -> None:
-    """In pages of their own, which are locked; a plan counts them as RAM and leaves them out on the GPU."""
+    """Tables are in pages of their own, which are locked; a plan counts them as RAM and leaves them out on
+    the GPU.
+    """
     table = NGramRows(SIZES, 60, Composition(8, torch.float32, SOLO, torch.device("cuda")))
     whole, columns = ShardRange.whole(60), ShardRange.whole(SIZES.row_dim)
     target = Target(table, "weight", (60, SIZES.row_dim), whole, columns, 0)

@@ -154,7 +154,7 @@ def _read_hy(tmp_path: Path, **changes: Any) -> Any:
 
 
 def test_hy4_is_read(tmp_path: Path) -> None:
-    """Of published weights, neighbours are a rotary pair; keys that transformers has not tell them."""
+    """Neighbours in published weights are a rotary pair; keys that transformers has not tell them."""
     config = _read_hy(tmp_path)
     hyper, mixers = config.layers[0].residual, mixers_of(config, MLA)
     indexer, rope = mixers[0].indexer, mixers[0].rope

@@ -34,7 +34,7 @@ class Failing(StepRunner):
         return self
 
     def finish(self) -> StepResult:
-        """The end of a launched step."""
+        """Returns the end of a launched step."""
         raise self._error
 
     def undo(self) -> None:
@@ -55,7 +55,7 @@ class Failing(StepRunner):
 
 
 def guarded(error: Exception, at_launch: bool) -> tuple[GuardedRunner, list[str]]:
-    """A runner, and what it reported to the group."""
+    """Returns a runner, and what it reported to the group."""
     reported: list[str] = []
     fail: Callable[[str], None] = reported.append
     return GuardedRunner(Failing(error, at_launch), fail), reported

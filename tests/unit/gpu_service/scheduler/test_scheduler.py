@@ -22,7 +22,7 @@ from tests.helpers.engine_harness import Knobs, LateSupply, build_scheduler, mak
 
 
 def results(batch: Batch, token: int = 5) -> list[RowResult]:
-    """Every row that samples gets `token`, those of drafts too."""
+    """Returns every row that samples gets `token`, those of drafts too."""
     drafts = batch.drafts or [[]] * len(batch.requests)
     return [
         RowResult(token if samples else None, verified=[RowResult(token) for _ in own])
@@ -31,7 +31,7 @@ def results(batch: Batch, token: int = 5) -> list[RowResult]:
 
 
 def step(scheduler: Scheduler) -> Batch:
-    """One synchronous step."""
+    """Returns one synchronous step."""
     batch = scheduler.schedule()
     assert batch is not None
     scheduler.commit(batch, results(batch))
@@ -235,7 +235,7 @@ def test_decoding_never_waits_for_a_long_prompt() -> None:
 
 
 def test_a_request_alone_reaches_the_context_limit() -> None:
-    """As large as the pool: no watermark or reservation may keep it waiting."""
+    """A request as large as the pool runs: no watermark or reservation may keep it waiting."""
     scheduler = build_scheduler(Knobs(num_pages=11, page_size=4, budget=16))
     assert scheduler.limits.context_limit == 40
     request = make_request("big", prompt_of(1, 30), max_tokens=10)
@@ -249,7 +249,7 @@ def test_a_request_alone_reaches_the_context_limit() -> None:
     ("length", "output", "field"), [(40, 1, "input_ids"), (30, 11, "max_tokens"), (0, 1, "one")]
 )
 def test_what_can_never_fit_is_refused(length: int, output: int, field: str) -> None:
-    """At the door, with the field and the limit; not by waiting for ever."""
+    """The request is refused at the door, with the field and the limit, and does not wait for ever."""
     scheduler = build_scheduler(Knobs(num_pages=11, page_size=4))
     with pytest.raises(RequestRefused, match=field):
         scheduler.add(make_request("big", prompt_of(1, length), max_tokens=output))
@@ -311,7 +311,7 @@ def test_chunks_end_on_pages_or_make_progress() -> None:
 
 
 def test_a_token_is_the_main_lanes_even_where_streaming_pays_from_one_on() -> None:
-    """Of a model whose experts are streamed at any length, decoding is never left to the prefill lane, which
+    """For a model whose experts are streamed at any length, decoding is never left to the prefill lane, which
     takes prompts only: it would not be computed.
     """
     scheduler = build_scheduler(

@@ -21,7 +21,7 @@ PAGE, SEQS = 4, 8
 
 
 def step(scheduler: Scheduler) -> Batch:
-    """One synchronous step in which every row samples 5."""
+    """Returns one synchronous step in which every row samples 5."""
     batch = scheduler.schedule()
     assert batch is not None
     scheduler.commit(batch, [RowResult(5 if samples else None) for samples in batch.samples])
@@ -30,13 +30,13 @@ def step(scheduler: Scheduler) -> Batch:
 
 
 def tokens_of(batch: Batch, request: Request) -> int:
-    """What the step computes for a request."""
+    """Returns what the step computes for a request."""
     pairs = zip(batch.requests, batch.num_new_tokens, strict=True)
     return sum(count for other, count in pairs if other is request)
 
 
 def roomy(budget: int, num_seqs: int = SEQS, scored_token_cost: int = 1) -> Scheduler:
-    """A scheduler that never lacks pages."""
+    """Returns a scheduler that never lacks pages."""
     knobs = Knobs(num_pages=40_000, max_num_seqs=num_seqs, budget=budget, context_limit=10_000)
     scheduler = build_scheduler(knobs)
     limits: SchedulerLimits = replace(scheduler.limits, scored_token_cost=scored_token_cost)
@@ -111,7 +111,8 @@ ARRIVALS = st.lists(
 def test_every_prompt_is_done_within_the_work_of_its_elders(
     arrivals: list[list[tuple[int, int]]], budget: int
 ) -> None:
-    """Whatever arrives later, and however short: at most what older prompts need, at half the budget.
+    """A prompt waits at most for what older prompts need, at half the budget, whatever arrives later, and
+    however short.
 
     With it in every step: the budget holds, each decode gets its token, chunks are whole pages.
     """

@@ -112,7 +112,7 @@ def _has_qk_norm(config: ModelConfig) -> bool:
 
 
 def _moe_layers(tmp_path: Path, base: dict[str, Any], **changes: Any) -> tuple[int, ...]:
-    """As both services read them, which must agree."""
+    """Returns the MoE layers as both services read them, which must agree."""
     layers = _read(tmp_path, base, **changes).moe_layer_ids
     assert read_geometry(tmp_path).moe_layers == layers
     return layers
@@ -262,6 +262,6 @@ def test_hunyuan_v1_moe(tmp_path: Path) -> None:
 def test_what_a_family_does_not_compute_is_refused(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    """By the name of the key and its value."""
+    """The refusal has the name of the key and its value."""
     with pytest.raises(ModelConfigError, match=message):
         _read(tmp_path, base, **changes)

@@ -59,7 +59,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
 
 
 def leaves(base: type) -> set[str]:
-    """The names of all classes below one that have none below themselves."""
+    """Returns the names of all classes below one that have none below themselves."""
     # By names: a class with slots is made of one without, which may still be there.
     found: dict[str, set[str]] = {}
     kinds = [base]
@@ -73,7 +73,7 @@ def leaves(base: type) -> set[str]:
 def test_every_kind_has_one_module() -> None:
     """A value that no table names could be written down and not be computed."""
     assert leaves(Mixer) == {kind.__name__ for kind in MIXERS}
-    assert leaves(FeedForward) <= {kind.__name__ for kind in (Dense, *ROUTED)}
+    assert leaves(FeedForward) <= {kind.__name__ for kind in (Dense, *ROUTED)}  # type: ignore[attr-defined]
     assert set(get_args(Residual)) == set(RESIDUALS)
     assert {kind for kind in MIXERS if not issubclass(kind, Recurrent)} == set(CACHES)
 
@@ -89,7 +89,9 @@ def test_the_models_here_have_every_kind(configs: dict[str, ModelConfig]) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_count_the_weights_of_their_mixers(name: str, configs: dict[str, ModelConfig]) -> None:
-    """Up to norms, biases and vectors of heads: what the planner and the scheduler's costs go by."""
+    """Layers count all weights up to norms, biases and vectors of heads: what the planner and the scheduler's
+    costs go by.
+    """
     config = configs[name]
     model = build_model(config)
     for layer, module in zip(config.layers, model.model.layers, strict=True):
@@ -114,7 +116,9 @@ def _mixer_of(module: nn.Module, index: int) -> nn.Module:
 def test_caches_and_states_are_what_layers_declare(
     name: str, stages: int, configs: dict[str, ModelConfig]
 ) -> None:
-    """Of every rank: bytes as planned, and a place of its own for each part that keeps something."""
+    """Every rank has the bytes that are planned, and a place of its own for each part that keeps
+    something.
+    """
     config, dtype = configs[name], torch.float32
     for stage in range(stages):
         try:

@@ -78,7 +78,7 @@ NEXT_5: dict[str, Any] = {
 
 
 def attending(config: ModelConfig) -> tuple[int, ...]:
-    """Layers that have a cache."""
+    """Returns the layers that have a cache."""
     return tuple(i for i, layer in enumerate(config.layers) if cached([layer]))
 
 
@@ -199,7 +199,7 @@ JAMBA = Published.load("jamba-1.5-mini").config
 
 
 def test_layers_of_one_half_are_read(tmp_path: Path) -> None:
-    """Of 88 layers 8 have a cache, 40 a state and 40 experts, which work in a narrower space."""
+    """8 of 88 layers have a cache, 40 a state and 40 experts, which work in a narrower space."""
     config = _read(tmp_path, NEMOTRON)
     assert attending(config) == (7, 16, 25, 36, 47, 58, 69, 78)
     assert (len(layers_of(config, Mamba2)), len(config.routed)) == (40, 40)

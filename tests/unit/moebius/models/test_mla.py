@@ -232,7 +232,7 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 def _read_large4(tmp_path: Path, **changes: Any) -> ModelConfig:
-    """Mistral Large 4 with its published sizes, in eight layers."""
+    """Returns Mistral Large 4 with its published sizes, in eight layers."""
     config = Published.load("mistral-large-4").config
     text = {
         name: value[:8] if isinstance(value, list) else value for name, value in config["text_config"].items()

@@ -28,7 +28,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _copy(source: Path, target: Path, **changes: Any) -> Path:
-    """The checkpoint with other values in config.json; files of weights are linked."""
+    """Returns the checkpoint with other values in config.json; files of weights are linked."""
     for file in source.iterdir():
         (target / file.name).symlink_to(file)
     described = json.loads((source / "config.json").read_text()) | changes
@@ -61,7 +61,7 @@ def test_a_configuration_that_promises_no_heads_is_refused(glm: Path, tmp_path: 
 
 
 def test_a_checkpoint_that_lacks_the_promised_heads_is_refused_naming_them(glm: Path, tmp_path: Path) -> None:
-    """As most quantised copies: the configuration is the original's, the last layer is gone."""
+    """Most quantised copies are like that: the configuration is the original's, the last layer is gone."""
     directory = _copy(glm, tmp_path)
     index = json.loads((glm / "model.safetensors.index.json").read_text())
     index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != MTP_FILE}

@@ -50,7 +50,7 @@ GLM: dict[str, Any] = V32 | {
 
 
 def read(directory: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    """What a config.json with these keys means."""
+    """Returns what a config.json with these keys means."""
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
     (directory / "config.json").write_text(json.dumps(values))
     return read_model_config(directory)
@@ -134,7 +134,7 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 def test_pages_hold_the_keys_of_layers_that_choose(tmp_path: Path) -> None:
-    """Of every rank, whose part of the heads does not matter; of a stage, its own layers'."""
+    """Every rank has them, whatever its part of the heads; a stage has its own layers'."""
     config = read(tmp_path, GLM)
     heads = rank_layers(config, ParallelContext(1, 2))
     stage = rank_layers(
