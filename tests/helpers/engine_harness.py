@@ -62,6 +62,9 @@ LOOPS = pytest.mark.parametrize(
     ids=["synchronous", "overlap", "device"],
 )
 
+# For one recovery of lost experts; only a hang takes as long.
+RECOVERY_TIMEOUT_S = 120.0
+
 
 class FlakyExperts:
     """Stands for an expert client that host code drives: counts recoveries, or fails or stalls them."""
@@ -173,8 +176,8 @@ def build_scheduler(knobs: Knobs, prefill_chunk_max: int = 0) -> Scheduler:
 
 def _step_runner(runner: ModelRunner, knobs: Knobs) -> StepRunner:
     if knobs.device_runner:
-        return DeviceRunner(runner, HostDeviceStream(), recovery_timeout_s=5)
-    return HostRunner(runner, CpuStream() if knobs.overlap else InlineStream(), recovery_timeout_s=5)
+        return DeviceRunner(runner, HostDeviceStream(), recovery_timeout_s=RECOVERY_TIMEOUT_S)
+    return HostRunner(runner, CpuStream() if knobs.overlap else InlineStream(), RECOVERY_TIMEOUT_S)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +115,8 @@ def test_a_client_that_fills_the_gateway_keeps_no_other_out(fake: tuple[FakeEngi
             return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).status_code
 
         scripted.reset()
-        scripted.script = Script(delay_s=1.0)
+        go_on = threading.Event()
+        scripted.script = Script(held=go_on)
         held = [threads.submit(post, greedy) for _ in range(4)]
         while len(scripted.seen.requests) < 4:
             assert not any(one.done() for one in held)
@@ -123,6 +125,7 @@ def test_a_client_that_fills_the_gateway_keeps_no_other_out(fake: tuple[FakeEngi
         while len(scripted.seen.requests) < 6:
             assert not any(one.done() for one in others)
         assert post(other) == 429  # it has a half of the places
+        go_on.set()
         assert [one.result() for one in (*held, *others)] == [200] * 6
     fairness_ids = Counter(request.fairness_id for request in scripted.seen.requests)
     assert sorted(fairness_ids.values()) == [2, 4]
