@@ -28,8 +28,8 @@ test: setup lint
 # A system's Python that was replaced takes its environments with it.
 $(shell test ! -e $(READY) || $(BIN)/python -c "" 2>/dev/null || rm -f $(READY))
 # An editable install has a table of packages, so a new one is not found until it is made again.
-PACKAGES := $(shell find moebius gateway gpu_service expert_service -name __init__.py)
-$(READY): pyproject.toml CMakeLists.txt tools/setup $(wildcard deploy/locks/*/*.txt) $(PACKAGES) $(shell find kernels -name '*.cc' -o -name '*.h')
+PACKAGES := $(shell find moebius app lab gateway gpu_service expert_service -name __init__.py)
+$(READY): pyproject.toml lab/pyproject.toml CMakeLists.txt tools/setup $(wildcard deploy/locks/*/*.txt) $(PACKAGES) $(shell find kernels -name '*.cc' -o -name '*.h')
 	@PYTHON=$(PYTHON) tools/setup $(VENV)
 setup: $(READY)
 

@@ -35,7 +35,7 @@ def direct(arguments: Sequence[str]) -> Callable[[], object] | None:
         check_limits(arguments[0])  # type: ignore[arg-type]  # one of its three
         config = load_config(arguments[2], {})
         if not _is_complete(config):
-            from moebius.app.cli import main
+            from app.cli import main
 
             gc.enable()
             main(list(arguments))
@@ -82,12 +82,12 @@ def main() -> None:
     # Of this process and of all that it starts: gRPC's library notes on stderr, below the level of errors,
     # every server that says goodbye. A level that a user has set stays.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from moebius.app.exits import exit_with
+    from app.exits import exit_with
 
     run = direct(sys.argv[1:])
     if run is not None:
         exit_with(run)
-    from moebius.app.cli import main as command_line
+    from app.cli import main as command_line
 
     command_line()
 

@@ -30,7 +30,7 @@ class MeasuredCores:
 
 @dataclass(frozen=True, slots=True)
 class ReadCurve:
-    """The read bandwidth of the cores of one NUMA node; filled by `moebius.app.bench.read_curve`."""
+    """The read bandwidth of the cores of one NUMA node; filled by `app.bench.read_curve`."""
 
     on: MeasuredCores
     # (threads, bytes per second that all of them read), by ascending threads.

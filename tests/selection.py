@@ -23,7 +23,7 @@ FAST = (
     "tests/unit/moebius/test_api_keys.py",
     "tests/unit/gpu_service/engine/test_block_table.py",
     "tests/unit/moebius/checkpoint/test_*.py",
-    "tests/unit/moebius/app/test_cli.py",
+    "tests/unit/app/test_cli.py",
     "tests/unit/moebius/test_config_loader.py",
     "tests/unit/repository/test_docs.py",
     # Not parsers, prompt processes and most grammars, which take minutes.

@@ -136,7 +136,7 @@ def _limits() -> Iterator[None]:
 
 def _judge(model: Path) -> tuple[Fate, str]:
     """Right: a plan, or one sentence about what is wrong with the file."""
-    from moebius.app.cli import main
+    from app.cli import main
 
     said = io.StringIO()
     try:

@@ -14,10 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 from gpu_service.core.request import Request, SamplingParams
-from moebius.app.random_model import RandomModelOptions, write_random_model
-from moebius.app.random_model.replay import fit_replay
-from moebius.app.random_model.shapes import SHAPES
-from moebius.app.random_model.tensors import FIRST_WORD
+from lab.random_model import RandomModelOptions, write_random_model
+from lab.random_model.replay import fit_replay
+from lab.random_model.shapes import SHAPES
+from lab.random_model.tensors import FIRST_WORD
 from moebius.config import PlacementConfig
 from moebius.errors import UserError
 from moebius.placement import ExpertStatistics

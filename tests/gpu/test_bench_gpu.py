@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moebius.app.random_model import RandomModelOptions, write_random_model
+from lab.random_model import RandomModelOptions, write_random_model
 
 pytestmark = pytest.mark.gpu
 

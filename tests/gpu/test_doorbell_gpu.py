@@ -276,7 +276,7 @@ def test_memory_is_given_back() -> None:
 
 def test_bench_measures_every_signal(tmp_path: Path) -> None:
     """A short run of the bench, answers checked, with its limit next to it."""
-    from moebius.app.bench.mailbox_device import DeviceOptions, run
+    from lab.bench.mailbox_device import DeviceOptions, run
 
     options = DeviceOptions(("doorbell", "memops", "host"), (1,), (1, 8), 4, 10, None, "")
     rows = run(options, tmp_path / "rows.json")

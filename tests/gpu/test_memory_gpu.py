@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gpu_service.memory.device_memory import CudaMemory
-from moebius.app.bench.engine.drive import running_engine
-from moebius.app.bench.engine.measure import random_prompts
-from moebius.app.random_model import RandomModelOptions, write_random_model
+from lab.bench.engine.drive import running_engine
+from lab.bench.engine.measure import random_prompts
+from lab.random_model import RandomModelOptions, write_random_model
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
 from moebius.errors import UserError

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from moebius.app.supervisor.supervisor import Supervisor
+from app.supervisor.supervisor import Supervisor
 from moebius.errors import PEER_LOST_EXIT
 from tests.helpers.family_answers import errors
 from tests.helpers.ports import free_port

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.random_model import RandomModelOptions, write_random_model
+from lab.random_model import RandomModelOptions, write_random_model
 from tests.helpers.profiled import check_profile, check_top
 from tests.helpers.stack import Stack, running_stack
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moebius.app.demo_model import build_demo_model, default_directory
-from moebius.app.demo_model.download import fetch_gguf, silent
+from app.demo_model import build_demo_model, default_directory
+from app.demo_model.download import fetch_gguf, silent
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN_FILE = DATA / "demo_golden.json"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from moebius.app.cli import main as cli
+from app.cli import main as cli
 from tests.helpers.stack import ROOT
 
 

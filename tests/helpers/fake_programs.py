@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from moebius.app.supervisor.health import Plan, Probe, ProcessSpec, Segment, Timing
+from app.supervisor.health import Plan, Probe, ProcessSpec, Segment, Timing
 
 # Writes its pid to the file in argv[1], says so, and stops cleanly on SIGTERM, noting that it did.
 OBEDIENT = """

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moebius.app.planning.gpu_models import find_gpu_model
-from moebius.app.planning.hardware import Hardware
-from moebius.app.random_model.shapes import parse_shape
+from app.planning.gpu_models import find_gpu_model
+from app.planning.hardware import Hardware
+from lab.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
 from tests.helpers.published_checkpoints import Published

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from moebius.app.bench.steps import RING, WAIT
-from moebius.app.cli import main
+from app.cli import main
+from lab.bench.steps import RING, WAIT
 from tests.helpers.stack import Stack
 
 # Microseconds. Within one clock nothing is off; CUPTI's times are converted from the GPU's clock.

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from moebius.app.supervisor.plan import ServePlan, plan_processes
-from moebius.app.supervisor.process import ManagedProcess
-from moebius.app.supervisor.supervisor import Supervisor
+from app.supervisor.plan import ServePlan, plan_processes
+from app.supervisor.process import ManagedProcess
+from app.supervisor.supervisor import Supervisor
 from moebius.config_loader import load_config
 from moebius.grpc_channels import open_channel
 from protos import engine_pb2 as pb

@@ -28,7 +28,7 @@ VARIABLE = "MOEBIUS_TESTS_WALK"
 PAGE = ROOT / "docs" / "structures.md"
 BEGIN, END = "<!-- traced: begin -->\n", "<!-- traced: end -->\n"
 _SITE = Path(__file__).parent / "walk_site"
-_PRODUCT = tuple(f"{ROOT}/{top}/" for top in ("moebius", "gateway", "gpu_service", "expert_service"))
+_PRODUCT = tuple(f"{ROOT}/{top}/" for top in ("moebius", "app", "gateway", "gpu_service", "expert_service"))
 _PHASE_FILE = "phase"
 # What runs by the clock would be in some traces only.
 _QUIET = ("--verify-interval-s", "0")

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer.main
 
-from moebius.app.cli import app
+from app.cli import app
 from moebius.config_loader import load_config
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from moebius.app import cli
-from moebius.app.random_model.shapes import parse_shape
+from app import cli
+from lab.random_model.shapes import parse_shape
 from moebius.config_loader import load_config
 from tests.helpers.chart import render
 from tests.helpers.plan_models import PUBLISHED, write_config

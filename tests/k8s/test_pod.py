@@ -65,7 +65,7 @@ def image(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with one small checkpoint that everybody may read."""
-    from moebius.app.random_model import RandomModelOptions, write_random_model
+    from lab.random_model import RandomModelOptions, write_random_model
 
     directory = tmp_path_factory.mktemp("models")
     write_random_model(

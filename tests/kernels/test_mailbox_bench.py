@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.bench import mailbox
+from lab.bench import mailbox
 
 
 def test_bench_measures_every_row_and_cleans_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.bench.quota import cpu_quota_group
 from moebius import _kernels_testing as testing
-from moebius.app.bench.quota import cpu_quota_group
 from moebius.errors import UserError
 from moebius.topology import Topology
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.supervisor.weight_files import free_reserved_bytes
 from moebius import _kernels, weight_segment
-from moebius.app.supervisor.weight_files import free_reserved_bytes
 from moebius.kernels import DamagedExpert, ExpertEngine, SegmentSettings
 from moebius.weight_segment import WeightSegment, WeightSegmentError, segment_path
 from tests.helpers.moe_golden import random_expert

@@ -58,7 +58,7 @@ def serve_here() -> tuple[int, int] | str:
 
 def doctor_line() -> str:
     """What the preflight says of this container's CPUs."""
-    from moebius.app import cli
+    from app import cli
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):

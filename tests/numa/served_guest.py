@@ -48,7 +48,7 @@ def check(name: str, passed: bool, found: object) -> bool:
 
 def moebius(*arguments: str) -> list[str]:
     """The command line of our own program."""
-    return [sys.executable, "-c", "from moebius.app.cli import main; main()", *arguments]
+    return [sys.executable, "-c", "from app.cli import main; main()", *arguments]
 
 
 def run(*arguments: str) -> str:

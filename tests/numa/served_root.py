@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from tests.helpers.chart import ROOT
 from tests.helpers.demo import demo_checkpoint
 
-PACKAGES = ("moebius", "gateway", "gpu_service", "expert_service", "protos")
+PACKAGES = ("moebius", "app", "gateway", "gpu_service", "expert_service", "protos")
 GUEST = Path(__file__).with_name("served_guest.py")
 LINKER = Path("/lib64/ld-linux-x86-64.so.2")
 MODEL = "root/.cache/moebius"

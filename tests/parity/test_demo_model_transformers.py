@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from moebius.app.demo_model import verify_checkpoint
+from app.demo_model import verify_checkpoint
 from tests.helpers.demo import (
     HALF_TOKENS,
     PROMPTS,

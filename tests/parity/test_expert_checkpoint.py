@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from app.commands.models import check_files
+from app.planning.memory import packed_expert, stored_experts
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.experts.streaming.make import read_parts
-from moebius.app.commands.models import check_files
-from moebius.app.planning.memory import packed_expert, stored_experts
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.config import ModelConfigSection, MoebiusConfig, PlacementConfig

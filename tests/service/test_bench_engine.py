@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.random_model import RandomModelOptions, write_random_model
+from lab.random_model import RandomModelOptions, write_random_model
 
 
 def test_engine_bench_end_to_end(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_lost_server_ends_the_bench(tmp_path: Path) -> None:
     """It is not restarted here: the process says who ended and leaves, even while its main thread waits."""
     program = (
         "import sys, time, psutil\n"
-        "from moebius.app.bench.engine.servers import running_servers\n"
+        "from lab.bench.engine.servers import running_servers\n"
         "from moebius.config_loader import load_config\n"
         "flags = {'model': sys.argv[1], 'expert_servers': 1, 'calibrate_kernels': False}\n"
         "with running_servers(load_config(None, flags)):\n"
@@ -175,11 +175,11 @@ def test_a_lost_server_ends_the_bench(tmp_path: Path) -> None:
     assert "expert-0 ended: " in ended.stderr
 
 
-# Short sleeps: see tests/unit/moebius/app/test_exits.py.
+# Short sleeps: see tests/unit/app/test_exits.py.
 SIGNALLED = """
 import sys, time
-from moebius.app.bench.engine import servers
-from moebius.app.exits import exit_with
+from lab.bench.engine import servers
+from app.exits import exit_with
 from moebius.config_loader import load_config
 
 def wait(supervisor):

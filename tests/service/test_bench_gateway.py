@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.bench.gateway.processes import cpu_seconds, descendants
-from moebius.app.bench.gateway.run import GatewayOptions, run
+from lab.bench.gateway.processes import cpu_seconds, descendants
+from lab.bench.gateway.run import GatewayOptions, run
 from tests.helpers.idle import becomes_idle
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.sse_server import ScriptedServer, delta_event, scripted_server, usage_event
-from tests.unit.moebius.app.top.test_top import answer as live_answer
+from tests.unit.app.top.test_top import answer as live_answer
 
 WAIT_S = 60.0
 # A terminal is asked to mark pasted text whenever the prompt appears.

@@ -20,7 +20,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from moebius.app.cli import main
+from app.cli import main
 from moebius.grpc_channels import open_channel
 from tests.helpers.demo import EXACT_FLAGS, MODEL, demo_checkpoint
 from tests.helpers.fake_programs import wait_until
@@ -74,7 +74,7 @@ def test_what_operators_look_with(stack: Stack, tmp_path: Path, capsys: pytest.C
     check_profile(stack, MODEL, "cpu", tmp_path, capsys)
 
 
-# Without a whole system: tests/unit/moebius/app/top/test_top.py, tests/service/test_chat_terminal.py.
+# Without a whole system: tests/unit/app/top/test_top.py, tests/service/test_chat_terminal.py.
 @pytest.mark.full
 def test_pictures_of_terminals(stack: Stack, tmp_path: Path) -> None:
     """`moebius chat` and `moebius top` in a terminal of 80 columns, to their end by what is typed."""

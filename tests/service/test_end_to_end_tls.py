@@ -15,7 +15,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from moebius.app.commands.experts import distinct_experts
+from app.commands.experts import distinct_experts
 from moebius.config import SecurityConfig
 from moebius.tls import configure_tls
 from tests.helpers.certificates import Authority, grpc_flags, grpc_security, write_secret

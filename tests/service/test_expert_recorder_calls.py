@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from app import cli
 from gpu_service.assembly.build import build_engine
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.main import make_server
@@ -23,7 +24,6 @@ from gpu_service.server.responses import OutputRouter
 from gpu_service.server.servicer import EngineServicer, Service
 from gpu_service.server.validation import Bounds
 from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
-from moebius.app import cli
 from moebius.grpc_channels import open_aio_channel
 from moebius.placement import ExpertStatistics
 from protos import engine_pb2 as pb

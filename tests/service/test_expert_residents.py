@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expert_service.host import ExpertHost, LoadSettings
-from expert_service.placement import ThreadPlacement
-from moebius.app.planning.memory import (
+from app.planning.memory import (
     expert_servers,
     packed_expert,
     ram_components,
     segment_bytes,
     stored_experts,
 )
+from expert_service.host import ExpertHost, LoadSettings
+from expert_service.placement import ThreadPlacement
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.expert_slices import SliceRequest, resident_fingerprint
 from moebius.models.read import read_geometry

@@ -16,9 +16,9 @@ import pytest
 import uvloop
 
 from gateway.app.server import server_for
-from moebius.app.bench.gateway.engine import write_tokenizer
-from moebius.app.bench.gateway.processes import scripted_engine
-from moebius.app.bench.gateway.stalls import HEAVY
+from lab.bench.gateway.engine import write_tokenizer
+from lab.bench.gateway.processes import scripted_engine
+from lab.bench.gateway.stalls import HEAVY
 from moebius.config import MoebiusConfig
 from tests.helpers import tls_everywhere
 from tests.helpers.fake_engine import FakeEngine, serving

@@ -17,7 +17,7 @@ from protos import engine_pb2 as pb
 from tests.service.test_engine_grpc import message, served
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("gateway", "gpu_service", "expert_service", "moebius")
+PACKAGES = ("gateway", "gpu_service", "expert_service", "moebius", "app", "lab")
 
 
 def used_options() -> dict[str, str]:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.commands.models import with_checkpoint
-from moebius.app.hub import HubModel, chosen_files, hub_model, in_cache
-from moebius.app.random_model import RandomModelOptions, write_random_model
+from app.commands.models import with_checkpoint
+from app.hub import HubModel, chosen_files, hub_model, in_cache
+from lab.random_model import RandomModelOptions, write_random_model
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers.hub_server import HubServer, hub_server

@@ -15,10 +15,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from app.planning.memory import segment_bytes
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.placement import ThreadPlacement
 from gpu_service.experts.local_client import LocalExpertClient
-from moebius.app.planning.memory import segment_bytes
 from moebius.config_loader import load_config
 from moebius.expert_slices import SliceRequest
 from moebius.mailbox_plan import mailbox_geometry

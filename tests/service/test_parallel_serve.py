@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.supervisor.supervisor import Supervisor
+from app.supervisor.supervisor import Supervisor
 from moebius.mailbox import server_health
 from tests.helpers.rank_serving import LIMIT_S, TOKENS, back, generate, planned, watch
 from tests.helpers.tiny_models import TinyModel, write_tiny_model

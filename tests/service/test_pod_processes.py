@@ -14,9 +14,9 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
+from app.supervisor.health import GrpcProbe
+from app.supervisor.plan import ENGINE_HEALTH, EXPERT_HEALTH
 from expert_service.mailbox_service import FirstCall, Standstill
-from moebius.app.supervisor.health import GrpcProbe
-from moebius.app.supervisor.plan import ENGINE_HEALTH, EXPERT_HEALTH
 from moebius.grpc_channels import open_channel
 from moebius.mailbox import Mailbox, server_health
 from moebius.operations import NOT_READY_METADATA

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpu_service.experts.local_client import LocalExpertClient
-from moebius.app.random_model import RandomModelOptions, write_random_model
-from moebius.app.random_model.values import FORMATS
+from lab.random_model import RandomModelOptions, write_random_model
+from lab.random_model.values import FORMATS
 from tests.helpers.expert_cluster import compute, random_routing, relative_rms, running_cluster
 from tests.tolerances import EXPERTS_BFLOAT16_FEW_ROWS
 

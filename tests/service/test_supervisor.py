@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.supervisor import process as process_module
-from moebius.app.supervisor.health import Plan
-from moebius.app.supervisor.runfile import RunDirectory
-from moebius.app.supervisor.supervisor import Supervisor
+from app.supervisor import process as process_module
+from app.supervisor.health import Plan
+from app.supervisor.runfile import RunDirectory
+from app.supervisor.supervisor import Supervisor
 from moebius.errors import ProcessFailed, StartupError
 from tests.helpers.fake_programs import (
     FAILING,
@@ -96,9 +96,9 @@ def test_an_output_that_fails_leaves_nothing(trio: Plan, state: str, error: Exce
 SHOWN_START = """
 import sys
 from pathlib import Path
-from moebius.app.commands.running import LineView
-from moebius.app.exits import exit_with
-from moebius.app.supervisor.supervisor import Supervisor
+from app.commands.running import LineView
+from app.exits import exit_with
+from app.supervisor.supervisor import Supervisor
 from tests.helpers.fake_programs import OBEDIENT, QUICK, plan, spec
 directory = Path(sys.argv[1])
 def run():

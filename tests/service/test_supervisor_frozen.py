@@ -10,7 +10,7 @@ from pathlib import Path
 
 from structlog.testing import capture_logs
 
-from moebius.app.supervisor.supervisor import Supervisor
+from app.supervisor.supervisor import Supervisor
 from tests.helpers.rank_serving import LIMIT_S, TOKENS, back, generate, planned, watch
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 

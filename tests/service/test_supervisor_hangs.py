@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from moebius.app.supervisor import process as process_module
-from moebius.app.supervisor import supervisor as supervisor_module
-from moebius.app.supervisor.health import Liveness, ProcessSpec
-from moebius.app.supervisor.process import MOST_CREDIT, USER_ERRORS_ALLOWED, ManagedProcess
-from moebius.app.supervisor.supervisor import Supervisor
+from app.supervisor import process as process_module
+from app.supervisor import supervisor as supervisor_module
+from app.supervisor.health import Liveness, ProcessSpec
+from app.supervisor.process import MOST_CREDIT, USER_ERRORS_ALLOWED, ManagedProcess
+from app.supervisor.supervisor import Supervisor
 from moebius.errors import USER_ERROR_EXIT, StartupError
 from tests.helpers.fake_programs import OBEDIENT, QUICK, FileProbe, plan, spec, wait_until
 

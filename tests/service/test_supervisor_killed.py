@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from moebius.app.supervisor import runfile
-from moebius.app.supervisor.runfile import RunDirectory, clean_up_stale, own_state_directory, start_ticks
-from moebius.app.supervisor.supervisor import Supervisor
+from app.supervisor import runfile
+from app.supervisor.runfile import RunDirectory, clean_up_stale, own_state_directory, start_ticks
+from app.supervisor.supervisor import Supervisor
 from moebius.errors import StartupError
 from tests.helpers.fake_programs import OBEDIENT, QUICK, alive, plan, spec, wait_until
 
@@ -26,7 +26,7 @@ SEGMENT = f"moebius-test-killed-{os.getpid()}"
 SUPERVISOR_PROGRAM = """
 import sys
 from pathlib import Path
-from moebius.app.supervisor.supervisor import Supervisor
+from app.supervisor.supervisor import Supervisor
 from tests.helpers.fake_programs import OBEDIENT, QUICK, plan, spec
 directory, segment = Path(sys.argv[1]), sys.argv[2]
 with Supervisor(plan(directory, spec("gpu", OBEDIENT, directory), segment=segment), QUICK) as supervisor:

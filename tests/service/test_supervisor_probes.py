@@ -13,9 +13,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from moebius.app.supervisor.health import GrpcProbe, HttpProbe
-from moebius.app.supervisor.process import CHILD_PROGRAM
-from moebius.app.supervisor.supervisor import Supervisor
+from app.supervisor.health import GrpcProbe, HttpProbe
+from app.supervisor.process import CHILD_PROGRAM
+from app.supervisor.supervisor import Supervisor
 from moebius.grpc_channels import listen
 from tests.helpers.fake_programs import QUICK, plan, spec
 from tests.helpers.sse_server import scripted_server

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.supervisor import supervisor as supervisor_module
-from moebius.app.supervisor.health import ProcessSpec
-from moebius.app.supervisor.supervisor import Supervisor
+from app.supervisor import supervisor as supervisor_module
+from app.supervisor.health import ProcessSpec
+from app.supervisor.supervisor import Supervisor
 from moebius.errors import PEER_LOST_EXIT, StartupError
 from tests.helpers.fake_programs import OBEDIENT, QUICK, FileProbe, plan, spec
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.planning.memory import segment_bytes
-from moebius.app.supervisor.health import Plan
-from moebius.app.supervisor.supervisor import Supervisor
-from moebius.app.supervisor.weight_files import HUGE_PAGE, WeightFile, WeightFiles, fits_reserved
+from app.planning.memory import segment_bytes
+from app.supervisor.health import Plan
+from app.supervisor.supervisor import Supervisor
+from app.supervisor.weight_files import HUGE_PAGE, WeightFile, WeightFiles, fits_reserved
 from moebius.config_loader import load_config
 from moebius.errors import StartupError
 from moebius.models.read import read_geometry
@@ -41,7 +41,7 @@ while True:
 SUPERVISOR_PROGRAM = """
 import sys
 from pathlib import Path
-from moebius.app.supervisor.supervisor import Supervisor
+from app.supervisor.supervisor import Supervisor
 from tests.helpers.fake_programs import QUICK
 from tests.service.test_supervisor_weights import packing
 directory = Path(sys.argv[1])

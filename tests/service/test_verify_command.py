@@ -14,12 +14,12 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
+from app import cli
 from gpu_service.verify.errors import perplexity, relative_error, score
-from moebius.app import cli
-from moebius.app.verify import experts as verify_experts
-from moebius.app.verify import staged_model
-from moebius.app.verify.report import Thresholds, VerifyResult, print_result
-from moebius.app.verify.run import VerifyOptions, read_tokens, verify_model
+from lab.verify import experts as verify_experts
+from lab.verify import staged_model
+from lab.verify.report import Thresholds, VerifyResult, print_result
+from lab.verify.run import VerifyOptions, read_tokens, verify_model
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers.deferred_reference import defer_in

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moebius.app.demo_model.build import default_directory
+from app.demo_model.build import default_directory
 
 # Tokens of the text; an expert that one of this many earlier tokens chose is taken to be in a fetch slot.
 TOKENS, KEPT = 768, 4

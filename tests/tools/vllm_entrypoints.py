@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moebius.app.demo_model import build_demo_model
+from app.demo_model import build_demo_model
 
 PLUGIN = Path(__file__).parent
 FILES = (

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from moebius.app.demo_model import build_demo_model
+from app.demo_model import build_demo_model
 from protos import engine_pb2 as pb
 from tests.clients.scripted_model import ScriptedModel, call, instance_of, read_prompt, serve
 from tests.helpers.stack import running_stack

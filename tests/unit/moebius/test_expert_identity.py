@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from app import cli
 from moebius import model_identity as identities
-from moebius.app import cli
 from moebius.config import PlacementConfig
 from moebius.errors import WRONG_IDENTITY_EXIT, WrongIdentity
 from moebius.expert_slices import SliceRequest, expert_identity

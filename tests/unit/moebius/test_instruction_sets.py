@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from app.commands.running import LineView, LogView, processor_line
 from gpu_service.ops.linear import multiplies_bfloat16
-from moebius.app.commands.running import LineView, LogView, processor_line
 from moebius.instruction_sets import cpu_flags, has_bfloat16_products, what_it_costs
 from moebius.kernels import isa_level
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from app.planning.hardware import HardwareOptions
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.placement import ThreadPlacement
-from moebius.app.planning.hardware import HardwareOptions
 from moebius.expert_slices import SliceRequest
 from moebius.kernel_times import (
     MeasuredOn,
@@ -89,7 +89,7 @@ def test_a_server_keeps_what_it_measured_for_the_planner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After loading with `calibrate_kernels` the file has this host's times; the planner finds them there."""
-    from moebius.app.planning.hardware import hardware
+    from app.planning.hardware import hardware
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = QuantisedMoe("bfloat16").write(tmp_path / "model")

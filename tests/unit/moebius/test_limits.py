@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import moebius.limits as limits
+from app.commands.serve import container_note
+from app.doctor.facts import Volume
+from app.supervisor.expert_placement import usable_nodes
+from app.supervisor.shortages import shared_memory_shortage
 from moebius import _kernels
-from moebius.app.commands.serve import container_note
-from moebius.app.doctor.facts import Volume
-from moebius.app.supervisor.expert_placement import usable_nodes
-from moebius.app.supervisor.shortages import shared_memory_shortage
 from moebius.errors import StartupError, UserError, shortage
 from moebius.limits import check_limits, out_of_memory_kills
 from moebius.mailbox import Mailbox, MailboxError, MailboxGeometry
@@ -27,7 +27,7 @@ COMMANDS = ("serve", "gateway", "expert", "gpu")
 LIMITED = """
 import resource, sys
 resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]), int(sys.argv[3])))
-from moebius.app.cli import main
+from app.cli import main
 main(sys.argv[4:])
 """
 

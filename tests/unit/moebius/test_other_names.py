@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.other_options import note_variables, translated
+from app.other_options import note_variables, translated
 from moebius.config_loader import leaves, load_config
 from moebius.errors import ConfigError
 from moebius.other_names import OTHER_NAMES, OTHER_VALUES, OtherName

@@ -16,10 +16,10 @@ import structlog
 from rich.console import Console
 from structlog.testing import capture_logs
 
+from app.cli_options import log_warnings_only
+from app.commands.running import BarView, LineView, start_display
+from app.supervisor.supervisor import Supervisor
 from moebius import progress
-from moebius.app.cli_options import log_warnings_only
-from moebius.app.commands.running import BarView, LineView, start_display
-from moebius.app.supervisor.supervisor import Supervisor
 from moebius.config import TelemetryConfig
 from moebius.progress import (
     counted,

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moebius.app import cli
-from moebius.app.bench import read_curve
-from moebius.app.bench.read_curve import measure_read_curves, thread_counts
-from moebius.app.planning.hardware import HardwareOptions
-from moebius.app.planning.hardware import hardware as detect
-from moebius.app.planning.speed import server_threads
-from moebius.app.supervisor import core_division
-from moebius.app.supervisor.core_division import known_cores, measure_missing
-from moebius.app.supervisor.expert_placement import NodeCores
+from app import cli
+from app.bench import read_curve
+from app.bench.read_curve import measure_read_curves, thread_counts
+from app.planning.hardware import HardwareOptions
+from app.planning.hardware import hardware as detect
+from app.planning.speed import server_threads
+from app.supervisor import core_division
+from app.supervisor.core_division import known_cores, measure_missing
+from app.supervisor.expert_placement import NodeCores
 from moebius.config import ExpertConfig, MoebiusConfig
 from moebius.kernel_times import MeasuredOn, PanelTimes, read_times, times_file, write_times
 from moebius.read_curves import TOLERANCE, MeasuredCores, ReadCurve, read_curves, write_curves

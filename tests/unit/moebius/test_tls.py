@@ -17,15 +17,15 @@ import pytest
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from app.commands.experts import engine_stub
+from app.commands.once import quiet
+from app.commands.running import running
+from app.supervisor.health import Plan, Timing
+from app.supervisor.plan import ServePlan
 from gateway.replicas.engine_client import EngineClient
+from lab.bench.engine import servers
+from lab.bench.engine.servers import running_servers
 from moebius import grpc_channels, tls
-from moebius.app.bench.engine import servers
-from moebius.app.bench.engine.servers import running_servers
-from moebius.app.commands.experts import engine_stub
-from moebius.app.commands.once import quiet
-from moebius.app.commands.running import running
-from moebius.app.supervisor.health import Plan, Timing
-from moebius.app.supervisor.plan import ServePlan
 from moebius.config import GatewayConfig, MoebiusConfig, SecurityConfig
 from moebius.errors import ConfigError, UserError
 from moebius.grpc_channels import listen, open_aio_channel, open_channel, tls_problem

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from moebius.app.cli import app
+from app.cli import app
 from moebius.other_names import OTHER_NAMES
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,8 +11,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 
-from moebius.app.chat.conversation import Conversation
-from moebius.app.supervisor.runfile import write_private
+from app.chat.conversation import Conversation
+from app.supervisor.runfile import write_private
 from moebius.config import MoebiusConfig
 from moebius.config_loader import effective_config, load_config
 

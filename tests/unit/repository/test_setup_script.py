@@ -86,7 +86,7 @@ def test_all_but_torch_is_installed_by_its_hash(tmp_path: Path) -> None:
         assert torch.startswith(f"--quiet --no-deps torch=={version}+cpu")
         files = " ".join(f"-r deploy/locks/python3.12/{kind}.txt" for kind in kinds)
         assert everything == f"--quiet --require-hashes --only-binary :all: {files}"
-        assert ours.endswith("--no-build-isolation --no-deps -e .")
+        assert ours.endswith("--no-build-isolation --no-deps -e lab -e .")
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="is about machines without a GPU")

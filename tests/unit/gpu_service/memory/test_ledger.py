@@ -21,7 +21,7 @@ from gpu_service.memory.ledger import MemoryLedger, export
 from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, MemoryLine, MemoryPlan, StepSize
 from gpu_service.memory.profile import profile_activations
 from gpu_service.models.compose import build_model
-from moebius.app.random_model import RandomModelOptions, write_random_model
+from lab.random_model import RandomModelOptions, write_random_model
 from moebius.errors import UserError
 from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.fake_memory import GIB, FakeMemory

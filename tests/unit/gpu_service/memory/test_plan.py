@@ -40,7 +40,7 @@ from gpu_service.memory.plan import (
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.parallel.group import SoloGroup
-from moebius.app.random_model.shapes import parse_shape
+from lab.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
 from moebius.errors import UserError

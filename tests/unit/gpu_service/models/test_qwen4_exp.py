@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tests.helpers.triton_interpreter  # noqa: F401
+from app.planning.capacity import Wish
+from app.planning.memory import RAM
+from app.planning.planner import plan_capacity
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.cache.kv_cache import make_cache, page_bytes
 from gpu_service.cache.state_cache import make_states, state_bytes
@@ -34,9 +37,6 @@ from gpu_service.ops.ngrams import ngram_rows, ngram_table, table_rows
 from gpu_service.ops.triton.kv import mean_index_keys as triton_mean_index_keys
 from gpu_service.ops.triton.ngrams import ngram_rows as triton_ngram_rows
 from gpu_service.ops.triton.ngrams import table_rows as triton_table_rows
-from moebius.app.planning.capacity import Wish
-from moebius.app.planning.memory import RAM
-from moebius.app.planning.planner import plan_capacity
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.attention_config import BlockIndexerConfig, NGramConfig
 from moebius.models.config import ModelConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.text.tokenizer import Tokenizer, TokenizerError
-from moebius.app.verify.run import read_tokens
+from lab.verify.run import read_tokens
 from moebius.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 from moebius.checkpoint.tiktoken_vocabulary import FILE
 

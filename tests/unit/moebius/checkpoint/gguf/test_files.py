@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from app.commands.models import with_checkpoint
 from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
-from moebius.app.commands.models import with_checkpoint
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import gguf_files, is_gguf, served_name
 from moebius.checkpoint.gguf.names import COMMON_RULES, canonical_name

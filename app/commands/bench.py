@@ -1,0 +1,75 @@
+"""`moebius bench serve|decode|start`: what a user measures of a server. The package `lab` adds the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from app.cli_options import (
+    ApiKey,
+    ApiKeyFile,
+    BaseUrl,
+    CaFile,
+    ClientCertFile,
+    ClientKeyFile,
+    JsonFile,
+    ModelName,
+    parse_counts,
+    with_settings,
+)
+from app.commands.bench_serve import serve
+from app.commands.models import with_checkpoint
+from moebius.api_keys import client_key
+from moebius.config import MoebiusConfig
+
+app = typer.Typer(
+    help="Measure, and compare with the limit measured in the same run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def decode(
+    base_url: BaseUrl = "http://127.0.0.1:8000",
+    model: ModelName = "",
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = "",
+    ca_file: CaFile = "",
+    client_cert_file: ClientCertFile = "",
+    client_key_file: ClientKeyFile = "",
+    streams: Annotated[str, typer.Option(help="Numbers of concurrent streams")] = "1,8,32",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per stream")] = 128,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Checkpoint for the limit [default: the server's, if it is here]"),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Decode speed and latencies of a running server."""
+    from app.bench.decode import run
+    from app.client import ClientTls
+
+    counts, key = parse_counts(streams, "--streams"), client_key(api_key, api_key_file)
+    tls = ClientTls(ca_file, client_cert_file, client_key_file)
+    run(base_url, model, key, counts, max_tokens, checkpoint, json_file, tls)
+
+
+@app.command()
+@with_settings(needs_device=True)
+def start(
+    config: MoebiusConfig,
+    cold: Annotated[
+        bool, typer.Option(help="Begin without page cache and compiled kernels (minutes on a GPU)")
+    ] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """Seconds until a model is served. Cold, warm, and after the death of an expert server."""
+    from app.bench.start import run
+
+    run(with_checkpoint(config), json_file, cold)
+
+
+app.command()(serve)

@@ -1,0 +1,112 @@
+"""`moebius plan MODEL`: memory, placement and speed on given hardware, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from app.cli_options import JsonFile, with_settings
+from app.commands.models import check_files
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+if TYPE_CHECKING:
+    from app.planning.capacity import Wish
+    from app.planning.hardware import HardwareOptions
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(plan)
+
+
+@with_settings("model", "images", "gpu", "experts", "parallel", "placement")
+def plan(
+    config: MoebiusConfig,
+    gpus: Annotated[str, typer.Option(help="auto, none, a number, or e.g. 2xh200, 4090+3090")] = "auto",
+    gpu_memory: Annotated[float | None, typer.Option(help="Memory of a GPU, GiB", min=0.1)] = None,
+    gpu_bandwidth: Annotated[
+        float | None, typer.Option(help="Memory bandwidth of a GPU, GB/s", min=1)
+    ] = None,
+    gpu_tflops: Annotated[float | None, typer.Option(help="Peak of a GPU in bfloat16", min=0.1)] = None,
+    pcie: Annotated[
+        float | None, typer.Option(help="Host to GPU, one direction, GB/s of the vendor's figure", min=0.1)
+    ] = None,
+    ram: Annotated[float | None, typer.Option(help="RAM that everything may take, GiB", min=0.001)] = None,
+    sockets: Annotated[int | None, typer.Option(help="NUMA nodes", min=1, max=16)] = None,
+    cores: Annotated[int | None, typer.Option(help="Cores of all sockets that compute", min=1)] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="RAM of one socket, GB/s", min=0.1)] = None,
+    cpu_tflops: Annotated[
+        float | None, typer.Option(help="Peak of all cores in bfloat16, TFLOP/s", min=0.001)
+    ] = None,
+    isa: Annotated[str, typer.Option(help="Instruction set of the CPUs: amx, avx512, ...")] = "auto",
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this host's RAM and cores")] = False,
+    context: Annotated[int | None, typer.Option(help="Tokens each stream shall have room for", min=1)] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Streams of that many tokens at once", min=1)
+    ] = None,
+    streams: Annotated[
+        str, typer.Option(help="Numbers of streams to predict, comma separated")
+    ] = "1,4,16,32",
+    fill: Annotated[bool, typer.Option(help="Put as many experts on GPUs as fit, where none are set")] = True,
+    compare: Annotated[
+        str, typer.Option(help="Machines side by side, GPUS@GIB of RAM, e.g. 4090@64,2x3090@128,none@256")
+    ] = "",
+    json_file: JsonFile = None,
+    values: Annotated[
+        Path | None, typer.Option(help="Write values for the Helm chart there", metavar="FILE")
+    ] = None,
+) -> None:
+    """Say what a model takes and how fast it will be. Exit status 1: it does not fit, and what would.
+
+    A directory or repository of several quantisations is compared: which fit, how fast they are, and the
+    best one's command.
+    """
+    from app.cli_options import parse_counts
+    from app.planning.capacity import Wish
+    from app.planning.hardware import HardwareOptions
+
+    options = HardwareOptions(
+        gpus=gpus,
+        gpu_memory_gib=gpu_memory,
+        gpu_bandwidth_gbs=gpu_bandwidth,
+        gpu_tflops=gpu_tflops,
+        pcie_gbs=pcie,
+        ram_gib=ram,
+        sockets=sockets,
+        cores=cores,
+        bandwidth_gbs=bandwidth,
+        cpu_tflops=cpu_tflops,
+        isa=isa,
+        measure=measure,
+    )
+    wish = Wish(context, concurrency, tuple(parse_counts(streams, "--streams")))
+    _run(config, options, wish, fill, compare, json_file, values)
+
+
+def _run(
+    config: MoebiusConfig,
+    options: HardwareOptions,
+    wish: Wish,
+    fill: bool,
+    compare: str,
+    json_file: Path | None,
+    values: Path | None,
+) -> None:
+    # Every other command would pay for its imports.
+    from app.commands.plan_variants import variants
+    from app.planning import comparison
+    from app.planning.report import run
+
+    chosen = comparison.machines(compare, options) if compare else {"": options}
+    with variants(config) as models:
+        for model in models:
+            check_files(model.config, needs_weights=False)
+        if len(models) == 1 and not compare:
+            run(models[0].config, models[0].asked, options, wish, fill, json_file, values)
+        elif values is not None:
+            raise UserError("--values is of one plan: name one quantisation and no --compare")
+        else:
+            comparison.run(models, chosen, wish, fill, json_file)

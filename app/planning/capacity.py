@@ -1,0 +1,176 @@
+"""The plan: bytes of every part, tokens that fit, speed, notes; and what is said when it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from app.planning.hardware import Hardware
+from app.planning.memory import Component, Residency, total_bytes
+from app.planning.speed import Speed
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+GIB = 2**30
+
+
+class DoesNotFit(UserError):
+    """The hardware is too small for the plan; the message says by how much, and what would fit."""
+
+
+def gib(nbytes: float) -> str:
+    """For sentences: whole GiB, one digit below ten."""
+    return f"{nbytes / GIB:.1f}" if nbytes < 10 * GIB else f"{nbytes / GIB:.0f}"
+
+
+def ram_refusal(wanted: int, experts: int, allowed: int, chosen: str, alternatives: Mapping[str, int]) -> str:
+    """`alternatives`: expert_dtype -> what all would take; of them the ones that take less are named."""
+    text = (
+        f"needs {gib(wanted)} GiB of RAM ({gib(experts)} for experts in {chosen}), "
+        f"{gib(allowed)} GiB are allowed"
+    )
+    smaller = {name: size for name, size in alternatives.items() if size < wanted}
+    if smaller:
+        needed = ", ".join(f"{name} needs {gib(size)}" for name, size in smaller.items())
+        text += f"; --expert-dtype {needed}"
+    if all(size > allowed for size in smaller.values()):
+        text += (
+            "; none of these fits: more RAM, more of the experts on GPUs, or expert servers on other hosts"
+        )
+    return text
+
+
+def node_refusal(node: int, wanted: int, allowed: int) -> str:
+    """A NUMA node that its expert servers do not fit, although all nodes together would do."""
+    return (
+        f"NUMA node {node} needs {gib(wanted)} GiB for its expert servers, {gib(allowed)} GiB of it are "
+        "allowed; "
+        "split_shares or a number of expert_servers that the nodes divide evenly would spread them"
+    )
+
+
+def kv_refusal(context: int, concurrency: int, tokens: int, token_bytes: float) -> str:
+    """A wanted context and concurrency that the KV cache has no room for."""
+    wanted = context * concurrency
+    text = (
+        f"{concurrency} streams of {context} tokens need {gib(wanted * token_bytes)} GiB of KV cache, "
+        f"{gib(tokens * token_bytes)} GiB ({tokens} tokens) are left"
+    )
+    fits = []
+    if tokens >= context:
+        fits.append(f"{tokens // context} streams of {context} tokens")
+    if tokens >= concurrency:
+        fits.append(f"{concurrency} streams of {tokens // concurrency} tokens")
+    return f"{text}; what would fit: {', or '.join(fits)}" if fits else text
+
+
+MEASURED_HERE, ASSUMED = "measured on this host", "assumed"
+DEFAULT_CONTEXT = 8192
+# Kept for KV where no number of streams is given.
+DEFAULT_CONCURRENCY = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the KV cache shall hold; None: DEFAULT_…, as far as there is room. Filled by the command line."""
+
+    context: int | None = None
+    concurrency: int | None = None
+    streams: tuple[int, ...] = (1, 4, 16, 32)  # Numbers of streams that decode speed is predicted for.
+
+    @property
+    def is_demanded(self) -> bool:
+        """Whether a plan that has no room for it is refused."""
+        return self.context is not None or self.concurrency is not None
+
+    def tokens(self, max_model_len: int) -> tuple[int, int]:
+        """Context and concurrency, the first at most what the model allows."""
+        context = self.context or min(DEFAULT_CONTEXT, max_model_len)
+        return context, self.concurrency or (1 if self.context else DEFAULT_CONCURRENCY)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPool:
+    """The KV cache, the same on every rank; bytes over all layers of the rank that has least room."""
+
+    pages: int
+    page_size: int
+    token_bytes: float
+
+    @property
+    def tokens(self) -> int:
+        """That fit; one page is the dummy."""
+        return max(0, self.pages - 1) * self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """Filled by `Planner.plan`."""
+
+    model: str
+    model_type: str
+    # What the plan is for: settings that decide it, by name.
+    settings: Mapping[str, str]
+    hardware: Hardware
+    components: tuple[Component, ...]
+    # Place -> bytes that may be planned with there.
+    budgets: Mapping[str, int]
+    residency: Residency
+    kv: KvPool
+    expert_kernels: str  # Where the times of expert kernels are from: MEASURED_HERE or ASSUMED.
+    # Tokens of each stream that speeds are predicted for.
+    context: int
+    decode: tuple[Speed, ...]
+    prefill: Speed
+    notes: tuple[str, ...]  # What the reader has to know: what is assumed, what was not read.
+    drop_resident: str = "auto"  # What it becomes, where something is resident.
+
+    @property
+    def total(self) -> int:
+        """The bytes of all components in all places."""
+        return sum(part.nbytes for part in self.components)
+
+    def total_of(self, place: str) -> int:
+        """Bytes of all components in one place."""
+        return total_bytes(self.components, place)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """All places: GPUs by rank, then RAM."""
+        return tuple(dict.fromkeys(part.place for part in self.components))
+
+    @property
+    def serve_flags(self) -> str:
+        """Options that let `moebius serve` do what was planned, in addition to those that were given."""
+        ranks = self.settings["tensor_parallel_size"]
+        parts = [f"--tensor-parallel-size {ranks}"] if ranks != "1" else []
+        return " ".join([*parts, self.residency.flags]).strip()
+
+
+def make_notes(
+    config: MoebiusConfig, hardware: Hardware, kv: KvPool, context: int, has_weights: bool
+) -> tuple[str, ...]:
+    """One sentence each."""
+    notes = []
+    if not has_weights:
+        notes.append("no files of weights are there: types and formats are what config.json says")
+        if config.model.dense_weights == "keep":
+            notes.append("dense_weights keep: which layers are stored in fp8 is not known, they count whole")
+    assumed = [name for name, origin in hardware.origin.items() if origin == "assumed"]
+    if assumed:
+        notes.append(f"assumed: {', '.join(assumed)}; --measure measures here, options say otherwise")
+    if problem := hardware.origin.get("kernel_times"):
+        notes.append(f"measured times of the expert kernels {problem}")
+    if config.experts.expert_addresses:
+        notes.append("expert servers of expert_addresses are on other hosts: their memory is not counted")
+    ranks = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    if hardware.gpu is not None and hardware.gpus > ranks:
+        notes.append(
+            f"of {hardware.gpus} GPUs {ranks} are used: tensor_parallel_size has to divide the model's heads"
+        )
+    if hardware.gpu is not None and hardware.gpu.is_mixed:
+        notes.append("ranks share every layer evenly: each GPU counts with the least that one of them has")
+    if kv.tokens < context:
+        notes.append(f"the KV cache holds {kv.tokens} tokens, less than one stream of {context}")
+    notes.append("even routing is assumed; skewed routing touches fewer experts and is faster")
+    return tuple(notes)

@@ -1,0 +1,503 @@
+"""Makes the plan: reads configuration and headers once, asks engine and expert servers' own arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.planning.capacity import (
+    ASSUMED,
+    MEASURED_HERE,
+    CapacityPlan,
+    DoesNotFit,
+    KvPool,
+    Wish,
+    kv_refusal,
+    make_notes,
+    node_refusal,
+    ram_refusal,
+)
+from app.planning.hardware import Hardware
+from app.planning.memory import (
+    ENGINE_BYTES,
+    GPU_ENGINE_BYTES,
+    RAM,
+    Component,
+    Residency,
+    StoredExperts,
+    chosen_residency,
+    expert_servers,
+    filled_residency,
+    has_placement,
+    num_servers,
+    packed_formats,
+    ram_components,
+    resident_bytes,
+    stored_experts,
+    total_bytes,
+)
+from app.planning.speed import make_work, predict_decode, predict_prefill, server_threads
+from moebius.checkpoint.index import has_weights
+from moebius.config import MoebiusConfig, PlacementConfig, Section
+from moebius.errors import ConfigError, UserError
+from moebius.expert_slices import REQUANTISED
+from moebius.placement import keeps_residents
+from moebius.served_model import read_served_geometry
+
+if TYPE_CHECKING:
+    from gpu_service.memory.plan import ExpertMemory, MemoryPlan
+
+
+# Tokens of one request that a GPU full of experts still has room for, the best first, and which part of the
+# memory for experts and cache such a request may take.
+LONG_CONTEXTS, _LONG_CONTEXT_PART = (131072, 98304, 65536, 49152), 4
+
+
+class Planner:
+    """One model with one set of settings; `plan` for any hardware that has the GPUs."""
+
+    def __init__(self, config: MoebiusConfig, on_gpu: bool) -> None:
+        """Raises CheckpointError, ModelConfigError or ConfigError: what `moebius serve` would refuse."""
+        from gpu_service.assembly.forecast import Forecast
+
+        self.config = config
+        self.asked = config.placement  # Before `drop_resident` auto is decided.
+        self.on_gpu = on_gpu
+        self.geometry = read_served_geometry(config)
+        self.stored: Mapping[int, StoredExperts] = stored_experts(
+            config.model.model, self.geometry, config.model.expert_checkpoint
+        )
+        self.forecast = Forecast(config, on_gpu)
+        self.model = self.forecast.model_config
+
+    def plan(
+        self, hardware: Hardware, wish: Wish | None = None, fill: bool = True, explain: bool = True
+    ) -> CapacityPlan:
+        """`fill`: as many experts on GPUs as fit, where no setting says how many.
+
+        Raises DoesNotFit when the hardware is too small, UserError for settings that cannot be. Without
+        `explain` it does not look for settings that would fit, which takes longer than the plan.
+        """
+        if self.on_gpu and self.config.gpu.max_num_seqs is None:
+            return self._with_num_seqs(hardware).plan(hardware, wish, fill, explain)
+        wish = wish or Wish()
+        context, concurrency = wish.tokens(self.model.max_model_len)
+        if context > self.model.max_model_len:
+            raise UserError(f"--context: {context} is not allowed; allowed: up to {self.model.max_model_len}")
+        kv_tokens = context * concurrency if wish.is_demanded else self._kept_tokens(hardware)
+        residency = self._residency(hardware, kv_tokens, fill)
+        planner = self._with_batched_tokens(hardware, residency) if self.on_gpu else self
+        planner = planner._with_kept(hardware, residency)
+        return planner._planned(hardware, wish, residency, kv_tokens, fill, explain)
+
+    def fill(self, hardware: Hardware) -> PlacementConfig:
+        """What `moebius serve` places on GPUs of so much memory, beside so much RAM.
+
+        Raises DoesNotFit when not even the rest of the model fits, UserError for settings that cannot be.
+        """
+        if self.config.gpu.max_num_seqs is None:
+            return self._with_num_seqs(hardware).fill(hardware)
+        residency = self._residency(hardware, self._kept_tokens(hardware), fill=True)
+        chosen: dict[str, object] = {}
+        if residency.is_filled:
+            each = max(residency.by_layer.values(), default=0)
+            # A share of all: a start that knows what is chosen divides it among layers.
+            chosen = {"gpu_experts_ratio": each / self.geometry.num_experts}
+        placement = self._with_kept(hardware, residency).config.placement
+        return placement.model_copy(update=chosen)
+
+    def _with_kept(self, hardware: Hardware, residency: Residency) -> Planner:
+        """The same with what `drop_resident` auto becomes."""
+        placement = self.config.placement
+        if placement.drop_resident != "auto" or not residency.count:
+            return self
+        chosen = "keep" if self._keeps(hardware, residency) else "drop"
+        return self._with(placement=placement.model_copy(update={"drop_resident": chosen}))
+
+    def _keeps(self, hardware: Hardware, residency: Residency) -> bool:
+        """Whether servers hold resident experts, too, so that they can be exchanged: if the RAM allows it."""
+        # Neither that of several ranks nor that of a CPU engine changes (docs/placement.md).
+        is_fixed = len(self.forecast.ranks) > 1 or not self.on_gpu
+        if is_fixed or residency.is_everything or not keeps_residents(self.config.placement):
+            return False
+        try:
+            kv = self._pool(self._ledgers(hardware, residency))
+            self._check_ram(hardware, list(self._ram(hardware, residency, kv)), 0, fill=False, explain=False)
+        except DoesNotFit:
+            return False
+        return True
+
+    def _kept_tokens(self, hardware: Hardware) -> int:
+        """Tokens that the KV cache keeps room for when experts fill a GPU: a long context if it is cheap.
+
+        That is one of at most a quarter of what experts and cache could have together.
+        """
+        longest = self.model.max_model_len
+        context, concurrency = Wish().tokens(longest)
+        if self.on_gpu:
+            nothing = Residency(
+                dict.fromkeys(self.geometry.moe_layers, ()), self.geometry.num_experts, False, ""
+            )
+            all_tokens = self._room(hardware, nothing)
+            for tokens in LONG_CONTEXTS:
+                if context * concurrency < tokens <= longest and tokens * _LONG_CONTEXT_PART <= all_tokens:
+                    return tokens
+        return context * concurrency
+
+    def _room(self, hardware: Hardware, residency: Residency) -> int:
+        """Tokens that the KV cache could have, if all that is left is its; 0: the rest does not fit."""
+        try:
+            ledgers = self._ledgers(hardware, residency)
+        except DoesNotFit:
+            return 0
+        pages = min(ledger.kv_bytes // ledger.page_bytes for ledger in ledgers)
+        return pages * self.config.gpu.page_size
+
+    def _planned(
+        self,
+        hardware: Hardware,
+        wish: Wish,
+        residency: Residency,
+        kv_tokens: int,
+        fill: bool,
+        explain: bool,
+    ) -> CapacityPlan:
+        """With these residents, beside which there is room for `kv_tokens`."""
+        context, concurrency = wish.tokens(self.model.max_model_len)
+        if self.on_gpu:
+            ledgers = self._ledgers(hardware, residency, explain)
+            kv, components, budgets = self._gpu_parts(hardware, ledgers)
+        else:
+            kv, components, budgets = self._cpu_kv(), [], {}
+        if wish.is_demanded and kv.tokens < context * concurrency:
+            raise DoesNotFit(kv_refusal(context, concurrency, kv.tokens, kv.token_bytes))
+        components += self._ram(hardware, residency, kv)
+        budgets[RAM] = hardware.ram_bytes
+        self._check_ram(hardware, components, kv_tokens, fill, explain)
+        work = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
+        streamed = self._streamed_tokens(hardware, residency)
+        return CapacityPlan(
+            model=_name(self.config),
+            model_type=self.geometry.model_type,
+            settings=self._settings() | ({"prefill_chunk_max": str(streamed)} if streamed else {}),
+            hardware=hardware,
+            components=tuple(components),
+            budgets=budgets,
+            residency=residency,
+            kv=kv,
+            expert_kernels=ASSUMED if work.expert_times is None else MEASURED_HERE,
+            context=context,
+            decode=predict_decode(work, hardware, wish.streams, context),
+            prefill=predict_prefill(work, hardware, self.config.gpu.num_batched_tokens, context, streamed),
+            drop_resident=self.config.placement.drop_resident,
+            notes=make_notes(self.config, hardware, kv, context, has_weights(self.config.model.model)),
+        )
+
+    def _residency(self, hardware: Hardware, kv_tokens: int, fill: bool) -> Residency:
+        if has_placement(self.config) or not fill or not self.on_gpu or not self.geometry.moe_layers:
+            return chosen_residency(self.config, self.geometry)
+
+        def fits(residency: Residency) -> bool:
+            try:
+                return self._pool(self._ledgers(hardware, residency)).tokens >= kv_tokens
+            except DoesNotFit:
+                return False
+
+        def streams(each: Residency) -> bool:
+            return fits(each) and (each.is_everything or self._streamed_tokens(hardware, each) > 0)
+
+        # Prompts gain more by long steps that stream than by the experts that would fit in their place.
+        found = filled_residency(self.config, self.geometry, streams)
+        return found if streams(found) else filled_residency(self.config, self.geometry, fits)
+
+    def _with_num_seqs(self, hardware: Hardware) -> Planner:
+        """The same, with as many outputs in a step as `moebius serve` would choose."""
+        assert hardware.gpu is not None
+        memory = hardware.gpu.memory_bytes
+        held = self._all_held(chosen_residency(self.config, self.geometry), hardware)
+        return self._with_gpu(max_num_seqs=self.forecast.num_seqs(self.config, memory, held))
+
+    def _with_batched_tokens(self, hardware: Hardware, residency: Residency) -> Planner:
+        """The same, with as many tokens in a step as an engine would choose."""
+        if self.config.gpu.max_num_batched_tokens is not None:
+            return self
+        assert hardware.gpu is not None
+        memory = hardware.gpu.memory_bytes
+        tokens = self.forecast.batched_tokens(self.config, memory, self._all_held(residency, hardware))
+        return self._with_gpu(max_num_batched_tokens=tokens)
+
+    def _with_gpu(self, **changes: object) -> Planner:
+        """The same with other settings of the engine."""
+        return self._with(gpu=self.config.gpu.model_copy(update=changes))
+
+    def _with(self, **sections: Section) -> Planner:
+        """The same with other sections of the settings."""
+        other = copy(self)
+        other.config = self.config.model_copy(update=sections)
+        return other
+
+    def _ledgers(
+        self, hardware: Hardware, residency: Residency, explain: bool = False
+    ) -> tuple[MemoryPlan, ...]:
+        """Every rank's. Raises DoesNotFit in the ledger's words, if asked with what would make it fit."""
+        from gpu_service.memory.plan import MemoryShort
+
+        assert hardware.gpu is not None
+        memory = hardware.gpu.memory_bytes
+        held = self._all_held(residency, hardware)
+        try:
+            return self.forecast.device_plans(self.config, memory, held)
+        except ConfigError:
+            raise
+        except MemoryShort as error:
+            words = self.forecast.refusal(self.config, memory, held, error) if explain else error
+            raise DoesNotFit(str(words)) from error
+        except UserError as error:
+            raise DoesNotFit(str(error)) from error
+
+    def _all_held(self, residency: Residency, hardware: Hardware) -> list[ExpertMemory]:
+        """What the ranks hold, one after the other, with slots to fetch to and rings to stream through as far
+        as `moebius serve` has room for them: rings come first.
+        """
+        held = [self._held(rank, residency) for rank in range(len(self.forecast.ranks))]
+        mode, serves = self.config.gpu.prefill_experts, self.config.experts.expert_transport == "mailbox"
+        if mode == "cpu" or not serves:
+            return held
+        assert hardware.gpu is not None
+        rings = [self._ring_bytes(rank, residency, hardware) for rank in range(len(held))]
+        for fetches in (True, False):
+            sizes = [ring + fetch if fetches else ring for ring, fetch in rings]
+            with_rings = [replace(found, ring_bytes=size) for found, size in zip(held, sizes, strict=True)]
+            if not any(sizes) or self.forecast.has_room(self.config, hardware.gpu.memory_bytes, with_rings):
+                return with_rings
+        return with_rings if mode == "stream" else held
+
+    def _ring_bytes(self, rank: int, residency: Residency, hardware: Hardware) -> tuple[int, int]:
+        """Of the ring, and of slots that decode steps fetch to."""
+        from gpu_service.experts.fetching.make import plan_fetching
+        from gpu_service.experts.streaming.make import StoredFormats, ring_of, served_parts
+
+        passed = self.geometry.passed_layers
+        layers = [layer for layer in self.forecast.ranks[rank].moe_layers if layer in passed]
+        dtype = self.config.experts.expert_dtype
+        stored = {
+            layer: StoredFormats(*packed_formats(self.stored[layer], dtype), self.stored[layer].has_bias)
+            for layer in layers
+        }
+        group = math.lcm(*(found.group for found in self.stored.values()))
+        resident = {layer: range(len(residency.resident[layer])) for layer in layers}
+        # As the servers that will be started divide them.
+        count = num_servers(self.config, hardware.sockets)
+        experts = self.config.experts.model_copy(update={"split_count": count})
+        divided = self.config.model_copy(update={"experts": experts})
+        try:
+            parts = served_parts(divided, self.geometry, stored, group, resident)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        assert hardware.gpu is not None
+        memory = hardware.gpu.memory_bytes
+        layout = ring_of(parts, self.config.parallel.tensor_parallel_size, memory)
+        if layout is None:
+            return 0, 0
+        fetch = plan_fetching(divided, self.geometry, parts, "cuda", memory)
+        return layout.nbytes, 0 if fetch is None else fetch.nbytes
+
+    def _held(self, rank: int, residency: Residency) -> ExpertMemory:
+        from gpu_service.memory.plan import ExpertMemory
+
+        found = self.forecast.ranks[rank]
+        widest = "bfloat16" if self.model.dtype == "bfloat16" else "float32"
+        count, total = resident_bytes(
+            self.config,
+            self.geometry,
+            self.stored,
+            residency.by_layer,
+            found.moe_layers,
+            found.tp_rank,
+            widest,
+        )
+        each = total // count if count else 0
+        return ExpertMemory(count, each, is_everything=residency.is_everything)
+
+    def _pool(self, ledgers: tuple[MemoryPlan, ...]) -> KvPool:
+        """The KV pool of every rank: the one with least room decides, and none takes more than is usable."""
+        pages = min(ledger.kv_bytes // ledger.page_bytes for ledger in ledgers)
+        settings = self.config.gpu
+        if settings.num_pages is None and settings.kv_cache_gib is None:
+            pages = min(pages, self.forecast.useful_pages(self.config))
+        return KvPool(pages, settings.page_size, self._token_bytes())
+
+    def _token_bytes(self) -> float:
+        """Of the rank whose layers take most."""
+        return max(rank.page_bytes for rank in self.forecast.ranks) / self.config.gpu.page_size
+
+    def _gpu_parts(
+        self, hardware: Hardware, ledgers: tuple[MemoryPlan, ...]
+    ) -> tuple[KvPool, list[Component], dict[str, int]]:
+        pool = self._pool(ledgers)
+        components, budgets = [], {}
+        for rank, ledger in enumerate(ledgers):
+            place = f"GPU {rank}"
+            budgets[place] = ledger.budget
+            for line in ledger.lines:
+                if line.nbytes:
+                    size = pool.pages * ledger.page_bytes if line.part == "KV cache" else line.nbytes
+                    components.append(Component(place, line.part, size))
+        return pool, components, budgets
+
+    def _cpu_kv(self) -> KvPool:
+        pages = self.forecast.shared_pages(self.config)
+        return KvPool(pages, self.config.gpu.page_size, self._token_bytes())
+
+    def _ram(self, hardware: Hardware, residency: Residency, kv: KvPool) -> tuple[Component, ...]:
+        config, engine = self.config, []
+        for rank in self.forecast.ranks:
+            of = f"engine {rank.rank}: " if len(self.forecast.ranks) > 1 else "engine: "
+            if not self.on_gpu:
+                held = self._held(rank.rank, residency)
+                parts = {
+                    "dense weights": rank.dense_bytes,
+                    "dense weights packed as float32": 0
+                    if hardware.multiplies_bfloat16
+                    else rank.widened_bytes,
+                    "packed head": rank.packed_head_bytes,
+                    "vision tower": self.forecast.vision_bytes,
+                    "resident experts": held.count * held.bytes_each,
+                    "KV cache": kv.pages * rank.page_bytes,
+                    "states of requests": rank.state_bytes,
+                    "activations": rank.activation_bytes,
+                }
+                engine += [Component(RAM, of + name, size) for name, size in parts.items() if size]
+            if rank.host_bytes:
+                engine.append(Component(RAM, of + "table of n-grams", rank.host_bytes))
+            process = GPU_ENGINE_BYTES if self.on_gpu else ENGINE_BYTES
+            engine.append(Component(RAM, of + "process", process))
+            engine.append(Component(RAM, of + "a tensor while loading", rank.largest_tensor_bytes))
+        served = {} if residency.is_everything else self.stored
+        servers = expert_servers(config, self.geometry, served, hardware.sockets) if served else ()
+        if hardware.origin.get("cores") == "detected":
+            threads = sum(server_threads(config, hardware))
+        else:
+            threads = config.experts.expert_threads * len(servers) or hardware.cores
+        return ram_components(config, self.geometry, served, servers, engine, threads, residency.resident)
+
+    def _check_ram(
+        self, hardware: Hardware, components: list[Component], kv_tokens: int, fill: bool, explain: bool
+    ) -> None:
+        wanted, allowed = total_bytes(components, RAM), hardware.ram_bytes
+        if wanted > allowed:
+            others = self._ram_by_dtype(hardware, kv_tokens, fill) if explain else {}
+            experts = sum(part.nbytes for part in components if part.part.startswith("experts of"))
+            chosen = self._settings()["experts"]
+            raise DoesNotFit(ram_refusal(wanted, experts, allowed, chosen, others))
+        for node in sorted({part.node for part in components if part.node >= 0}):
+            there = sum(part.nbytes for part in components if part.node == node)
+            if there > allowed // hardware.sockets:
+                raise DoesNotFit(node_refusal(node, there, allowed // hardware.sockets))
+
+    def _ram_by_dtype(self, hardware: Hardware, kv_tokens: int, fill: bool) -> dict[str, int]:
+        """What RAM each `expert_dtype` would take; smaller experts also leave more of them on GPUs."""
+        found = {}
+        for dtype in ("keep", *REQUANTISED):
+            changed = self.config.experts.model_copy(update={"expert_dtype": dtype})
+            other = self._with(experts=changed, placement=self.asked)
+            try:
+                residency = other._residency(hardware, kv_tokens, fill)
+                other = other._with_kept(hardware, residency)
+                kv = self._pool(other._ledgers(hardware, residency)) if self.on_gpu else self._cpu_kv()
+                found[dtype] = total_bytes(other._ram(hardware, residency, kv), RAM)
+            except UserError:
+                continue  # no format to keep, or residents that do not fit so
+        return found
+
+    def _streamed_tokens(self, hardware: Hardware, residency: Residency) -> int:
+        """Tokens of a step whose experts are streamed; 0: there are no such steps."""
+        if not self.on_gpu:
+            return 0
+        assert hardware.gpu is not None
+        memory = hardware.gpu.memory_bytes
+        return self.forecast.prefill_chunk(self.config, memory, self._all_held(residency, hardware)) or 0
+
+    def _settings(self) -> dict[str, str]:
+        """What decides the plan, for its head."""
+        formats = {layer.gate_up or "no packed format" for layer in self.stored.values()}
+        stored = ", ".join(sorted(formats)) or "none"
+        target = REQUANTISED.get(self.config.experts.expert_dtype)
+        parallel = self.config.parallel
+        return {
+            "experts": target or stored,
+            "experts stored": stored,
+            "dense weights": self.model.dtype,
+            "tensor_parallel_size": str(parallel.tensor_parallel_size),
+            "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
+            "max_num_seqs": str(self.config.gpu.num_seqs),
+            "max_num_batched_tokens": str(self.config.gpu.num_batched_tokens),
+        }
+
+
+def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -> Planner:
+    """A planner of these settings. With `fill` all GPUs that the model allows are tensor-parallel ranks,
+    where no setting says how many.
+
+    Raises UserError for more ranks than GPUs.
+    """
+    ranks = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    on_gpu = hardware.gpu is not None and config.gpu.device != "cpu"
+    if config.gpu.device == "cuda" and not on_gpu:
+        raise UserError("device cuda: there is no GPU to plan with here; `moebius plan --gpus` names others")
+    if not on_gpu:
+        return Planner(config, on_gpu)
+    if ranks > hardware.gpus:
+        raise UserError(f"{ranks} ranks need as many GPUs, there are {hardware.gpus}")
+    if ranks > 1 or not fill:
+        return Planner(config, on_gpu)
+    for count in range(hardware.gpus, 1, -1):
+        parallel = config.parallel.model_copy(update={"tensor_parallel_size": count})
+        try:
+            return Planner(config.model_copy(update={"parallel": parallel}), on_gpu)
+        except ConfigError:
+            continue
+    return Planner(config, on_gpu)
+
+
+def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> CapacityPlan:
+    """The capacity, as `Planner.plan`; a refusal names how many GPUs of the kind would do, where up to 8
+    do."""
+    planner = make_planner(config, hardware, fill)
+    if not planner.on_gpu:
+        hardware = replace(hardware, gpus=0, gpu=None)
+    try:
+        return planner.plan(hardware, wish, fill)
+    except DoesNotFit as error:
+        more = _enough_gpus(config, hardware, wish, fill)
+        if more is None:
+            raise
+        raise DoesNotFit(f"{error}; {more} such GPUs with tensor_parallel_size {more} would do") from error
+
+
+def _name(config: MoebiusConfig) -> str:
+    """Of the checkpoint's directory; where that is a version in the hub's cache, of the repository."""
+    path = Path(config.model.model)
+    named = config.model.served_model_name if path.parent.name == "snapshots" else ""
+    return named.rpartition("/")[2] or path.name
+
+
+def _enough_gpus(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> int | None:
+    parallel = config.parallel
+    if hardware.gpu is None or parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        return None
+    for count in (2, 4, 8):
+        if count <= hardware.gpus:
+            continue
+        changed = parallel.model_copy(update={"tensor_parallel_size": count})
+        try:
+            planner = Planner(config.model_copy(update={"parallel": changed}), True)
+            planner.plan(replace(hardware, gpus=count), wish, fill, explain=False)
+        except UserError:
+            continue
+        return count
+    return None

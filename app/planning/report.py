@@ -1,0 +1,227 @@
+"""What `moebius plan` and `moebius serve --dry-run` print and write."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import structlog
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from app.bench.output import write_json
+from app.cli_options import MODEL_LEAF
+from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
+from app.planning.chart_values import chart_values, write_values
+from app.planning.hardware import HardwareOptions, hardware
+from app.planning.planner import plan_capacity
+from app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, Speed
+from moebius.checkpoint.index import has_weights
+from moebius.config import MoebiusConfig
+from moebius.config_loader import SECRET_LEAVES, leaves
+from moebius.served_model import read_served_geometry, read_served_model
+
+GIB = 2**30
+FORMULA = (
+    "step = (dense + KV bytes) / bandwidth + max(experts in RAM, experts on GPUs) + hand-offs + launches; "
+    "experts: E (1 - (1 - k/E)^n) different ones of n rows, each as long as its kernels were measured to "
+    f"take or, where that is assumed, bytes / ({ASSUMED_EXPERT_BANDWIDTH_SHARE} bandwidth) + operations / "
+    "a share of the peak; of prompts experts are streamed where that is faster"
+)
+
+
+def print_plan(plan: CapacityPlan, command: str, console: Console | None = None) -> None:
+    """Memory, KV cache, residency, the command that serves so, speed, notes."""
+    console = console or Console()
+    console.print(f"[bold]{plan.model}[/] ({plan.model_type}): {hardware_line(plan)}", highlight=False)
+    console.print(", ".join(f"{name} {value}" for name, value in plan.settings.items()), highlight=False)
+    console.print(_memory(plan))
+    for line in summary(plan):
+        console.print(line, highlight=False)
+    # Whole, however narrow the terminal: it is copied.
+    console.print(f"serve with: {command}", highlight=False, soft_wrap=True)
+    console.print(_speeds(plan))
+    console.print(FORMULA, style="dim", highlight=False)
+    for note in plan.notes:
+        console.print(f"note: {note}", style="dim", highlight=False)
+
+
+def hardware_line(plan: CapacityPlan) -> str:
+    """What is planned for, each number with where it comes from."""
+    found, of = plan.hardware, plan.hardware.origin
+    parts = []
+    if found.gpu is not None:
+        gpu = found.gpu
+        parts.append(
+            f"{found.gpus} x {gpu.name} ({gpu.memory_bytes / GIB:.1f} GiB, {gpu.bandwidth / 1e9:.0f} GB/s, "
+            f"{gpu.flops / 1e12:.0f} TFLOP/s, link {gpu.link / 1e9:.0f} GB/s; {of.get('gpu', 'given')})"
+        )
+    parts.append(f"{found.ram_bytes / GIB:.1f} GiB RAM ({of.get('ram', 'given')})")
+    parts.append(f"{found.sockets} NUMA node(s), {found.cores} cores, {found.isa}")
+    parts.append(f"{found.bandwidth / 1e9:.0f} GB/s ({of.get('bandwidth', 'given')})")
+    parts.append(f"{found.cpu_flops / 1e12:.1f} TFLOP/s on CPUs ({of.get('cpu_flops', 'given')})")
+    return ", ".join(parts)
+
+
+def summary(plan: CapacityPlan) -> list[str]:
+    """KV cache, residency and where the kernels' times are from, a line each."""
+    kv, held = plan.kv, plan.residency
+    lines = [
+        f"KV cache: {kv.tokens} tokens of {kv.token_bytes / 1024:.1f} KiB on the fullest rank: "
+        f"{kv.tokens // plan.context} streams of {plan.context} tokens"
+    ]
+    everything = held.num_experts * len(held.by_layer)
+    how = "as many as fit" if held.is_filled else "as set"
+    lines.append(f"experts on GPUs: {held.count} of {everything} ({held.share:.1%}, {how})")
+    lines.append(f"times of the expert kernels: {plan.expert_kernels}")
+    return lines
+
+
+def serve_command(asked: MoebiusConfig, plan: CapacityPlan) -> str:
+    """What does on such hardware what was planned: the settings that were given, then those that were found.
+
+    `asked`: as the user gave it, before names were resolved and anything was decided. Secrets are left out.
+    """
+    found, given = plan.serve_flags.split(), list[str]()
+    for leaf in leaves():
+        value = getattr(getattr(asked, leaf.section), leaf.name)
+        is_shown = leaf.name != MODEL_LEAF and leaf.name not in SECRET_LEAVES
+        if is_shown and value != leaf.default and leaf.flag not in found:
+            given += leaf.arguments(value)
+    return shlex.join(["moebius", "serve", asked.model.model, *given, *found])
+
+
+def _memory(plan: CapacityPlan) -> Table:
+    table = Table("place", "part", title="Memory, GiB", title_justify="left", box=SIMPLE)
+    table.add_column("GiB", justify="right")
+    for place in plan.places:
+        for part in plan.components:
+            if part.place == place:
+                node = f" (node {part.node})" if part.node >= 0 else ""
+                table.add_row(place, part.part + node, f"{part.nbytes / GIB:.2f}")
+        total, budget = plan.total_of(place), plan.budgets[place]
+        table.add_row(place, "[bold]sum[/]", f"[bold]{total / GIB:.2f}[/]")
+        table.add_row(place, "planned with", f"{budget / GIB:.2f}", end_section=True)
+    return table
+
+
+def _speeds(plan: CapacityPlan) -> Table:
+    title = f"Predicted at {plan.context} tokens of context; parts of a step in ms"
+    table = Table(title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("tokens/s", "step", "experts", "dense", "in RAM", "on GPU", "handoff", "rest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in plan.decode:
+        beyond = "*" if row.rows * plan.context > plan.kv.tokens else ""
+        table.add_row(f"decode {row.rows}{beyond}", *_cells(row))
+    table.add_row(f"prefill {plan.prefill.rows}", *_cells(plan.prefill))
+    if plan.decode[-1].rows * plan.context > plan.kv.tokens:
+        table.caption = "* more streams of that context than the KV cache holds"
+    return table
+
+
+def _cells(row: Speed) -> list[str]:
+    """The longest part of the step in bold."""
+    seconds = row.seconds
+    parts = seconds.parts
+    cells = [_milliseconds(part) for part in parts.values()]
+    longest = list(parts).index(seconds.bound_by)
+    cells[longest] = f"[bold]{cells[longest]}[/]"
+    head = [f"{row.tokens_per_second:.1f}", _milliseconds(seconds.total), f"{row.distinct_experts:.1f}"]
+    return [*head, *cells]
+
+
+def _milliseconds(seconds: float) -> str:
+    """Narrow enough for nine columns on a terminal."""
+    return f"{seconds * 1e3:.{2 if seconds < 0.1 else 0}f}"
+
+
+def document(plan: CapacityPlan, command: str) -> dict[str, Any]:
+    """All fields, and what follows from them: sums, and the command that serves so; bytes, seconds."""
+    found = asdict(plan)
+    found["total"] = plan.total
+    found["totals"] = {place: plan.total_of(place) for place in plan.places}
+    found["kv"]["tokens"] = plan.kv.tokens
+    held = plan.residency
+    found["residency"] |= {"count": held.count, "share": held.share, "by_layer": held.by_layer}
+    found["decode"] = [_speed(row) for row in plan.decode]
+    found["prefill"] = _speed(plan.prefill)
+    found["serve_flags"], found["serve_command"] = plan.serve_flags, command
+    return found
+
+
+def _speed(row: Speed) -> dict[str, Any]:
+    found = asdict(row)
+    found["seconds"] |= {"total": row.seconds.total, "bound_by": row.seconds.bound_by}
+    return found
+
+
+EXIT_DOES_NOT_FIT = 1
+
+
+def run(
+    config: MoebiusConfig,
+    asked: MoebiusConfig,
+    options: HardwareOptions,
+    wish: Wish,
+    fill: bool,
+    json_file: Path | None = None,
+    values_file: Path | None = None,
+) -> CapacityPlan:
+    """Prints the plan and writes it, if asked, as JSON and as values of the Helm chart.
+
+    `asked`: as `serve_command` has it; `config`: with MODEL's files found.
+    Raises typer.Exit with status 1, after one line on stderr, when it does not fit; UserError for all else.
+    """
+    try:
+        with quiet():
+            host = hardware(options)
+            _refuse_incomplete(config)
+            found = plan_capacity(config, host, wish, fill)
+    except DoesNotFit as error:
+        print(f"moebius: does not fit: {' '.join(str(error).split())}", file=sys.stderr)
+        raise typer.Exit(EXIT_DOES_NOT_FIT) from error
+    command = serve_command(asked, found)
+    print_plan(found, command)
+    if json_file is not None:
+        write_json(document(found, command), json_file)
+    if values_file is not None:
+        write_values(values_file, chart_values(config, found), f"{found.model} on {hardware_line(found)}")
+    return found
+
+
+def _refuse_incomplete(config: MoebiusConfig) -> None:
+    """What services prove of their tensors before they read one, in their words, where there are any.
+
+    Raises CheckpointError or ModelConfigError.
+    """
+    directory = config.model.model
+    if not has_weights(directory):
+        return
+    from expert_service.loader import plan_load
+    from gpu_service.loader.load import check_weights
+
+    geometry = read_served_geometry(config)
+    if geometry.moe_layers:
+        experts = config.model.expert_checkpoint
+        plan_load(geometry, directory, config.experts.expert_dtype, experts)
+    check_weights(read_served_model(config), directory)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keys of config.json that nothing reads are reported when a model is loaded, not when it is planned."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)

@@ -1,0 +1,374 @@
+"""How fast decode and prefill will be: bytes over bandwidth, operations over peaks, and hand-offs.
+
+Formulas, where the constants come from and how predictions compared with measurements: `docs/plan.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from app.bench.bounds import expected_distinct
+from app.planning.hardware import Hardware
+from app.planning.memory import Residency, StoredExperts, expert_format, num_servers
+from app.supervisor.core_division import known_cores
+from app.supervisor.expert_placement import place_experts
+from moebius.config import MoebiusConfig
+from moebius.kernel_times import PanelTimes, find_times, this_host
+from moebius.kernels import float32_isa, isa_level
+from moebius.mailbox_plan import request_rows
+from moebius.models.geometry import MoeGeometry
+from moebius.models.layers.layer import mixers
+from moebius.weight_formats import PANEL_COLUMNS
+
+if TYPE_CHECKING:
+    from gpu_service.assembly.forecast import Forecast, RankForecast
+
+# Shares of the vendor's figures that dense products reach on a GPU: by "Qwen3-30B-A3B on one H200" and
+# "Prompts whose experts are streamed" of docs/benchmarks.md, see docs/plan.md.
+GPU_BANDWIDTH_SHARE = 0.8
+GPU_FLOPS_SHARE = 0.4
+LINK_SHARE = 0.86
+# Resident experts in decode: kernels that read an expert once for each row that chose it, and tiles, which
+# read it once and reach less of the bandwidth.
+PAIRS_BANDWIDTH_SHARE, TILES_BANDWIDTH_SHARE = 0.42, 0.2
+# What servers lose to a link that copies from the same memory, and the divisions of a layer that are tried.
+SHARED_MEMORY, STREAMED_SHARES = 1.12, 32
+# Of bandwidth and peak, by torch's dense products on a CPU that expert servers compete for; chosen, as
+# CPU_LAYER_SECONDS, from "Decode over HTTP" of docs/benchmarks.md.
+CPU_DENSE_SHARE = 0.35
+# Of bandwidth and peak, by the expert kernels where no server has measured them; by int4 experts in the same
+# sections. AMX multiplies decoded weights, and few rows of an expert leave its tiles waiting: the share grows
+# by as much again with every ASSUMED_AMX_ROWS rows, up to that of others.
+ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE = 0.78, 0.3
+ASSUMED_AMX_PEAK_SHARE, ASSUMED_AMX_ROWS = 0.085, 750
+# Between the GEMMs of a layer: kernels of a replayed graph, an eager step's launches, which prompts have, and
+# torch's calls on a CPU. Seconds.
+GPU_LAYER_SECONDS = 45e-6
+GPU_EAGER_LAYER_SECONDS = 500e-6
+CPU_LAYER_SECONDS = 500e-6
+# Of an all-reduce of few rows; two a layer.
+ALL_REDUCE_SECONDS = 12e-6
+# "Mailbox round trip" of docs/benchmarks.md, host B: a request, a server, and bytes both ways.
+HAND_OFF_SECONDS, HAND_OFF_SERVER_SECONDS, HAND_OFF_BANDWIDTH = 2.2e-6, 1e-6, 13.5e9
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTimes:
+    """How long an expert server's kernels take, as measured on this host; filled by `make_work`."""
+
+    gate_up: PanelTimes
+    down: PanelTimes
+    # Of one expert, all its intermediate channels.
+    gate_up_panels: int
+    down_panels: int
+    hidden_size: int
+    intermediate_size: int
+
+    def seconds(self, rows: float) -> float:
+        """The seconds of one expert with `rows` rows, all threads of one server at work."""
+        return self.gate_up_panels * self.gate_up.seconds(
+            rows, self.hidden_size
+        ) + self.down_panels * self.down.seconds(rows, self.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step asks for; filled by `capacity`.
+
+    Of the dense part that of each stage's busiest rank, summed over the stages, which a token passes in turn.
+    """
+
+    num_layers: int  # Those that attend twice count twice.
+    moe_layers: int
+    num_experts: int
+    top_k: float  # Experts of a token, choices without weights left out: `MoeGeometry.mean_top_k`.
+    hidden_size: int
+    dense_bytes: int
+    dense_elements: int
+    kv_token_bytes: float
+    # Of a rank, over all layers: elements of a score, and of a weighted sum, of each token attended to.
+    attention_width: int
+    # Of one expert: in the servers' RAM, on a rank's GPU, and its weights.
+    expert_bytes: float
+    resident_expert_bytes: float
+    expert_weights: int
+    expert_times: ExpertTimes | None  # None: not measured on this host, or planned for another one.
+    # Of all experts; routing is taken to be even.
+    resident_share: float
+    servers: int
+    ranks: int
+    # Rows that one request to the expert servers carries at most.
+    request_rows: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Parts of one step; filled by `step_seconds`."""
+
+    dense: float
+    cpu_experts: float
+    gpu_experts: float
+    hand_off: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        """Resident experts are computed while the servers compute theirs; all else is sequential."""
+        return self.dense + max(self.cpu_experts, self.gpu_experts) + self.hand_off + self.overhead
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part by name, in the order of a step."""
+        return {
+            "dense weights and KV": self.dense,
+            "experts in RAM": self.cpu_experts,
+            "experts on GPUs": self.gpu_experts,
+            "hand-off": self.hand_off,
+            "launches": self.overhead,
+        }
+
+    @property
+    def bound_by(self) -> str:
+        """The name of the part that takes longest."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One row of the prediction; filled by `predict_decode` and `predict_prefill`."""
+
+    # Streams that decode, or tokens of one chunk of a prompt.
+    rows: int
+    tokens_per_second: float
+    seconds: StepSeconds
+    distinct_experts: float  # Different experts of a layer that a step touches.
+
+
+def predict_decode(work: Work, hardware: Hardware, streams: Sequence[int], context: int) -> tuple[Speed, ...]:
+    """One row per number of streams, each of them `context` tokens long."""
+    found = []
+    for count in streams:
+        seconds = step_seconds(work, hardware, count, count * context)
+        distinct = expected_distinct(work.num_experts, work.top_k, count)
+        found.append(Speed(count, count / seconds.total, seconds, distinct))
+    return tuple(found)
+
+
+def predict_prefill(
+    work: Work, hardware: Hardware, chunk: int, context: int, streamed_chunk: int = 0
+) -> Speed:
+    """The speed of a prompt of `context` tokens in chunks; each attends to half of the prompt on average.
+
+    With a `streamed_chunk` steps may be that long, with experts streamed as the engine divides them.
+    """
+    found = [_prefill(work, chunk, context, _eager(work, hardware, min(chunk, context), context // 2))]
+    if streamed_chunk and hardware.gpu is not None and work.resident_share < 1.0:
+        rows = min(streamed_chunk, context)
+        seconds = _streamed(work, hardware, rows, _eager(work, hardware, rows, context // 2))
+        found.append(_prefill(work, streamed_chunk, context, seconds))
+    return max(found, key=lambda speed: speed.tokens_per_second)
+
+
+def _prefill(work: Work, chunk: int, context: int, seconds: StepSeconds) -> Speed:
+    rows = min(chunk, context)
+    distinct = expected_distinct(work.num_experts, work.top_k, min(rows, work.request_rows))
+    return Speed(rows, rows / seconds.total, seconds, distinct)
+
+
+def _eager(work: Work, hardware: Hardware, rows: int, attended: int) -> StepSeconds:
+    """A step of a prompt, which no graph holds."""
+    seconds = step_seconds(work, hardware, rows, attended, attended)
+    if hardware.gpu is None:
+        return seconds
+    more = work.num_layers * (GPU_EAGER_LAYER_SECONDS - GPU_LAYER_SECONDS)
+    return replace(seconds, overhead=seconds.overhead + more)
+
+
+def _streamed(work: Work, hardware: Hardware, rows: int, eager: StepSeconds) -> StepSeconds:
+    """The same with the share of each layer streamed that takes least (decision 13).
+
+    Copies run ahead of everything that the GPU does; in "experts in RAM" is what that does not hide.
+    """
+    assert hardware.gpu is not None
+    kept = (1.0 - work.resident_share) * work.num_experts * work.moe_layers
+    copy = kept * work.expert_bytes / (hardware.gpu.link * LINK_SHARE * work.ranks)
+    others = eager.dense + eager.overhead
+    found = []
+    for step in range(1, STREAMED_SHARES + 1):
+        share = step / STREAMED_SHARES
+        resident = work.resident_share + share * (1.0 - work.resident_share)
+        on_gpu = _gpu_expert_seconds(replace(work, resident_share=resident), hardware, rows)
+        rest = SHARED_MEMORY * (1 - share) * eager.cpu_experts
+        hand_off = eager.hand_off if share < 1 else 0.0
+        in_ram = max(rest, copy * share - others - hand_off)
+        found.append(StepSeconds(eager.dense, max(0.0, in_ram), on_gpu, hand_off, eager.overhead))
+    return min(found, key=lambda seconds: seconds.total)
+
+
+def step_seconds(
+    work: Work, hardware: Hardware, rows: int, kv_tokens: int, attended: int | None = None
+) -> StepSeconds:
+    """A step of `rows` tokens that reads the KV of `kv_tokens`, each row attending to `attended` of them."""
+    per_row = kv_tokens / rows if attended is None else attended
+    in_ram = work.moe_layers and work.resident_share < 1.0
+    return StepSeconds(
+        _dense_seconds(work, hardware, rows, kv_tokens, per_row),
+        _cpu_expert_seconds(work, hardware, rows) if in_ram else 0.0,
+        _gpu_expert_seconds(work, hardware, rows),
+        _hand_off_seconds(work, hardware, rows) if in_ram else 0.0,
+        _overhead_seconds(work, hardware),
+    )
+
+
+def _dense_seconds(work: Work, hardware: Hardware, rows: int, kv_tokens: int, attended: float) -> float:
+    nbytes = work.dense_bytes + kv_tokens * work.kv_token_bytes
+    operations = rows * (2 * work.dense_elements + 4 * attended * work.attention_width)
+    if hardware.gpu is None:
+        share = CPU_DENSE_SHARE
+        return max(nbytes / (hardware.bandwidth * share), operations / (hardware.cpu_flops * share))
+    gpu = hardware.gpu
+    return max(nbytes / (gpu.bandwidth * GPU_BANDWIDTH_SHARE), operations / (gpu.flops * GPU_FLOPS_SHARE))
+
+
+def _cpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
+    """Rows go in requests of at most `request_rows`, each of which reads its own experts."""
+    whole, rest = divmod(rows, work.request_rows)
+    seconds = whole * _request_seconds(work, hardware, work.request_rows) if whole else 0.0
+    return work.moe_layers * (seconds + (_request_seconds(work, hardware, rest) if rest else 0.0))
+
+
+def _request_seconds(work: Work, hardware: Hardware, rows: int) -> float:
+    kept = 1.0 - work.resident_share
+    distinct = expected_distinct(work.num_experts, work.top_k, rows)
+    if work.expert_times is not None:
+        return kept * distinct * work.expert_times.seconds(rows * work.top_k / distinct) / work.servers
+    nbytes = kept * distinct * work.expert_bytes
+    operations = kept * rows * work.top_k * 2 * work.expert_weights
+    share = assumed_peak_share(hardware.isa, rows * work.top_k / distinct)
+    return nbytes / (hardware.bandwidth * ASSUMED_EXPERT_BANDWIDTH_SHARE) + operations / (
+        hardware.cpu_flops * share
+    )
+
+
+def assumed_peak_share(isa: str, rows: float) -> float:
+    """What kernels are taken to reach of the peak of an instruction set, with `rows` rows per expert."""
+    if isa != "amx":
+        return ASSUMED_EXPERT_PEAK_SHARE
+    return min(ASSUMED_EXPERT_PEAK_SHARE, ASSUMED_AMX_PEAK_SHARE * (1 + rows / ASSUMED_AMX_ROWS))
+
+
+def _gpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
+    """Row by row, in tiles, or bound by operations."""
+    if hardware.gpu is None or not work.resident_share:
+        return 0.0
+    pairs = work.resident_share * rows * work.top_k
+    distinct = work.resident_share * expected_distinct(work.num_experts, work.top_k, rows)
+    operations = pairs * 2 * work.expert_weights / work.ranks
+    gpu = hardware.gpu
+    reading = min(pairs / PAIRS_BANDWIDTH_SHARE, distinct / TILES_BANDWIDTH_SHARE)
+    return work.moe_layers * max(
+        reading * work.resident_expert_bytes / gpu.bandwidth, operations / (gpu.flops * GPU_FLOPS_SHARE)
+    )
+
+
+def _hand_off_seconds(work: Work, hardware: Hardware, rows: int) -> float:
+    """Rows to all servers once, float32 sums back from each; over the links of all ranks at once."""
+    requests = -(-rows // work.request_rows)
+    nbytes = rows * work.hidden_size * (work.item_bytes + 4 * work.servers)
+    speed = HAND_OFF_BANDWIDTH
+    if hardware.gpu is not None:
+        speed = hardware.gpu.link * LINK_SHARE * work.ranks
+    each = HAND_OFF_SECONDS + HAND_OFF_SERVER_SECONDS * work.servers
+    return work.moe_layers * (requests * each + nbytes / speed)
+
+
+def _overhead_seconds(work: Work, hardware: Hardware) -> float:
+    if hardware.gpu is None:
+        return work.num_layers * CPU_LAYER_SECONDS
+    reduces = 2 * ALL_REDUCE_SECONDS if work.ranks > 1 else 0.0
+    return work.num_layers * (GPU_LAYER_SECONDS + reduces)
+
+
+def make_work(
+    config: MoebiusConfig,
+    geometry: MoeGeometry,
+    stored: Mapping[int, StoredExperts],
+    forecast: Forecast,
+    residency: Residency,
+    hardware: Hardware,
+) -> Work:
+    """Experts of layers in several formats count with their mean size and the layout of most."""
+    formats, expert_bytes = expert_format(config, geometry, stored)
+    ranks, model = config.parallel.tensor_parallel_size, forecast.model_config
+    busiest = _busiest_of_stages(forecast)
+    mailbox = config.experts.expert_transport == "mailbox"
+    return Work(
+        num_layers=sum(max(1, len(layer.mixers)) for layer in model.layers),
+        moe_layers=len(geometry.moe_layers),
+        num_experts=geometry.num_experts,
+        top_k=geometry.mean_top_k,
+        hidden_size=geometry.hidden_size,
+        dense_bytes=sum(
+            rank.read_bytes + (0 if hardware.multiplies_bfloat16 else rank.widened_bytes) for rank in busiest
+        ),
+        dense_elements=sum(rank.read_elements for rank in busiest),
+        kv_token_bytes=sum(rank.page_bytes for rank in busiest) / config.gpu.page_size,
+        attention_width=sum(mixer.score_width for mixer in mixers(model.layers)) // ranks,
+        expert_bytes=expert_bytes,
+        resident_expert_bytes=expert_bytes / ranks,
+        expert_weights=(2 + geometry.is_gated) * geometry.hidden_size * geometry.moe_intermediate_size,
+        expert_times=measured_times(config, geometry, formats, model.dtype, hardware),
+        resident_share=residency.share,
+        servers=num_servers(config, hardware.sockets),
+        ranks=ranks,
+        request_rows=request_rows(config) if mailbox else config.gpu.num_batched_tokens,
+        item_bytes=model.dtype_bytes,
+    )
+
+
+def measured_times(
+    config: MoebiusConfig,
+    geometry: MoeGeometry,
+    formats: tuple[str, str] | None,
+    dtype: str,
+    hardware: Hardware,
+) -> ExpertTimes | None:
+    """The measured times from `hardware.kernel_times`; None: no server of as many threads has measured both
+    matrices' formats.
+
+    `dtype`: of the model's activations.
+    """
+    experts = config.experts
+    if formats is None or not hardware.kernel_times or experts.expert_addresses:
+        return None
+    threads = server_threads(config, hardware)[0]
+    on = this_host(threads, float32_isa() if experts.batch_invariant_experts else isa_level())
+    rows = "bfloat16" if dtype == "bfloat16" else "float32"
+    hidden, inner = geometry.hidden_size, geometry.moe_intermediate_size
+    gate_up = find_times(hardware.kernel_times, on, formats[0], rows, hidden)
+    down = find_times(hardware.kernel_times, on, formats[1], rows, inner)
+    if gate_up is None or down is None:
+        return None
+    gate_up_panels = (1 + geometry.is_gated) * -(-inner // PANEL_COLUMNS)
+    down_panels = -(-hidden // PANEL_COLUMNS)
+    return ExpertTimes(gate_up, down, gate_up_panels, down_panels, hidden, inner)
+
+
+def server_threads(config: MoebiusConfig, hardware: Hardware) -> tuple[int, ...]:
+    """Compute threads of each expert server that `serve` starts on this host while it is alone there."""
+    engines = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    cores, threads = known_cores(config.experts), config.experts.expert_threads
+    count = num_servers(config, hardware.sockets)
+    placed = place_experts(cores.nodes, count, cores.quota, engines if hardware.gpu else 0, threads)
+    return tuple(server.threads for server in placed)
+
+
+def _busiest_of_stages(forecast: Forecast) -> list[RankForecast]:
+    stages: dict[int, RankForecast] = {}
+    for rank in forecast.ranks:
+        if rank.stage not in stages or rank.read_bytes > stages[rank.stage].read_bytes:
+            stages[rank.stage] = rank
+    return list(stages.values())

@@ -1,0 +1,188 @@
+"""What a host lacks to serve a model, by sizes alone.
+
+`moebius serve` refuses it before it starts a process, and `moebius doctor MODEL` lists it. RAM and shared
+memory are compared with what is sure, the packed experts and the mailbox; what the planner expects of
+everything else, `moebius plan` says, and `doctor` with it. Address space is compared with what
+docs/containers.md asks for.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.doctor.facts import Volume, read_memory_limit, read_volume
+from app.supervisor.runfile import SHARED_MEMORY
+from moebius.config import MoebiusConfig
+from moebius.errors import StartupError, UserError
+from moebius.limits import FEWEST_BYTES, total_memory
+from moebius.models.geometry import MoeGeometry
+from moebius.weight_segment import segment_path
+
+GIB, MIB = 2**30, 2**20
+# `FEWEST_BYTES` was measured with the KV cache that a CPU has by default.
+KV_CACHE_IN_FEWEST = GIB
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes; filled by `needs_of`."""
+
+    # 0: there is no mailbox.
+    mailbox: int
+    # Packed experts of each server that is started here.
+    segments: tuple[int, ...]
+    # The engine's part of the model; 0 where address space is not limited, so that nothing asks for it.
+    engine: int = 0
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """One thing that is too small; filled by `find_shortages`."""
+
+    # "/dev/shm", "RAM", "ulimit -v", "expert_weights_dir".
+    of: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}. {self.remedy}"
+
+
+def needs_of(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) -> Needs:
+    """`config`: what was `given`, with as many `expert_servers` as are started here, and the mailbox's name.
+
+    Raises CheckpointError or UserError for what cannot be packed.
+    """
+    from app.planning.memory import segment_bytes
+    from moebius.mailbox_plan import mailbox_geometry
+
+    count = config.experts.expert_servers
+    return Needs(
+        mailbox_geometry(config, model).regions().total if config.experts.mailbox else 0,
+        tuple(segment_bytes(config, model, count)) if count else (),
+        _engine_bytes(given) if _address_space_limit() is not None else 0,
+    )
+
+
+def find_shortages(needs: Needs, weights_dir: str, root: Path = Path("/")) -> Iterator[Shortage]:
+    """`weights_dir`: where the user has the packed experts lie; empty: in memory that `serve` makes."""
+    if needs.mailbox:
+        shortage = shared_memory_shortage(needs.mailbox, read_volume(SHARED_MEMORY))
+        if shortage is not None:
+            yield shortage
+    yield from _address_space(needs)
+    weights = read_volume(Path(weights_dir)) if weights_dir else None
+    if weights is not None and weights.exists:
+        yield from _weights_directory(needs, weights)
+    if weights is None or weights.in_memory:
+        yield from _memory(needs, root)
+
+
+def refuse_shortages(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) -> None:
+    """Raises StartupError for the first shortage. Arguments as of `needs_of`."""
+    try:
+        needs = needs_of(given, config, model)
+    except (UserError, ValueError):
+        return  # What cannot be packed is refused by the process that reads it, in its words.
+    for shortage in find_shortages(needs, given.experts.expert_weights_dir):
+        raise StartupError(str(shortage))
+
+
+def shared_memory_shortage(needed: int, found: Volume, error: str = "") -> Shortage | None:
+    """Why no mailbox of `needed` bytes can be made, or was not (`error`); None: it can."""
+    from moebius.mailbox import more_shared_memory
+
+    reason = error
+    if not found.exists:
+        reason = "it does not exist"
+    elif not found.writable:
+        reason = "it is read-only, or another user's"
+    elif found.free_bytes < needed:
+        reason = f"it holds {found.total_bytes // MIB} MiB, and {found.free_bytes // MIB} MiB are free"
+    if not reason:
+        return None
+    problem = f"the processes share {-(-needed // MIB)} MiB of memory in {SHARED_MEMORY}, but {reason}"
+    return Shortage(str(SHARED_MEMORY), problem, more_shared_memory(needed))
+
+
+def _address_space_limit() -> int | None:
+    """Bytes; None: there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return limit if limit >= 0 else None
+
+
+def _engine_bytes(config: MoebiusConfig) -> int:
+    """Its weights in RAM, and of its KV cache what `FEWEST_BYTES` does not contain; 0: there is no plan."""
+    from app.planning.capacity import Wish
+    from app.planning.hardware import HardwareOptions, hardware
+    from app.planning.memory import RAM
+    from app.planning.planner import make_planner
+    from app.planning.report import quiet
+
+    try:
+        with quiet():
+            host = hardware(HardwareOptions())
+            plan = make_planner(config, host, fill=False).plan(host, Wish(), fill=False, explain=False)
+    except (UserError, ValueError):
+        return 0
+    total = 0
+    for one in plan.components:
+        what = one.part.rpartition(": ")[2] if one.place == RAM and one.part.startswith("engine") else ""
+        if what == "KV cache":
+            total += max(0, one.nbytes - KV_CACHE_IN_FEWEST)
+        elif what not in ("", "process", "activations", "a tensor while loading"):
+            total += one.nbytes
+    return total
+
+
+def _address_space(needs: Needs) -> Iterator[Shortage]:
+    limit = _address_space_limit()
+    largest = max(needs.segments, default=0)
+    needed = max(FEWEST_BYTES["gpu"] + needs.engine, FEWEST_BYTES["expert"] + largest) + needs.mailbox
+    if limit is not None and limit < needed:
+        yield Shortage(
+            "ulimit -v",
+            f"ulimit -v: a process may use {limit // MIB} MiB of address space, one of this model needs "
+            f"{-(-needed // MIB)} MiB",
+            "Allowed: unlimited, or as much; batch systems: ask for more memory",
+        )
+
+
+def _weights_directory(needs: Needs, found: Volume) -> Iterator[Shortage]:
+    missing = sum(
+        max(0, nbytes - _size(Path(segment_path(str(found.path), index))))
+        for index, nbytes in enumerate(needs.segments)
+    )
+    if found.free_bytes < missing:
+        yield Shortage(
+            "expert_weights_dir",
+            f"packed experts take {missing / GIB:.2f} GiB more in {found.path}, where "
+            f"{found.free_bytes / GIB:.2f} GiB are free",
+            f"A larger one (mount -o remount,size=… {found.path}), or smaller experts (--expert-dtype int4)",
+        )
+
+
+def _memory(needs: Needs, root: Path) -> Iterator[Shortage]:
+    limit = read_memory_limit(root)
+    machine = total_memory(root)
+    allowed = machine if limit is None else min(machine, limit)
+    needed = sum(needs.segments) + needs.mailbox
+    if needed > allowed:
+        whose = "this machine has" if allowed == machine else "the cgroup (container, batch job) allows"
+        yield Shortage(
+            "RAM",
+            f"packed experts and mailbox take {needed / GIB:.1f} GiB of RAM, but {whose} "
+            f"{allowed / GIB:.1f} GiB",
+            "Smaller experts (--expert-dtype int4), experts on GPUs (--gpu-experts-ratio), or expert servers "
+            "on other hosts take less; `moebius plan` says what fits",
+        )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

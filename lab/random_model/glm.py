@@ -1,0 +1,74 @@
+"""What random models of GLM's families have in common: MLPs with a router by sigmoids, and small tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from lab.random_model.shapes import GlmShape
+from lab.random_model.tensors import (
+    ModelDraw,
+    TensorGroup,
+    TensorSpec,
+    added_std,
+    draw_dense,
+    expert_groups,
+    expert_matrices,
+    mlp_matrices,
+    one,
+    router,
+)
+from lab.random_model.values import Array, bfloat16_bits, generator
+
+# Of random numbers: MLP matrices, vectors and tables.
+_MLP, VECTORS = 4, 5
+
+
+def glm_mlp(draw: ModelDraw, shape: GlmShape, layer: int, stem: str) -> Iterator[TensorGroup]:
+    """A dense layer's, or a router with its experts and the one of all tokens."""
+    if layer < shape.dense_layers:
+        yield from _mlp(draw, shape, layer, stem, shape.dense_size)
+        return
+    yield from _mlp(draw, shape, layer, f"{stem}shared_experts.", shape.moe_intermediate_size)
+    size = (shape.num_experts, shape.hidden_size)
+    yield one(f"{stem}gate.weight", size, partial(router, draw, layer))
+    yield float32(f"{stem}gate.e_score_correction_bias", (shape.num_experts,), zeros)
+    for expert in range(shape.num_experts):
+        matrices = (
+            replace(matrix, std=matrix.std / shape.routed_scaling) if matrix.name == "down_proj" else matrix
+            for matrix in expert_matrices(shape, layer, expert)
+        )
+        yield from expert_groups(draw, f"{stem}experts.{expert}.", matrices)
+
+
+def _mlp(draw: ModelDraw, shape: GlmShape, layer: int, stem: str, inner: int) -> Iterator[TensorGroup]:
+    """A dense layer's, or that of all tokens."""
+    # As routed experts, of which the mean of several is taken.
+    for matrix in mlp_matrices(shape.hidden_size, inner, added_std(shape) / 0.6, (_MLP, layer)):
+        size = (matrix.rows, matrix.cols)
+        yield one(f"{stem}{matrix.name}.weight", size, partial(draw_dense, draw, matrix))
+
+
+def bfloat16(name: str, size: tuple[int, ...], values: Callable[[tuple[int, ...]], Array]) -> TensorGroup:
+    """A tensor of its own, of the float32 values of that size."""
+    return TensorGroup((TensorSpec(name, "BF16", size),), lambda: [bfloat16_bits(values(size))])
+
+
+def float32(name: str, size: tuple[int, ...], values: Callable[[tuple[int, ...]], Array]) -> TensorGroup:
+    """The same as it is."""
+    return TensorGroup((TensorSpec(name, "F32", size),), lambda: [values(size)])
+
+
+def zeros(size: tuple[int, ...]) -> Array:
+    """float32."""
+    return np.zeros(size, np.float32)
+
+
+def normal(draw: ModelDraw, key: tuple[int, ...], std: float, size: tuple[int, ...]) -> Array:
+    """float32 of that deviation, from the stream of random numbers of that key."""
+    values = generator(draw.seed, *key).standard_normal(size, np.float32)
+    values *= np.float32(std)
+    return values

@@ -1,0 +1,141 @@
+"""Guards what `moebius serve` puts on GPUs by itself: all that fits, with room to serve, in RAM only if it
+fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.planning import fill
+from app.planning.fill import DeviceUse, filled_placement, parse_gpu_memory, with_filled_gpus
+from app.planning.planner import Planner
+from app.supervisor import placement as supervisor_placement
+from gpu_service.memory.plan import ExpertMemory
+from moebius.config import PlacementConfig
+from moebius.placement import keeps_residents
+from tests.helpers.plan_models import GIB, PUBLISHED, hardware, settings, write_config
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-30B-A3B's config.json."""
+    return write_config(tmp_path_factory.mktemp("fill") / "qwen", PUBLISHED["qwen3-30b-a3b"][0])
+
+
+def filled(
+    monkeypatch: pytest.MonkeyPatch, model: Path, gpu_gib: float, ram_gib: float, **options: Any
+) -> PlacementConfig | None:
+    """With so much memory that is free."""
+    monkeypatch.setattr(fill, "available_memory", lambda: int(ram_gib * GIB))
+    config = settings(model, **{"expert_dtype": "int4", **options})
+    return filled_placement(config, (DeviceUse(int(gpu_gib * GIB), int(gpu_gib * GIB)),))
+
+
+def test_a_large_gpu_gets_everything(monkeypatch: pytest.MonkeyPatch, qwen: Path) -> None:
+    """Then no expert server is started, whatever the RAM."""
+    found = filled(monkeypatch, qwen, 139, 8)
+    assert found is not None
+    assert found.gpu_experts_ratio == 1.0
+    assert not keeps_residents(found)
+
+
+def test_a_small_gpu_gets_what_fits_beside_a_cache(monkeypatch: pytest.MonkeyPatch, qwen: Path) -> None:
+    """As many as the plan for such a GPU says, and more on a larger one; exchanged while all are in RAM,
+    too.
+    """
+    counts = []
+    for gib in (14, 16, 20):
+        found = filled(monkeypatch, qwen, gib, 64)
+        assert found is not None
+        assert found.gpu_experts is None
+        assert found.gpu_experts_ratio is not None
+        assert keeps_residents(found)
+        counts.append(found.gpu_experts_ratio * 128)
+    assert 0 < counts[0] < counts[1] < counts[2] < 128
+    config, host = settings(qwen, expert_dtype="int4"), hardware("4090", ram_gib=64, sockets=1)
+    assert host.gpu is not None
+    smaller = replace(host, gpu=replace(host.gpu, memory_bytes=16 * GIB))
+    planned = Planner(config, on_gpu=True).plan(smaller)
+    assert max(planned.residency.by_layer.values()) == counts[1]
+    assert planned.kv.tokens >= 4 * 8192
+
+
+def test_too_little_ram_means_that_residents_are_there_only(
+    monkeypatch: pytest.MonkeyPatch, qwen: Path
+) -> None:
+    """Memory of GPU and host adds up where the host could not hold all experts."""
+    found = filled(monkeypatch, qwen, 20, 12)
+    assert found is not None
+    assert found.gpu_experts_ratio
+    assert not keeps_residents(found)
+
+
+def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch, qwen: Path) -> None:
+    """Numbers that are given are bounds of nothing else; only what is left open is decided."""
+    found = filled(monkeypatch, qwen, 139, 64, gpu_experts="3")
+    assert found is not None
+    assert (found.gpu_experts, found.gpu_experts_ratio, found.drop_resident) == (3, None, "keep")
+    found = filled(monkeypatch, qwen, 139, 64, gpu_experts="0")
+    assert found is not None
+    assert found.gpu_experts == 0
+
+
+def test_other_processes_memory_is_not_planned_with(monkeypatch: pytest.MonkeyPatch, qwen: Path) -> None:
+    """A GPU of which half is taken is filled as one of half its size is."""
+    monkeypatch.setattr(fill, "available_memory", lambda: 64 * GIB)
+    config = settings(qwen, expert_dtype="int4")
+    shared = filled_placement(config, (DeviceUse(32 * GIB, 16 * GIB),))
+    alone = filled_placement(config, (DeviceUse(int(16 * GIB / 0.9), int(16 * GIB / 0.9)),))
+    assert shared == alone
+    assert shared is not None
+    assert shared.gpu_experts_ratio
+
+
+def test_a_gpu_that_does_not_hold_the_rest_is_left_to_the_engine_to_refuse(
+    monkeypatch: pytest.MonkeyPatch, qwen: Path
+) -> None:
+    """It says what would fit; no expert is put where not even the dense layers are."""
+    found = filled(monkeypatch, qwen, 3, 64)
+    assert found is not None
+    assert found.gpu_experts_ratio == 0
+
+
+def test_without_a_gpu_nothing_is_placed(monkeypatch: pytest.MonkeyPatch, qwen: Path) -> None:
+    """And servers keep no second copy; with a GPU whose driver is silent the settings stay."""
+    monkeypatch.setattr(supervisor_placement, "find_gpus", lambda root=Path("/"): ())
+    config = with_filled_gpus(settings(qwen))
+    assert config.placement == PlacementConfig(drop_resident="drop")
+    monkeypatch.setattr(
+        supervisor_placement, "find_gpus", lambda root=Path("/"): (supervisor_placement.Gpu(-1),)
+    )
+    monkeypatch.setattr(fill, "gpu_memory", lambda: ())
+    assert with_filled_gpus(settings(qwen)) == settings(qwen)
+
+
+def test_the_drivers_words() -> None:
+    """MiB by GPU; other words are an error that is not taken for memory."""
+    assert parse_gpu_memory("143771, 143156\n81559, 500\n") == (
+        DeviceUse(143771 * 2**20, 143156 * 2**20),
+        DeviceUse(81559 * 2**20, 500 * 2**20),
+    )
+    with pytest.raises(ValueError, match="invalid literal"):
+        parse_gpu_memory("[N/A], [N/A]\n")
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "is_everything", "tokens"), [(139, True, 8192), (30, True, 2048), (139, False, 512)]
+)
+def test_steps_are_long_where_nothing_is_computed_elsewhere(
+    gpu_gib: float, is_everything: bool, tokens: int, qwen: Path
+) -> None:
+    """Unset; on a small GPU less, and the usual budget where expert servers compute a part."""
+    planner = Planner(settings(qwen, max_num_seqs="16"), on_gpu=True)
+    held = ExpertMemory(is_everything=is_everything)
+    memory = int(gpu_gib * GIB)
+    assert planner.forecast.batched_tokens(planner.config, memory, [held]) == tokens
+    chosen = settings(qwen, max_num_batched_tokens="777")
+    assert planner.forecast.batched_tokens(chosen, memory, [held]) == 777

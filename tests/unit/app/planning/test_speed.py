@@ -1,0 +1,160 @@
+"""Guards predicted speeds: formulas give what a hand computes, from measured times of kernels and without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from app.planning.speed import (
+    ASSUMED_EXPERT_BANDWIDTH_SHARE,
+    GPU_BANDWIDTH_SHARE,
+    GPU_LAYER_SECONDS,
+    HAND_OFF_SECONDS,
+    HAND_OFF_SERVER_SECONDS,
+    LINK_SHARE,
+    ExpertTimes,
+    Work,
+    assumed_peak_share,
+    predict_decode,
+    predict_prefill,
+    step_seconds,
+)
+from moebius.kernel_times import MeasuredOn, PanelTimes
+from tests.helpers.plan_models import hardware
+
+# Qwen3-30B-A3B with int4 experts, one GPU and one server of 16 AMX cores.
+QWEN = Work(
+    num_layers=48,
+    moe_layers=48,
+    num_experts=128,
+    top_k=8,
+    hidden_size=2048,
+    dense_bytes=2_460_000_000,
+    dense_elements=1_230_000_000,
+    kv_token_bytes=98304.0,
+    attention_width=48 * 4096,
+    expert_bytes=2_654_208.0,
+    resident_expert_bytes=2_654_208.0,
+    expert_weights=3 * 2048 * 768,
+    expert_times=None,
+    resident_share=0.0,
+    servers=1,
+    ranks=1,
+    request_rows=128,
+    item_bytes=2,
+)
+HOST = hardware("h200", sockets=1, cores=16, bandwidth=210e9, cpu_flops=46e12)
+
+
+# Nanoseconds of a panel with 2048 (gate, up) and 768 (down) input features, as 16 AMX cores gave them.
+GATE_UP = PanelTimes(
+    MeasuredOn("cpu", 16, "amx", "b"), "int4_g32", "bfloat16", 2048, ((1, 160.0), (4, 200.0))
+)
+DOWN = PanelTimes(MeasuredOn("cpu", 16, "amx", "b"), "int4_g32", "bfloat16", 768, ((1, 60.0), (8, 60.0)))
+MEASURED = ExpertTimes(GATE_UP, DOWN, 2 * 768 // 16, 2048 // 16, 2048, 768)
+
+
+def test_a_panels_time_between_and_beyond_what_was_measured() -> None:
+    """Linear between numbers of rows, proportional beyond the last and to the input features."""
+    at = [GATE_UP.seconds(rows, 2048) * 1e9 for rows in (0.5, 1, 2, 4, 16)]
+    assert at == pytest.approx([160, 160, 160 + 40 / 3, 200, 800])
+    assert GATE_UP.seconds(1, 4096) == pytest.approx(2 * GATE_UP.seconds(1, 2048))
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_layer_takes_its_experts_panels(rows: int) -> None:
+    """Different experts with their mean number of rows, panels times nanoseconds; two servers share them."""
+    work = replace(QWEN, expert_times=MEASURED)
+    distinct = 128 * (1 - (1 - 8 / 128) ** rows)
+    each = rows * 8 / distinct
+    expected = distinct * (96 * GATE_UP.seconds(each, 2048) + 128 * DOWN.seconds(each, 768))
+    assert step_seconds(work, HOST, rows, 0).cpu_experts == pytest.approx(48 * expected)
+    halves = step_seconds(replace(work, servers=2), HOST, rows, 0)
+    assert halves.cpu_experts == pytest.approx(24 * expected)
+
+
+def test_a_step_by_hand() -> None:
+    """One stream of 1000 tokens: each part by its formula."""
+    (row,) = predict_decode(QWEN, HOST, [1], 1000)
+    parts = row.seconds
+    assert row.distinct_experts == pytest.approx(8)
+    assert parts.dense == pytest.approx((2.46e9 + 1000 * 98304) / (4.8e12 * GPU_BANDWIDTH_SHARE))
+    read = 8 * 2654208 / 210e9 / ASSUMED_EXPERT_BANDWIDTH_SHARE
+    multiplied = 8 * 2 * 3 * 2048 * 768 / (46e12 * assumed_peak_share("amx", 1))
+    assert parts.cpu_experts == pytest.approx(48 * (read + multiplied))
+    assert parts.gpu_experts == 0
+    link = 2048 * (2 + 4) / (64e9 * LINK_SHARE)
+    assert parts.hand_off == pytest.approx(48 * (HAND_OFF_SECONDS + HAND_OFF_SERVER_SECONDS + link))
+    assert parts.overhead == pytest.approx(48 * GPU_LAYER_SECONDS)
+    assert parts.total == pytest.approx(parts.dense + parts.cpu_experts + parts.hand_off + parts.overhead)
+    assert row.tokens_per_second == pytest.approx(1 / parts.total)
+    assert parts.bound_by == "experts in RAM"
+
+
+def test_resident_experts_leave_the_servers() -> None:
+    """Half resident: half the bytes in RAM, the other half next to them; all: no server, no hand-off."""
+    none, half, everything = (
+        step_seconds(replace(QWEN, resident_share=share), HOST, 4, 0) for share in (0.0, 0.5, 1.0)
+    )
+    assert half.cpu_experts == pytest.approx(none.cpu_experts / 2)
+    assert half.gpu_experts == pytest.approx(everything.gpu_experts / 2)
+    assert half.total < none.total
+    assert everything.cpu_experts == everything.hand_off == none.gpu_experts == 0
+
+
+def test_requests_of_a_prompt_read_experts_again() -> None:
+    """A chunk of 512 rows in requests of 128 reads what four of them read; larger requests read once."""
+    pieces = step_seconds(QWEN, HOST, 512, 0).cpu_experts
+    assert pieces == pytest.approx(4 * step_seconds(QWEN, HOST, 128, 0).cpu_experts)
+    at_once = predict_prefill(replace(QWEN, request_rows=4096), HOST, 512, 4096)
+    assert at_once.seconds.cpu_experts < pieces
+    assert at_once.rows == 512
+    assert predict_prefill(QWEN, HOST, 512, 100).rows == 100
+
+
+def test_operations_bound_large_chunks() -> None:
+    """Four times the rows, four times the dense time on a GPU, once reading weights is not what takes it."""
+    first, second = (step_seconds(QWEN, HOST, rows, 0, 0).dense for rows in (4096, 16384))
+    assert second == pytest.approx(4 * first)
+
+
+# docs/benchmarks.md, host D: one H200 (link 55 GB/s), 163 GB/s and 16 AMX cores, int4 experts.
+HOST_D = hardware("h200", sockets=1, cores=16, bandwidth=163e9, cpu_flops=46e12)
+
+
+@pytest.mark.parametrize(
+    ("streams", "resident", "measured"),
+    [
+        *((1, 0.0, 82.5), (4, 0.0, 119.4), (8, 0.0, 138.4), (16, 0.0, 171.9), (32, 0.0, 212.8)),
+        *((1, 1.0, 304.0), (8, 1.0, 1185.0), (32, 1.0, 1928.0)),
+    ],
+)
+def test_decode_as_it_was_measured(streams: int, resident: float, measured: float) -> None:
+    """Tokens per second of one H200, all experts in RAM and all on the GPU, are predicted within 15 %."""
+    (row,) = predict_decode(replace(QWEN, resident_share=resident), HOST_D, [streams], 200)
+    assert row.tokens_per_second == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "resident", "measured"),
+    [
+        *((512, 0.0, 2498.0), (4096, 0.0, 13456.0), (16384, 0.0, 30011.0)),
+        *((512, 1.0, 12781.0), (4096, 1.0, 37860.0), (16384, 1.0, 29940.0)),
+    ],
+)
+def test_prefill_as_it_was_measured(tokens: int, resident: float, measured: float) -> None:
+    """So are prompts whose experts are streamed, divided between link and servers, or resident."""
+    work = replace(QWEN, resident_share=resident, request_rows=2048)
+    row = predict_prefill(work, HOST_D, 16384 if resident else 512, tokens, 16384)
+    assert row.tokens_per_second == pytest.approx(measured, rel=0.15)
+
+
+def test_streaming_is_planned_only_where_it_is_faster() -> None:
+    """A short prompt's experts, or those of a slow link, stay with the servers."""
+    slow = replace(HOST_D, gpu=replace(HOST_D.gpu, link=1e9)) if HOST_D.gpu else HOST_D
+    work = replace(QWEN, request_rows=2048)
+    with_ring, without = (predict_prefill(work, slow, 512, 512, chunk) for chunk in (16384, 0))
+    assert with_ring.tokens_per_second >= without.tokens_per_second
+    assert with_ring.tokens_per_second == pytest.approx(without.tokens_per_second, rel=0.1)
+    assert predict_prefill(work, HOST_D, 512, 8192, 16384).rows == 8192

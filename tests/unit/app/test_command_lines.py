@@ -1,0 +1,155 @@
+"""Guards that command lines of other servers, as people have them, are translated as a whole.
+
+Each line of tests/data/command_lines.yaml starts the same server, or everything that differs is named at once
+next to the command line of ours for the rest.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.commands.serve import serve_options
+from app.other_commands import read_command, translate_command
+from app.other_options import translated
+from moebius.config_leaves import leaves
+from moebius.config_loader import load_config
+from moebius.errors import ConfigError
+from moebius.tensor_overrides import resident_layers
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+LINES: list[dict[str, Any]] = yaml.safe_load((DATA / "command_lines.yaml").read_text())
+SOCKETS = 2
+
+
+def names(differences: list[str]) -> list[str]:
+    """Returns which options and variables differ, each once, in their order."""
+    found = [re.match(r"-ot|[A-Z_][A-Z0-9_]+(?==)|[^\s:]+", text) for text in differences]
+    return list(dict.fromkeys(match[0] for match in found if match))
+
+
+def settings(arguments: list[str]) -> dict[str, str | bool]:
+    """Returns the values of a command line of ours, by leaf."""
+    flags = {leaf.flag: leaf for leaf in leaves()}
+    found = dict[str, str | bool]()
+    words = iter(arguments)
+    for word in words:
+        flag, is_given, value = word.partition("=")
+        negative = flag.startswith("--no-") and flag not in flags
+        leaf = flags.get("--" + flag[5:] if negative else flag)
+        if leaf is not None:
+            is_switch = leaf.annotation is bool
+            found[leaf.name] = (not negative) if is_switch else value if is_given else next(words)
+        elif flag == "--config":
+            next(words)
+        elif flag.startswith("--"):
+            assert flag == "--dry-run", word
+    return found
+
+
+@pytest.mark.parametrize("entry", LINES, ids=[f"{entry['from']}-{at}" for at, entry in enumerate(LINES)])
+def test_a_line_starts_the_same_or_names_all_that_differs(entry: dict[str, Any]) -> None:
+    """What is printed is right, can be started, and is the same when it is translated again."""
+    options = serve_options()
+    ours, found = translate_command(shlex.split(entry["line"]), options, lambda: SOCKETS)
+    assert shlex.join(ours) == entry["ours"]
+    assert names(found.differences) == entry.get("differs", [])
+    given = settings(ours[ours.index("serve") + 1 :])
+    given.pop("config", None)
+    load_config(None, given)
+    again, found_again = translate_command(ours, options, lambda: 1)
+    assert (again, found_again.differences) == (ours, [])
+
+
+def test_the_lines_are_of_all_servers_and_many_need_no_change() -> None:
+    """The corpus stays as large and as varied as it is said to be."""
+    servers = collections.Counter(read_command(shlex.split(entry["line"])).server for entry in LINES)
+    assert len(LINES) >= 150
+    assert all(servers[name] >= 5 for name in ("vllm", "sglang", "llama-server", "ollama"))
+    assert sum("LVLLM_" in entry["line"] or "--kt-" in entry["line"] for entry in LINES) >= 25
+    assert sum("differs" not in entry for entry in LINES) >= 70
+
+
+def test_a_config_of_lvllm_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own file is read as it stands; of a changed one all that differs is named together, by line."""
+    config = load_config(DATA / "lvllm_config.yaml")
+    assert (config.gateway.port, config.gpu.page_size, config.gpu.kv_cache_dtype) == (8070, 128, "fp8_e4m3")
+    assert (config.gpu.speculative_method, config.gpu.num_draft_tokens) == ("mtp", 3)
+    assert (config.parallel.small_all_reduce, config.gpu.cuda_graphs) == ("nccl", True)
+    assert "trust-remote-code has no effect" in capsys.readouterr().err
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "swap-space: 4\ntokenizer-mode: auto\ntokenizer-mode: slow\ntensor-parallel-size: two\n"
+        "compilation_config.mode: VLLM_COMPILE\nunheard-of: 1\nenable-prefix-caching: false\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+    said = str(raised.value)
+    for part in (
+        "'tokenizer-mode' is given twice (line 3)",
+        "--tensor-parallel-size: 'two'",
+        "swap-space 4: ",
+    ):
+        assert part in said
+    for part in ("compilation_config.mode VLLM_COMPILE: ", "unknown section 'unheard-of'"):
+        assert part in said
+    path.write_text("enable-prefix-caching: false\nenable-lora: false\nspeculative-config: {method: mtp}\n")
+    config = load_config(path)
+    assert (config.gpu.prefix_caching, config.gpu.speculative_method) == (False, "mtp")
+
+
+def test_all_differences_are_said_at_once_with_the_rest() -> None:
+    """`moebius serve` with another server's options stops once, not once per option."""
+    typed = "m --tp 2 --swap-space 4 --enable-lora --kv-cache-dtype fp9 --scheduling-policy fcfs"
+    with pytest.raises(ConfigError) as raised:
+        translated(typed.split(), serve_options(), lambda: SOCKETS)
+    said = str(raised.value)
+    for part in ("--swap-space 4: KV pages", "--enable-lora: LoRA", "--kv-cache-dtype: 'fp9' is not allowed"):
+        assert part in said
+    assert said.endswith("without these it is: moebius serve m --tensor-parallel-size 2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layers", "differs"),
+    [
+        (["exps=CPU"], "", False),
+        ([r"blk\.[0-9]\.ffn_.*_exps=CUDA0", "exps=CPU"], "0-9", False),
+        ([r"blk\.(2[0-9]|[3-9][0-9])\.ffn_.*_exps=CPU"], "0-19", False),
+        ([r"blk\.[0-4]\.ffn_.*_exps=CPU"], "5-", False),
+        ([r"ffn_(up|gate)_exps=CPU"], "", True),
+        ([r"attn=CPU", r"blk\.[0-9]\.ffn_.*_exps=CPU"], "10-", True),
+        (["[=CPU", "exps=CPU"], "", True),
+    ],
+)
+def test_tensor_overrides_are_layers_of_experts(overrides: list[str], layers: str, differs: bool) -> None:
+    """llama.cpp's patterns name tensors, of which the experts of whole layers are what can be placed."""
+    placed = resident_layers(overrides)
+    assert (placed.layers, bool(placed.differences)) == (layers, differs)
+
+
+def test_the_command_prints_the_line_and_lists_what_differs() -> None:
+    """From end to end: stdout is a command, stderr says the rest, the status says whether all is the same."""
+
+    def translate(*words: str, typed: str = "") -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "moebius", "translate", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, input=typed)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    status, out, err = translate("--", "vllm", "serve", "m", "-tp", "2", "--trust-remote-code")
+    assert (status, out) == (0, "moebius serve m --tensor-parallel-size 2\n")
+    assert err.startswith("note: --trust-remote-code has no effect")
+    status, out, err = translate(typed="llama-server -m m.gguf \\\n  -np 4 --grammar x # two lines\n")
+    assert (status, out) == (1, "moebius serve m.gguf --max-num-seqs 4 --port 8080\n")
+    assert err == (
+        "differs: --grammar x: response_format, structured_outputs and tools are fields of each request\n"
+    )
+    assert translate("--", "vllm", "serve", "m", "-h")[0] in (0, 1)
+    assert translate(typed='vllm "')[0] == 2
