@@ -40,13 +40,14 @@ class Setup:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """Shared by this file; keep-alive comments come after 0.1 s of silence."""
+    """Shared by this file; keep-alive comments, after which a failure has status 200, come later than any
+    answer of a busy machine."""
     directory = tmp_path_factory.mktemp("faults")
     tokenizer = byte_level_tokenizer()
     write_tokenizer(directory, tokenizer)
     address = f"unix:{directory}/engine.sock"
     engine = FakeEngine(directory, tokenizer)
-    config = gateway_config(address, max_queued_requests=2, sse_keepalive_s=0.1)
+    config = gateway_config(address, max_queued_requests=2, sse_keepalive_s=4.0)
     with serving(engine, address) as health_service, running_gateway(config) as url:
         yield Setup(url, address, directory, tokenizer, engine, health_service)
 

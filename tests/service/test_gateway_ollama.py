@@ -32,8 +32,8 @@ COUNTS = {"total_duration", "load_duration", "prompt_eval_count", "prompt_eval_d
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
-    """Shared by this file."""
-    with agent_gateway(tmp_path_factory.mktemp("ollama"), sse_keepalive_s=0.3) as gateway:
+    """Shared by this file; lines that fill silence come later than any answer of a busy machine."""
+    with agent_gateway(tmp_path_factory.mktemp("ollama"), sse_keepalive_s=4.0) as gateway:
         yield gateway
 
 

@@ -38,7 +38,7 @@ def test_quantiles() -> None:
 def test_bandwidth_is_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe divides all it says it reads by the seconds of the best pass, with one thread and several."""
     ticks = itertools.accumulate(itertools.cycle([1.0, 4.0, 1.0, 2.0, 1.0, 3.0]))
-    monkeypatch.setattr("moebius.app.bench.limits.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("app.bench.limits.time.perf_counter", lambda: next(ticks))
     for threads in (1, 4):
         assert read_bandwidth(total_bytes=2**22, threads=threads) == 2**22 / 2.0
 
