@@ -39,6 +39,10 @@ class EngineOutputs:
         """Returns all tokens emitted so far."""
         return [token for delta in self.deltas.get(request.key, []) for token in delta.token_ids]
 
+    def have_ended(self, requests: Sequence[Request]) -> bool:
+        """Returns whether each request has emitted its end."""
+        return all(id(request) in self._ended for request in requests)
+
     def wait_tokens(self, requests: Sequence[Request], count: int | None = None) -> None:
         """Waits until each request has emitted its end, or `count` tokens."""
 
