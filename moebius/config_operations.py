@@ -16,9 +16,10 @@ class Section(BaseModel):
 class SpeculationSettings(Section):
     """The engine's, of speculative decoding (docs/speculation.md); part of its section."""
 
-    speculative_method: Literal["off", "ngram", "mtp"] = Field(
+    speculative_method: Literal["off", "auto", "ngram", "mtp"] = Field(
         default="off",
-        description="Where draft tokens come from: the request's own text (ngram), or the model's MTP layers",
+        description="Where draft tokens come from: the request's own text (ngram), or the model's MTP layers "
+        "(mtp; auto: if the checkpoint has them)",
     )
     num_draft_tokens: int = Field(
         default=3, ge=1, le=16, description="Draft tokens of each request in a step, at most"
@@ -45,7 +46,10 @@ class SpeculationSettings(Section):
 
     @property
     def mtp_heads(self) -> int:
-        """Layers of multi-token prediction that are wanted at most: one for each token that is drafted."""
+        """Layers of multi-token prediction that are wanted at most: one for each token that is drafted.
+
+        What auto wants, `served_model.with_drafts` decides.
+        """
         return self.num_draft_tokens if self.speculative_method == "mtp" else 0
 
 

@@ -201,6 +201,8 @@ class Translator:
             self._refused_leaves.add(other.leaf)
             self.differ(shown, str(error))
             return
+        if value in other.remarks:
+            self._notes.append(f"{shown}: {other.remarks[value]}")
         if other.unit == "checkpoint":
             self._checkpoints.append((name, other, text))
         elif other.unit == "tensors":

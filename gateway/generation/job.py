@@ -34,6 +34,8 @@ class PromptJob:
     completion_tokens: int = 0
     reasoning_tokens: int = 0  # of completion_tokens
     cached_tokens: int = 0
+    # By output: draft tokens that became its tokens, and those that did not.
+    draft_tokens: dict[int, tuple[int, int]] = field(default_factory=dict)
     # Including image tokens, which were not sent; 0: the engine has not reported it yet.
     counted_prompt_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
@@ -75,6 +77,7 @@ class PromptJob:
         # Reset for a second run: see `RequestRun`.
         self.completion_tokens = self.reasoning_tokens = self.cached_tokens = self.counted_prompt_tokens = 0
         self.finish_reasons, self.input_logprobs, self.first_token_s = [], None, None
+        self.draft_tokens = {}
         completed = 0
         # Deltas of outputs whose end follows at once: clients get both together.
         held: dict[int, ParsedDelta] = {}
@@ -130,6 +133,7 @@ class PromptJob:
             self.input_logprobs = message.input_logprobs
         self.counted_prompt_tokens = message.prompt_tokens
         self.cached_tokens = max(self.cached_tokens, message.cached_tokens)
+        self.draft_tokens[message.index] = (message.accepted_draft_tokens, message.rejected_draft_tokens)
         state = states[message.index]
         if state.finish is not None:
             return None

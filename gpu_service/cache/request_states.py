@@ -1,14 +1,16 @@
-"""States of requests with linear attention: written anew by every step, kept where prefixes may end.
+"""States of requests with linear attention: rewritten by every step, kept where prefixes may end.
 
 steps of a request   ... N reads a, writes b | N+1 reads b, writes c | N+2 reads c, writes d ...
 
 A step holds what it reads and writes until its results are committed, so whatever happens to the request,
-the step can be run again. A request holds the state after its last scheduled token, and snapshots: states
-after whole pages that were computed, for the prefix tree. Nothing is ever copied.
+the step can be run again. A step with drafts writes a state for each of them, too; that after the last one
+that was right is the request's. A request holds the state after its last scheduled token, and snapshots:
+states after whole pages that were computed, for the prefix tree. Nothing is ever copied.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -42,7 +44,7 @@ class StatePool:
         return len(self._free)
 
     def alloc(self) -> int:
-        """A slot that nobody holds, held once now. Raises OutOfStates when there is none."""
+        """Returns a free slot, which is held once now. Raises OutOfStates when there is none."""
         if not self._free:
             raise OutOfStates(f"all {self.num_slots - 1} slots of states are held")
         slot = self._free.pop()
@@ -62,7 +64,7 @@ class StatePool:
         if slot == ZERO_SLOT:
             return
         if self._holders[slot] < 1:
-            raise ValueError(f"slot {slot} is held by nobody")
+            raise ValueError(f"slot {slot} is not held")
         self._holders[slot] -= 1
         if self._holders[slot] == 0:
             self._free.append(slot)
@@ -80,6 +82,13 @@ class StatePool:
 SLOTS_PER_REQUEST = 3
 
 
+def slots_per_request(gpu: GpuConfig) -> int:
+    """Returns the same where steps have drafts, too: a request in such a step is in no other one."""
+    if gpu.speculative_method == "off":
+        return SLOTS_PER_REQUEST
+    return max(SLOTS_PER_REQUEST, 2 + gpu.num_draft_tokens)
+
+
 def num_snapshots(gpu: GpuConfig) -> int:
     """States that may be kept for others to start from."""
     if not gpu.prefix_caching:
@@ -89,19 +98,24 @@ def num_snapshots(gpu: GpuConfig) -> int:
 
 def num_state_slots(gpu: GpuConfig) -> int:
     """Slots that the settings ask for: of zeros, of running requests, of snapshots."""
-    return 1 + SLOTS_PER_REQUEST * gpu.num_seqs + num_snapshots(gpu)
+    return 1 + slots_per_request(gpu) * gpu.num_seqs + num_snapshots(gpu)
 
 
 def all_states_bytes(gpu: GpuConfig, rank_layers: Layers, dtype: torch.dtype) -> int:
-    """Bytes of all slots, that of padding included; 0 where no layer has a state."""
+    """Returns the bytes of all slots, that of padding included; 0 where no layer has a state."""
     return (num_state_slots(gpu) + 1) * state_bytes(rank_layers, dtype)
 
 
 def allocate_states(
     gpu: GpuConfig, rank_layers: Layers, dtype: torch.dtype, device: torch.device
 ) -> StateSlots | None:
-    """All slots that the settings ask for; None where no layer has a state."""
+    """Returns all slots that the settings ask for; None where no layer has a state."""
     return make_states(rank_layers, num_state_slots(gpu), dtype, device)
+
+
+def _slots_of(batch: Batch) -> list[int]:
+    """All that a step reads and writes."""
+    return [*batch.state_reads, *batch.state_writes, *itertools.chain.from_iterable(batch.draft_states)]
 
 
 class RequestStates:
@@ -133,16 +147,32 @@ class RequestStates:
         request.state_slot = written
         self._steps[batch.step] = batch
 
+    def advance_drafts(self, batch: Batch, index: int, count: int) -> bool:
+        """Plans that the `count` drafts of a request of the batch write a state each; False: too few slots
+        are free."""
+        if count > self.pool.available:
+            return False
+        if not batch.draft_states:
+            batch.draft_states = [[] for _ in batch.requests]
+        batch.draft_states[index] = [self.pool.alloc() for _ in range(count)]
+        return True
+
+    def accept(self, request: Request, slot: int) -> None:
+        """The request's state is the one after a draft that was right."""
+        self.pool.hold(slot)
+        self.pool.drop(request.state_slot)
+        request.state_slot = slot
+
     def committed(self, batch: Batch) -> None:
         """The batch will never be run again."""
         if self._steps.pop(batch.step, None) is None:
             return
-        for slot in (*batch.state_reads, *batch.state_writes):
+        for slot in _slots_of(batch):
             self.pool.drop(slot)
 
     @property
     def is_full(self) -> bool:
-        """Whether one snapshot more needs another one forgotten."""
+        """Returns whether one snapshot more needs another one forgotten."""
         return self.num_snapshots >= self.max_snapshots
 
     def snapshot(self, request: Request, slot: int, length: int) -> None:
@@ -151,13 +181,19 @@ class RequestStates:
         self.num_snapshots += 1
         request.snapshots.append((length, slot))
 
+    def adopt(self) -> int:
+        """A slot for a snapshot that comes from elsewhere; not `is_full`. Raises OutOfStates."""
+        slot = self.pool.alloc()
+        self.num_snapshots += 1
+        return slot
+
     def forget(self, slot: int) -> None:
         """A snapshot is no longer kept, by a request or by the tree."""
         self.num_snapshots -= 1
         self.pool.drop(slot)
 
     def take_snapshots(self, request: Request) -> Sequence[tuple[int, int]]:
-        """Those of a request, (length, slot) in ascending order; the caller keeps or forgets each."""
+        """Returns those of a request, (length, slot) in ascending order; the caller keeps or forgets each."""
         taken, request.snapshots = request.snapshots, []
         return taken
 
@@ -168,13 +204,17 @@ class RequestStates:
         self.pool.drop(request.state_slot)
         request.state_slot = ZERO_SLOT
 
-    def check_integrity(self, requests: Iterable[Request], cached: Sequence[int]) -> None:
-        """Raises AssertionError unless every slot's holders are requests, steps and the tree (`cached`)."""
-        held, snapshots = list(cached), len(cached)
+    def check_integrity(
+        self, requests: Iterable[Request], cached: Sequence[int], copied: Sequence[int] = ()
+    ) -> None:
+        """Raises AssertionError unless every slot's holders are requests, steps, the tree (`cached`) and
+        copies that are being made (`copied`).
+        """
+        held, snapshots = [*cached, *copied], len(cached)
         for request in requests:
             held += [request.state_slot, *(slot for _, slot in request.snapshots)]
             snapshots += len(request.snapshots)
         for batch in self._steps.values():
-            held += [*batch.state_reads, *batch.state_writes]
+            held += _slots_of(batch)
         self.pool.check_integrity(held)
         assert snapshots == self.num_snapshots, f"{snapshots} snapshots, counted {self.num_snapshots}"

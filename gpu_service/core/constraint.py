@@ -10,6 +10,7 @@ its `output_token_ids`, whatever happened to the steps.
 from __future__ import annotations
 
 import base64
+import copy
 import enum
 import hashlib
 import threading
@@ -88,8 +89,26 @@ class OutputConstraint:
         return True
 
     @property
+    def num_accepted(self) -> int:
+        """Tokens of the output so far."""
+        return self._count
+
+    def after(self, token_id: int) -> OutputConstraint | None:
+        """A copy that has accepted one token more; None: the constraint refuses it, or the output ends."""
+        ahead = copy.copy(self)
+        ahead.matcher = None if self.matcher is None else self.matcher.deep_copy()
+        ahead.accept(token_id)
+        return None if ahead.error or ahead.is_complete else ahead
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of the tokens, one after the other, it would accept, as far as its grammar says."""
+        if self.phase is not Phase.GRAMMAR or self.matcher is None:
+            return len(token_ids)
+        return self.matcher.validate_tokens(token_ids)
+
+    @property
     def follows_grammar(self) -> bool:
-        """Whether the mask is the matcher's; `finish_mask` comes after it all the same."""
+        """Returns whether the mask is the matcher's; `finish_mask` comes after it all the same."""
         is_undecided = self.phase is Phase.OPENING and self._place == 0
         return self.matcher is not None and (self.phase is Phase.GRAMMAR or is_undecided)
 
@@ -217,11 +236,11 @@ class ConstraintCompiler:
 
     @property
     def num_words(self) -> int:
-        """Of a mask."""
+        """The number of words of a mask."""
         return -(-self._tokenizer.vocab_size // 32)
 
     def make(self, constraint: Constraint, count: int = 1) -> list[OutputConstraint]:
-        """For `count` outputs. Raises GrammarError when it cannot be enforced."""
+        """Returns the constraints of `count` outputs. Raises GrammarError when it cannot be enforced."""
         if constraint.WhichOneof("kind") is None:
             return [OutputConstraint(constraint, None, self._eos, self.num_words) for _ in range(count)]
         beginning = self._matcher(constraint)
@@ -273,7 +292,7 @@ class ConstraintCompiler:
 
 
 def make_compiler(model: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> ConstraintCompiler | None:
-    """For a checkpoint; None, with a warning, where it has no tokenizer."""
+    """Returns the compiler for a checkpoint; None, with a warning, where it has no tokenizer."""
     try:
         with phase("reading the tokenizer"):
             return ConstraintCompiler(read_backend(model), vocab_size, frozenset(eos_token_ids))

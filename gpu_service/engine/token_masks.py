@@ -4,7 +4,7 @@ A row's mask follows from the tokens before it, so a step that is launched befor
 awaits its masks: the layers run meanwhile, and sampling is launched when the step before is committed. A
 step none of whose rows has a constraint is never held up. Where a row's own mask takes long, as those of
 ambiguous grammars do, the row is left out of steps until a thread has computed it. Which rows those are
-depends on time: it is decided where messages enter the engine, and ranks are told of it as of all else that
+depends on time: it is decided where messages enter the engine, and ranks receive it like everything else that
 steps follow from, so that they plan alike.
 """
 
@@ -24,11 +24,10 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from gpu_service.core.constraint import OutputConstraint, Words
-from gpu_service.core.limits import SchedulerLimits, stop_token_ids
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits, stop_token_ids
 from gpu_service.core.step import Batch, SamplingPlan, TokenMasks
 
-# Threads that compute masks where there are so many CPUs, and rows from which it is worth waking them.
+# Threads that compute masks where there are enough CPUs, and rows from which it is worth waking them.
 _THREADS, _ROWS = 4, 3
 # Processor time of one mask, seconds, from which others should not wait for it.
 _SLOW_S = 0.004
@@ -53,7 +52,7 @@ class MaskBuilder:
         )
 
     def message(self, running: Collection[Request]) -> str | None:
-        """Who is to sit out from now on, for `read` of all ranks; None: nothing has changed.
+        """Returns who is to skip steps from now on, for `read` of all ranks; None: nothing has changed.
 
         Depends on time, so it is asked on the rank where messages enter only.
         """
@@ -64,13 +63,15 @@ class MaskBuilder:
         return json.dumps(sorted(held))
 
     def read(self, message: str) -> None:
-        """What `message` has said, at the same place on every rank. Raises ValueError for anything else."""
+        """Applies `message`, at the same place on every rank. Raises ValueError for anything else."""
         self._held = frozenset(json.loads(message))
 
     def holds(self, request: Request) -> bool:
-        """Whether the request sits out: its mask takes long, and was being computed when that was said."""
+        """Returns whether the request skips steps, as its slow mask was being computed."""
         if request.key not in self._held or request.constraint is None:
             return False
+        # Every draft would need a mask more. That this is said to all ranks makes them decide alike.
+        request.speculates = False
         if request.inflight_tokens == 0:
             self._begin(request.constraint)
         return True
@@ -103,29 +104,30 @@ class MaskBuilder:
         return constraint.ahead
 
     def plan(self, batch: Batch, sampling: SamplingPlan) -> SamplingPlan:
-        """The same with the batch's masks, or awaiting them."""
+        """Returns the same with the batch's masks, or awaiting them."""
         rows = _constrained(batch)
         if not rows:
             return sampling
-        positions = _sampled_positions(batch)
+        places = _places(batch)
         if any(
-            constraint.depends_on(positions[row] - len(request.output_token_ids))
+            constraint.depends_on(places[row] - len(request.output_token_ids))
             for row, request, constraint in rows
         ):
             return replace(sampling, awaits_masks=True)
         return replace(sampling, masks=self.build(batch))
 
     def build(self, batch: Batch) -> TokenMasks | None:
-        """The masks, now that the tokens before are known; None: every row may become anything.
+        """Returns the masks, now that the tokens before are known; None: every row may become anything.
 
         A request that has ended meanwhile, or that was sent back to wait, has none: its token is dropped.
         """
-        positions = _sampled_positions(batch)
-        rows = [
-            (row, request, constraint)
-            for row, request, constraint in _constrained(batch)
-            if not request.finished and positions[row] == len(request.output_token_ids)
+        places = _places(batch)
+        known = [
+            entry
+            for entry in _constrained(batch)
+            if not entry[1].finished and places[entry[0]] == len(entry[1].output_token_ids)
         ]
+        rows = _after_drafts(known, batch.preceding_drafts)
         if not rows:
             return None
         words = np.full((len(rows), rows[0][2].num_words), -1, dtype=np.int32)
@@ -133,7 +135,7 @@ class MaskBuilder:
         kept = [
             index
             for index, (_, request, constraint) in enumerate(rows)
-            if constraint.finish_mask(words[index], self._banned(request))
+            if constraint.finish_mask(words[index], self._banned(request, constraint.num_accepted))
         ]
         if not kept:
             return None
@@ -162,9 +164,10 @@ class MaskBuilder:
         fill_next_token_bitmask_par(self._executor, matchers, words)
         self._looks_closer = time.perf_counter() - started > _SLOW_S
 
-    def _banned(self, request: Request) -> frozenset[int]:
+    def _banned(self, request: Request, num_tokens: int) -> frozenset[int]:
+        """`num_tokens`: of the output before the row's token."""
         params = request.params
-        if len(request.output_token_ids) < params.min_tokens:
+        if num_tokens < params.min_tokens:
             return stop_token_ids(request, self._limits)
         return self._limits.eos_token_ids if params.ignore_eos else frozenset()
 
@@ -193,8 +196,34 @@ def _constrained(batch: Batch) -> Rows:
     ]
 
 
-def _sampled_positions(batch: Batch) -> Sequence[int]:
-    """Which output token each row of the logits becomes."""
-    return [
+def _after_drafts(rows: Rows, preceding_drafts: Sequence[list[int]]) -> Rows:
+    """The same rows, those that follow drafts with a constraint that has accepted them.
+
+    Rows after a draft that the constraint refuses, or that ends the output, are left out: what they sample
+    is of no use. `preceding_drafts`: as in `Batch`; if there are any, every entry of the batch is a row.
+    """
+    if not preceding_drafts:
+        return rows
+    following = Rows()
+    latest: OutputConstraint | None = None
+    for row, request, constraint in rows:
+        drafts = preceding_drafts[row]
+        if not drafts:
+            latest = constraint
+        elif latest is not None:
+            latest = latest.after(drafts[-1])
+        if latest is not None:
+            following.append((row, request, latest))
+    return following
+
+
+def _places(batch: Batch) -> Sequence[int]:
+    """Which output token each row of the logits becomes, or the first of the drafts that it follows."""
+    positions = [
         position for position, samples in zip(batch.output_positions, batch.samples, strict=True) if samples
+    ]
+    if not batch.preceding_drafts:
+        return positions
+    return [
+        position - len(drafts) for position, drafts in zip(positions, batch.preceding_drafts, strict=True)
     ]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gpu_service.core.depths import at_depth
 from gpu_service.core.step import ForwardInputs
 from gpu_service.device.stream import page_lock
 from gpu_service.layers.composition import Composition, LayerParts
@@ -18,16 +19,14 @@ from gpu_service.layers.decoder import ResidualStream
 from gpu_service.layers.hyper_connections import HyperStreams
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, empty_parameter
 from gpu_service.layers.norm import OnePlusWeightRMSNorm
-from gpu_service.layers.states import ConvTaps, StepSequences
+from gpu_service.layers.states import ConvTaps, LayerStates, StepSequences
 from gpu_service.ops.gated_streams import gate_values, inject_update, mix_gated_streams, norm_streams
-from gpu_service.ops.linear_attention import causal_conv_extend, causal_conv_update
 from gpu_service.ops.ngrams import NGramTable, ngram_rows, ngram_table, table_rows
 from gpu_service.ops.rope import RopeTable
-from moebius.models.attention_config import HyperConnectionConfig, NGramConfig
 from moebius.models.layers import residual as specs
 from moebius.models.layers.layer import Layer, Places
 from moebius.models.layers.ranks import ShardRange, even_shard
-from moebius.models.layers.residual import NGrams
+from moebius.models.layers.residual import NGramConfig, NGrams
 
 
 class StreamNorm(OnePlusWeightRMSNorm):
@@ -51,7 +50,7 @@ class StreamMixer(nn.Module):
     """What the streams are read as, at the end of a model; attribute names are those of transformers."""
 
     def __init__(
-        self, hyper: HyperConnectionConfig, eps: float, made: Composition, *, injects: bool = False
+        self, hyper: specs.GatedStreams, eps: float, made: Composition, *, injects: bool = False
     ) -> None:
         super().__init__()
         whole, stream_size, dtype = ShardRange.whole, hyper.num_streams * made.hidden_size, made.dtype
@@ -74,7 +73,7 @@ class StreamMixer(nn.Module):
 class StreamConnection(StreamMixer):
     """Around one half of a layer."""
 
-    def __init__(self, hyper: HyperConnectionConfig, eps: float, made: Composition) -> None:
+    def __init__(self, hyper: specs.GatedStreams, eps: float, made: Composition) -> None:
         super().__init__(hyper, eps, made, injects=True)
 
     def around(self, streams: torch.Tensor, half: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -87,7 +86,7 @@ class GatedStreams(HyperStreams):
     """Streams that the model's last norm, a `StreamMixer`, reads together."""
 
     def mixed(self, mixer: StreamMixer) -> torch.Tensor:
-        """What the streams end as, `[T, H]`."""
+        """Returns what the streams end as, `[T, H]`."""
         output: torch.Tensor = mixer(self.streams)[0]
         return output
 
@@ -124,7 +123,7 @@ class NGramRows(nn.Module):
         self.weight_scale = empty_parameter(1, dtype=torch.float32)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """int64 `[T, n]` to `[T, n, row_dim]`: each row from the rank that has it, zeros from others."""
+        """Maps int64 `[T, n]` to `[T, n, row_dim]`: each row from the rank that has it, zeros from others."""
         own = rows - self._shard.begin if self._shard.begin else rows
         return self._group.all_reduce(table_rows(own, self.weight, self.weight_scale, self._dtype))
 
@@ -158,21 +157,30 @@ class NGramEmbedding(nn.Module):
         self._table = NGramTable(factors.to(device), primes.to(device), offsets.to(device), num_rows)
 
     def forward(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """`[T, embed_dim]`; tokens: all slots of the layer's latest tokens."""
+        """Returns `[T, embed_dim]`; tokens: all slots of the layer's latest tokens."""
+        if inputs.depths:
+            rows = torch.cat([self._rows(at_depth(inputs, depth), tokens) for depth in inputs.depths])
+            order = torch.cat([depth.index for depth in inputs.depths])
+            rows = torch.empty_like(rows).index_copy_(0, order, rows)
+        else:
+            rows = self._rows(inputs, tokens)
+        embedded: torch.Tensor = self.ngram_embedding(rows)
+        return embedded.flatten(1)
+
+    def _rows(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns what `ngram_rows` does."""
         assert inputs.state_reads is not None
         assert inputs.state_writes is not None
-        slots, table = (inputs.state_reads, inputs.state_writes), self._table
-        rows = ngram_rows(
+        return ngram_rows(
             inputs.input_ids,
             inputs.positions,
             tokens,
-            *slots,
+            inputs.state_reads,
+            inputs.state_writes,
             inputs.query_start_loc_tensor,
-            *table[:3],
+            *self._table[:3],
             self._sizes.end_token_id,
         )
-        embedded: torch.Tensor = self.ngram_embedding(rows)
-        return embedded.flatten(1)
 
 
 class NGramLayer(nn.Module):
@@ -203,11 +211,10 @@ class NGramLayer(nn.Module):
         rows: torch.Tensor = self.norm_conv(gated).flatten(1)
         assert inputs.state_reads is not None
         assert inputs.state_writes is not None
-        own = rows, recent, self.conv1d.taps, inputs.state_reads, inputs.state_writes
-        if inputs.is_uniform_decode:
-            convolved = causal_conv_update(*own)
-        else:
-            convolved = causal_conv_extend(*own, self._sequences.of(inputs))
+        slots = inputs.state_reads, inputs.state_writes
+        sequences = None if inputs.is_uniform_decode else self._sequences.of(inputs)
+        own = LayerStates(recent, tokens, slots, sequences, inputs.depths)
+        convolved = own.convolve(rows, self.conv1d)
         streams.add_(gated).add_(convolved.view(streams.shape))
 
 
@@ -241,9 +248,9 @@ class GatedStreamLayer(nn.Module):
         self.ple: NGramLayer | None = None
         if residual.ngrams is not None:
             self.ple = NGramLayer(residual.ngrams, eps, parts.places[-1], made)
-        self.attn_hyper_connection = StreamConnection(residual.sizes, eps, made)
+        self.attn_hyper_connection = StreamConnection(residual, eps, made)
         self.add_module(self._attention_name, attention)
-        self.mlp_hyper_connection = StreamConnection(residual.sizes, eps, made)
+        self.mlp_hyper_connection = StreamConnection(residual, eps, made)
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext

@@ -49,12 +49,12 @@ class Mamba2(StateLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        """Maps `[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         states, norm = self._states(context), self.norm
         gate, xbc, dt = self.in_proj(hidden_states).split(self._widths, dim=1)
         xbc = states.convolve(xbc, self.conv1d)
         scalars = self.A_log, self.dt_bias, self.D
-        values = states.recur(state_space_update, state_space_extend, xbc, dt, *scalars)
+        values = states.recur(state_space_update, state_space_extend, (xbc, dt), *scalars)
         normed = gated_group_rms_norm(values.flatten(1), gate, norm.weight, norm.num_groups, norm.eps)
         output: torch.Tensor = self.out_proj(normed)
         return output

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpu_service.core.partition import heads_shard
-from gpu_service.core.step import ForwardInputs
+from gpu_service.core.step import DepthRows, ForwardInputs
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, empty_parameter
@@ -31,7 +31,9 @@ class StepSequences:
         self._latest: tuple[ForwardInputs, Sequences] | None = None
 
     def of(self, inputs: ForwardInputs) -> Sequences:
-        """The requests of a step, in order; found by the first layer that asks and kept for the others."""
+        """Returns the requests of a step, in order; found by the first layer that asks and kept for the
+        others.
+        """
         if self._latest is None or self._latest[0] is not inputs:
             self._latest = inputs, make_sequences(inputs.query_start_loc, inputs.query_start_loc_tensor)
         return self._latest[1]
@@ -85,20 +87,48 @@ class LayerStates(NamedTuple):
     recurrent: torch.Tensor  # float32 [slots, heads, key_head_dim, value_head_dim]
     slots: tuple[torch.Tensor, torch.Tensor]  # int64 [R], before the step and after it
     sequences: Sequences | None  # None: one token of each request
+    depths: Sequence[DepthRows] = ()  # As in `ForwardInputs`.
 
     def convolve(self, rows: torch.Tensor, conv: ConvTaps, *, activates: bool = True) -> torch.Tensor:
         """`[T, channels]` to the same; leaves the latest inputs for the next step. `activates`: by SiLU."""
+        if self.depths:
+            return self._by_depth(
+                lambda own, reads, writes: causal_conv_update(
+                    own, self.recent, conv.taps, reads, writes, conv.bias, activates
+                ),
+                rows,
+            )
         own = rows, self.recent, conv.taps, *self.slots
         if self.sequences is None:
             return causal_conv_update(*own, conv.bias, activates)
         return causal_conv_extend(*own, self.sequences, conv.bias, activates)
 
     def recur(
-        self, update: Callable[..., torch.Tensor], extend: Callable[..., torch.Tensor], *rows: Any
+        self,
+        update: Callable[..., torch.Tensor],
+        extend: Callable[..., torch.Tensor],
+        rows: Sequence[torch.Tensor],
+        *constants: Any,
     ) -> torch.Tensor:
-        """By either op of a recurrence, both of which begin with the arguments `rows`."""
-        own = *rows, self.recurrent, *self.slots
+        """By either op of a recurrence, both of which begin with the arguments `rows`, a row for each token,
+        and `constants`."""
+        if self.depths:
+            return self._by_depth(
+                lambda *own: update(*own[:-2], *constants, self.recurrent, *own[-2:]), *rows
+            )
+        own = *rows, *constants, self.recurrent, *self.slots
         return update(*own) if self.sequences is None else extend(*own, self.sequences)
+
+    def _by_depth(self, update: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+        """What `update` of rows, and of slots to read and to write, says of one depth after the other."""
+        parts = [
+            (depth.index, update(*(part[depth.index] for part in (*rows, *self.slots))))
+            for depth in self.depths
+        ]
+        output = parts[0][1].new_empty((rows[0].shape[0], *parts[0][1].shape[1:]))
+        for index, part in parts:
+            output[index] = part
+        return output
 
 
 class StateLayer(nn.Module):
@@ -121,7 +151,7 @@ class StateLayer(nn.Module):
             self.register_parameter(name, empty_parameter(self._heads.size, dtype=torch.float32))
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of the parameters that are this module's own, a rank has those of its heads."""
+        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
         for name in self.head_vectors:
             yield CheckpointPart("", name, self._heads, None)
 
@@ -136,11 +166,12 @@ class StateLayer(nn.Module):
             recurrent,
             (inputs.state_reads, inputs.state_writes),
             None if inputs.is_uniform_decode else self._sequences.of(inputs),
+            inputs.depths,
         )
 
 
 def own_rows(*shards: ShardRange) -> list[int]:
-    """Where axes lie one after the other, all of each, the rows that belong to a rank."""
+    """Returns where axes lie one after the other, all of each, the rows that belong to a rank."""
     rows, begin = list[int](), 0
     for shard in shards:
         rows += range(begin + shard.begin, begin + shard.end)

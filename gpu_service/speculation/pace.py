@@ -58,8 +58,8 @@ class DraftPace:
     def committed(self, batch: Batch, overlaps: bool) -> None:
         """A step has ended; `overlaps`: it was launched while another was in flight, or none ever is."""
         last, self._last = self._last, self._clock()
-        # A step that only brings drafts is of neither kind.
-        is_kind = bool(batch.drafts) or (overlaps and not batch.num_drafts)
+        # A step without drafts in which the drafter runs all the same is of neither kind.
+        is_kind = bool(batch.drafts) or (overlaps and not batch.num_drafts and not batch.runs_drafter)
         if last is None or not batch.is_uniform_decode or not is_kind:
             return
         self._steps += 1
@@ -86,7 +86,7 @@ class DraftPace:
         known.step = self._steps
 
     def message(self) -> str | None:
-        """For `Speculation.read` of every rank; None: nothing has changed by much."""
+        """Returns the message for `Speculation.read` of every rank; None: nothing has changed by much."""
         times = [
             {rows: known.seconds for rows, known in table.items() if known.count >= least}
             for table, least in ((self._plain, _TRUSTED), (self._verifying, 1))

@@ -12,26 +12,43 @@ from gpu_service.core.step import Batch, Drafts, StepPlan
 
 
 def as_rows(batch: Batch) -> Batch:
-    """The same step with an entry for each row of attention: every draft is one of its request's.
+    """Returns the same step with an entry for each row of attention: every draft is one of its request's.
 
     |-- request a: p --|-- a: p + 1, its first draft --|-- a: p + 2 --|-- request b: q --| ...
     """
     if not batch.drafts:
         return batch
     places = [(index, place) for index, drafts in enumerate(batch.drafts) for place in range(1 + len(drafts))]
+    reads, writes = _state_slots(batch)
     return replace(
         batch,
+        state_reads=reads,
+        state_writes=writes,
         requests=[batch.requests[index] for index, _ in places],
         start_positions=[batch.start_positions[index] + place for index, place in places],
         num_new_tokens=[batch.num_new_tokens[index] for index, _ in places],
         samples=[batch.samples[index] for index, _ in places],
         output_positions=[batch.output_positions[index] + place for index, place in places],
+        preceding_drafts=[batch.drafts[index][:place] for index, place in places],
         drafts=[],
+        draft_states=[],
     )
 
 
+def _state_slots(batch: Batch) -> tuple[list[int], list[int]]:
+    """Slots that each row reads and writes: a draft's row begins with what the row before it left."""
+    if not batch.state_writes:
+        return [], []
+    reads, writes = list[int](), list[int]()
+    for read, write, own in zip(batch.state_reads, batch.state_writes, batch.draft_states, strict=True):
+        slots = [read, write, *own]
+        reads += slots[:-1]
+        writes += slots[1:]
+    return reads, writes
+
+
 def plan_drafts(batch: Batch) -> Drafts | None:
-    """Where the drafts of a batch go before its step, and where they are verified; None: it has none."""
+    """Returns where a batch's drafts go before its step, and where they are verified; None: it has none."""
     if not batch.drafts:
         return None
     requests = zip(batch.requests, batch.start_positions, batch.drafts, strict=True)
@@ -59,8 +76,8 @@ def fold(rows: Sequence[RowResult], counts: Sequence[int]) -> list[RowResult]:
 
 
 def last_rows(plan: StepPlan, sampled_ids: torch.Tensor) -> torch.Tensor:
-    """Row (of T) of each of Q sampling requests that its newest token follows, int64 `[Q]`: the one after the
-    last draft that was right.
+    """Returns row (of T) of each of Q sampling requests that its newest token follows, int64 `[Q]`: the one
+    after the last accepted draft.
 
     `sampled_ids` int64 `[S]`. All on the device; nothing is waited for.
     """

@@ -37,7 +37,7 @@ from lab.bench.engine.run import EngineBenchOptions, with_room
 from lab.bench.engine.servers import running_servers
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.served_model import read_served_model
+from moebius.served_model import read_served_model, with_drafts
 
 if TYPE_CHECKING:
     from gpu_service.core.interface import EngineLoad
@@ -98,7 +98,7 @@ _TABLE = BenchTable[SpeculationResult](
 
 
 def parse_percents(text: str, option: str) -> list[int]:
-    """Percentages below 100, comma separated. Raises UserError naming `option`."""
+    """Returns percentages below 100, comma separated. Raises UserError naming `option`."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) < 100 for part in parts):
         raise UserError(f"{option}: {text!r} is not allowed; allowed: percentages 0 to 99, comma separated")
@@ -116,13 +116,14 @@ def run(
     from gpu_service.assembly.speculation import check_speculation
 
     config = with_room(config, EngineBenchOptions(options.streams))
-    device = resolve_device(config.gpu)
+    device, config = resolve_device(config.gpu), with_drafts(config)
     method = "ngram" if config.gpu.speculative_method == "off" else config.gpu.speculative_method
     speculative, parallel = _with_method(config, method), config.parallel
     if method == "mtp":  # its draft tokens do not follow from what prompts repeat
         options = replace(options, changed=options.changed[:1])
     # A model without drafts is refused before half of the run is over.
-    check_speculation(speculative.gpu, parallel, read_served_model(speculative))
+    read_served_model(speculative)
+    check_speculation(speculative.gpu, parallel)
     bandwidths = measure_bandwidths(device, options.probe_bytes, parallel.tensor_parallel_size)
     _TABLE.print_header()
     texts: _Texts = {}
@@ -151,7 +152,8 @@ def _measure(
     texts: _Texts,
     others: Sequence[_Measured],
 ) -> list[_Measured]:
-    """Every row of one engine, next to those of an engine without speculation, `others`; fills `texts`.
+    """Returns every row of one engine, next to those of an engine without speculation, `others`; fills
+    `texts`.
 
     Its servers are its own: those of an engine with MTP hold the layers for it, too.
     """
@@ -183,7 +185,7 @@ def _measure(
 
 
 def repeated(text: Sequence[int], changed: int, kept: int, vocab_size: int) -> list[int]:
-    """A prompt whose output is likely the text from its token `kept` on.
+    """Returns a prompt whose output is likely the text from its token `kept` on.
 
     It holds the text, in which `changed` percent of the tokens are others, and then the text's beginning.
     """

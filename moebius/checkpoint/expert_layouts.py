@@ -29,6 +29,8 @@ LAYER_PREFIXES = (
     # DeepSeek-V4.
     "layers.",
 )
+# Where those of multi-token prediction hang that are not numbered after the model's own.
+MTP_PREFIX = "mtp.layers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class ExpertTensorLayout:
     example: str  # A tensor name as published checkpoints have it.
 
     def template(self, matrix: str) -> MatrixTemplate:
-        """The template of "gate", "up" or "down"."""
+        """Returns the template of "gate", "up" or "down"."""
         templates = {"gate": self.gate, "up": self.up, "down": self.down}
         return templates[matrix]
 
@@ -199,7 +201,7 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
     )
 }
 
-_PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in LAYER_PREFIXES) + r")\d+\."
+_PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in (*LAYER_PREFIXES, MTP_PREFIX)) + r")\d+\."
 # Anything below an expert container, so that scales and biases of quantised experts count as well; not the
 # router's bias, which Laguna keeps there.
 _ROUTED_EXPERT = re.compile(
@@ -211,7 +213,9 @@ _ROUTED_EXPERT = re.compile(
 
 
 def is_routed_expert(name: str) -> bool:
-    """Whether a checkpoint name belongs to a routed expert (weights or their scales), in any layout."""
+    """Returns whether a checkpoint name belongs to a routed expert (weights or their scales), in
+    any layout.
+    """
     return _ROUTED_EXPERT.match(name) is not None
 
 
@@ -232,7 +236,7 @@ class MatrixSource:
         return len(self.out), stored[0] if self.transposed else stored[1]
 
     def read(self, reader: SliceReader, rows: slice | None = None, cols: slice | None = None) -> Array:
-        """Logical `[rows, cols]` as a new contiguous array; bfloat16 as uint16."""
+        """Returns logical `[rows, cols]` as a new contiguous array; bfloat16 as uint16."""
         picked = self.out[rows] if rows is not None else self.out
         out = slice(picked.start, min(picked.stop, self.out.stop), picked.step)
         if not self.transposed:
@@ -256,10 +260,15 @@ class LocatedLayout:
     index: CheckpointIndex
     layout: ExpertTensorLayout
     prefix: str
+    # The layer that `MTP_PREFIX` counts from; None: layers of multi-token prediction have numbers as others.
+    first_mtp_layer: int | None = None
 
     def name(self, layer: int, expert: int, matrix: str) -> str:
-        """The tensor that holds "gate", "up" or "down"."""
-        return f"{self.prefix}{layer}.{self.layout.template(matrix).name.format(expert=expert)}"
+        """Returns the tensor that holds "gate", "up" or "down"."""
+        prefix, number = self.prefix, layer
+        if self.first_mtp_layer is not None and layer >= self.first_mtp_layer:
+            prefix, number = MTP_PREFIX, layer - self.first_mtp_layer
+        return f"{prefix}{number}.{self.layout.template(matrix).name.format(expert=expert)}"
 
     def source(self, layer: int, expert: int, matrix: str) -> MatrixSource:
         """Raises CheckpointError naming the tensor when it is missing or has no place for the matrix."""
@@ -283,5 +292,8 @@ class LocatedLayout:
         return MatrixSource(info, expert if template.stacked else None, out, template.transposed)
 
     def tensors(self, layer: int, expert: int) -> ExpertSources:
-        """The three matrices of one expert. Raises CheckpointError naming a missing or impossible tensor."""
+        """Returns the three matrices of one expert.
+
+        Raises CheckpointError naming a missing or impossible tensor.
+        """
         return ExpertSources(*(self.source(layer, expert, matrix) for matrix in MATRICES))

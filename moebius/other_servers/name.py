@@ -30,6 +30,7 @@ class OtherName:
     idle: frozenset[str] = IDLE  # Values of a refused name, in lower case, that ask for nothing.
     takes_value: bool = True
     many: bool = False  # Whether it takes all words up to the next option.
+    remarks: Mapping[str, str] = field(default_factory=dict)  # What a value means here, if not clear.
     unit: Unit = ""
     yields: bool = False  # Whether another name's value for the same setting goes before this one's.
 

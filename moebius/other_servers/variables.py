@@ -90,7 +90,9 @@ TABLE: dict[str, OtherName] = {
     "sgl-disable-tp-memory-inbalance-check sglang-disable-tp-memory-inbalance-check": fulfilled(
         "each GPU's free memory is planned by itself", takes_value=True
     ),
-    "sglang-enable-spec-v2": fulfilled("steps with draft tokens overlap, too", takes_value=True),
+    "sglang-enable-spec-v2": fulfilled(
+        "a step with draft tokens never overlaps with the next one", takes_value=True
+    ),
     "sglang-allow-overwrite-longer-context-len": refused(
         "the longest is the checkpoint's; else edit its config.json"
     ),

@@ -25,6 +25,10 @@ _MTP = (
     "mtp deepseek_mtp glm4_moe_mtp glm4_moe_lite_mtp qwen3_next_mtp qwen3_5_mtp ernie_mtp mimo_mtp "
     "exaone_moe_mtp longcat_flash_mtp step3p5_mtp nemotron_h_mtp pangu_ultra_moe_mtp draft-mtp NEXTN EAGLE"
 )
+_EAGLE = (
+    "draft tokens come from the model's own MTP layers (--speculative-method mtp), as in SGLang where no "
+    "draft model is named; EAGLE heads in a checkpoint of their own are not supported"
+)
 _NGRAM = "NGRAM ngram-cache ngram-simple ngram-mod ngram-map-k ngram-map-k4v ngram_gpu"
 _OTHER_DRAFTS = (
     "eagle eagle3 EAGLE3 STANDALONE medusa mlp_speculator draft_model suffix dspark DSPARK dflash DFLASH "
@@ -158,7 +162,7 @@ TABLE: dict[str, OtherName] = {
     # Speculation
     "speculative-config": refused(_SPECULATION),
     "speculative-config.method speculative-algorithm speculative-algo spec-type": OtherName(
-        "speculative_method", METHODS
+        "speculative_method", METHODS, remarks={"EAGLE": _EAGLE}
     ),
     "speculative-config.num-speculative-tokens speculative-num-steps num-speculative-tokens": same(
         "num_draft_tokens"
@@ -166,8 +170,9 @@ TABLE: dict[str, OtherName] = {
     "speculative-num-draft-tokens": OtherName("num_draft_tokens", unit="draft_tokens_and_one"),
     "speculative-config.prompt-lookup-min speculative-ngram-min-match-window-size": same("ngram_match_min"),
     "speculative-config.prompt-lookup-max speculative-ngram-max-match-window-size": same("ngram_match_max"),
-    "speculative-config.model speculative-draft-model-path speculative-draft speculative-model": refused(
-        NO_DRAFT_MODEL
+    # Where the model's own layers draft tokens, some name the model once more.
+    "speculative-config.model speculative-draft-model-path speculative-draft speculative-model": OtherName(
+        refusal=NO_DRAFT_MODEL, unit="checkpoint"
     ),
     "speculative-config.draft-tensor-parallel-size speculative-draft-model-quantization": refused(
         NO_DRAFT_MODEL

@@ -23,12 +23,30 @@ class AnswerDrafter:
         self._wrong_every = wrong_every
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """As many as the answer still has."""
+        """Returns as many as the answer still has."""
         said = len(request.output_token_ids)
         draft_tokens = list(self._answers.get(request.request_id, ())[said : said + count])
         for index in range(len(draft_tokens)):
             if self._wrong_every and (said + index) % self._wrong_every == self._wrong_every - 1:
                 draft_tokens[index] = 1 + (draft_tokens[index] + 1) % (self._vocab_size - 1)
+        return draft_tokens
+
+
+class ScatteredDrafter(AnswerDrafter):
+    """The same, but one of the draft tokens is wrong: at times the first, at times a later one, or none."""
+
+    def __init__(self, answers: Answers, vocab_size: int) -> None:
+        super().__init__(answers, vocab_size)
+        # Where draft tokens were wrong so far, counted from 0.
+        self.wrong_places: set[int] = set()
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        """Returns as many as the answer still has."""
+        draft_tokens = super().propose(request, count)
+        place = (len(request.output_token_ids) * 7919 + request.prompt_len * 31) % (count + 1)
+        if place < len(draft_tokens):
+            draft_tokens[place] = 1 + (draft_tokens[place] + 1) % (self._vocab_size - 1)
+            self.wrong_places.add(place)
         return draft_tokens
 
 
@@ -39,7 +57,7 @@ class FixedDrafter:
         self._token_ids = token_ids
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """The first of them."""
+        """Returns the first of them."""
         return list(self._token_ids[:count])
 
 
@@ -65,7 +83,7 @@ class DeviceAnswerDrafter:
         next_ids: torch.Tensor,
         last_rows: torch.Tensor,
     ) -> torch.Tensor | None:
-        """What follows the newest token in the first text that has it there; 0 if none does."""
+        """Returns what follows the newest token in the first text that has it there; 0 if none does."""
         assert hidden_states.shape[0] == next_ids.shape[0] == plan.positions.shape[0]
         assert context.inputs is plan
         self.rows.append(hidden_states.shape[0])

@@ -15,10 +15,10 @@ from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import make_cache
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
+from gpu_service.cache.request_states import SLOTS_PER_REQUEST, RequestStates, StatePool
 from gpu_service.core.interface import EngineObserver
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
+from gpu_service.core.step import Batch, TokenPool
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.engine import Engine
@@ -31,6 +31,7 @@ from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.models.common import CausalLM
 from gpu_service.scheduler.scheduler import Scheduler
+from gpu_service.scheduler.supply import PageSupply, Queues
 from gpu_service.speculation.drafter import DeviceDrafter, HostDrafter
 from gpu_service.speculation.policy import Speculation
 from tests.helpers.engine_outputs import EngineOutputs
@@ -56,8 +57,30 @@ class Knobs:
     num_drafts: int = 0
     drafter: HostDrafter | None = None
     device_drafter: DeviceDrafter | None = None
+    # Of a model with states, how many are kept for others to start from; None: the model has none.
+    state_snapshots: int | None = None
     # Over experts on the device.
     watch: ResidentWatch | None = None
+
+
+class LateSupply(PageSupply):
+    """Counts how often it is asked for pages; those that it withheld are there from the first time on."""
+
+    def __init__(self, scheduler: Scheduler, withheld: Sequence[int] = ()) -> None:
+        self.asked = 0
+        self._pool, self._withheld = scheduler.cache.pool, list(withheld)
+        self._pool.withdraw(self._withheld)
+
+    def before_step(self, queues: Queues) -> None:
+        self.asked += 1
+        pages, self._withheld = self._withheld, []
+        self._pool.add(pages)
+
+    def planned(self, batch: Batch) -> None:
+        """Steps in flight hinder nothing."""
+
+    def ended(self, batch: Batch) -> None:
+        """Does what `planned` does."""
 
 
 # Changes of the knobs: every order in which an engine can do the same steps.
@@ -90,11 +113,11 @@ class FlakyExperts:
         self.interrupted = threading.Event()
 
     def problem(self) -> str:
-        """Whether the servers are there."""
+        """Returns whether the servers are there."""
         return "" if self.present.is_set() else "expert server 0 is dead"
 
     def damages(self) -> int:
-        """As a test says."""
+        """Returns what a test has set."""
         return self.found
 
     def interrupt(self) -> None:
@@ -134,7 +157,7 @@ class Harness(EngineOutputs):
 def build_scheduler(
     knobs: Knobs, prefill_chunk_max: int = 0, eos_token_ids: frozenset[int] = frozenset({0})
 ) -> Scheduler:
-    """A scheduler with its own pool and tree; a lane's learns when it may open."""
+    """Returns a scheduler with its own pool and tree; a lane's learns when it may open."""
     limits = SchedulerLimits(
         max_num_seqs=knobs.max_num_seqs,
         max_num_batched_tokens=knobs.budget,
@@ -145,8 +168,19 @@ def build_scheduler(
         max_rows=4 * knobs.max_num_seqs,
     )
     speculation = Speculation(limits, knobs.num_drafts, knobs.drafter) if knobs.num_drafts else None
-    pool, tree = PagePool(knobs.num_pages), RadixCache(knobs.page_size)
-    return Scheduler(limits, RequestCache(pool, tree, knobs.prefix_caching), speculation)
+    pool = PagePool(knobs.num_pages)
+    if knobs.state_snapshots is None:
+        cache = RequestCache(pool, RadixCache(knobs.page_size), knobs.prefix_caching)
+        return Scheduler(limits, cache, speculation)
+    states = RequestStates(StatePool(num_states(knobs)), knobs.state_snapshots)
+    tree = RadixCache(knobs.page_size, states.forget)
+    return Scheduler(limits, RequestCache(pool, tree, knobs.prefix_caching, states), speculation)
+
+
+def num_states(knobs: Knobs) -> int:
+    """Slots of states, that of zeros included."""
+    own = max(SLOTS_PER_REQUEST, 2 + knobs.num_drafts)
+    return 1 + own * knobs.max_num_seqs + (knobs.state_snapshots or 0)
 
 
 def _step_runner(runner: ModelRunner, knobs: Knobs) -> StepRunner:
@@ -217,5 +251,5 @@ def make_request(name: str, prompt: list[int], **params: object) -> Request:
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
-    """A fixed prompt without the end-of-sequence token."""
+    """Returns a fixed prompt without the end-of-sequence token."""
     return [1 + (seed * 31 + i * i * 7 + i) % (VOCAB - 1) for i in range(length)]

@@ -5,6 +5,7 @@ A wrong page, slot, position or input token changes the hash of everything after
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -14,30 +15,27 @@ from gpu_service.attention.base import AttentionBackend
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.context import ForwardContext
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.config import ModelConfig
+from moebius.models.layers.rope import RopeConfig
+from tests.helpers.layer_values import common_sizes
 
 VOCAB = 97
 
 
 def fake_config(vocab_size: int = VOCAB, max_model_len: int = 256) -> ModelConfig:
     """One layer, one KV head of two elements: token id + 1 (key) and position (value)."""
-    return ModelConfig(
+    common = common_sizes(
         model_type="fake",
         vocab_size=vocab_size,
         hidden_size=2,
-        intermediate_size=4,
         num_layers=1,
         num_heads=1,
         num_kv_heads=1,
         head_dim=2,
-        rms_norm_eps=1e-6,
-        activation="silu",
-        rope=RopeConfig(theta=1e4, rotary_dim=2),
-        moe=MoeConfig(RouterConfig(2, 1, "softmax"), 4, 0, frozenset()),
-        dtype="float32",
         max_model_len=max_model_len,
         eos_token_ids=(0,),
     )
+    return common.model(common.gqa(RopeConfig(theta=1e4, rotary_dim=2)), common.dense())
 
 
 class NullAttention(AttentionBackend):
@@ -79,17 +77,15 @@ class FakeModel:
         slots[inputs.slot_mapping[rows], 1, 0] = inputs.positions[rows].float()
 
     def read(self, context: ForwardContext) -> torch.Tensor:
-        """The hashes; all rows are stored."""
+        """Returns the hashes; all rows are stored."""
         inputs, cache = context.inputs, context.kv_cache
         slots, rows = cache.slots(0), []
         for index, seq_len in enumerate(inputs.seq_lens):
             pages = inputs.block_table[index, : -(-seq_len // cache.page_size)].long()
             history = cache.pages(0)[pages].reshape(-1, 2, 2)[:seq_len]
             ids, positions = history[:, 0, 0], history[:, 1, 0]
-            mixed = _mix(ids.nan_to_num().long() * 1_000_003 + positions.nan_to_num().long())
             count = inputs.query_start_loc[index + 1] - inputs.query_start_loc[index]
-            state = mixed.cumsum(0)[seq_len - count :]
-            halves = torch.stack([state & 0xFFFFFFFF, (state >> 32) & 0x7FFFFFFF], dim=1).double()
+            halves = _hashes(ids.nan_to_num().long(), positions.nan_to_num().long())[seq_len - count :]
             # NaN anywhere in what a request reads spreads to it, as it would through attention.
             rows.append(halves if bool(torch.isfinite(ids + positions).all()) else halves * float("nan"))
         hidden = torch.cat(rows)
@@ -100,7 +96,7 @@ class FakeModel:
         return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Pseudo-random logits in [-4, 4): [L, V] float32."""
+        """Returns pseudo-random logits in [-4, 4): [L, V] float32."""
         bad = torch.isnan(hidden_states).any(dim=1)
         clean = hidden_states.nan_to_num(0.0).long()
         state = clean[:, 0] | (clean[:, 1] << 32)
@@ -110,8 +106,60 @@ class FakeModel:
         return logits
 
 
+class FakeStateModel(FakeModel):
+    """The same texts from a state of each request, as layers without a cache have: the hash so far."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__()
+        # All but the state of zeros hold what no text has.
+        self._states = torch.full((num_slots,), 1 << 40)
+        self._states[0] = 0
+
+    def read(self, context: ForwardContext) -> torch.Tensor:
+        """From the states that the step reads; leaves those that it writes."""
+        inputs = context.inputs
+        reads, writes = inputs.state_reads, inputs.state_writes
+        assert reads is not None
+        assert writes is not None
+        mixed = _mix((inputs.input_ids.long() + 1) * 1_000_003 + inputs.positions)
+        hashes = torch.empty_like(mixed)
+        for depth in inputs.depths:
+            rows = depth.index
+            hashes[rows] = self._states[reads[rows]] + mixed[rows]
+            self._states[writes[rows]] = hashes[rows]
+        starts = [] if inputs.depths else inputs.query_start_loc
+        for request, (begin, end) in enumerate(itertools.pairwise(starts)):
+            hashes[begin:end] = self._states[reads[request]] + mixed[begin:end].cumsum(0)
+            self._states[writes[request]] = hashes[end - 1]
+        return _halves(hashes)
+
+
+def fake_answer(prompt: list[int], count: int) -> list[int]:
+    """The `count` likeliest tokens after a prompt, one after the other."""
+    model, tokens = FakeModel(), list(prompt)
+    for _ in range(count):
+        tokens.append(int(model.compute_logits(fake_hidden_states(tokens)[-1:]).argmax()))
+    return tokens[len(prompt) :]
+
+
+def fake_hidden_states(token_ids: list[int]) -> torch.Tensor:
+    """What the model makes of a text, float64 `[T, 2]`."""
+    return _hashes(torch.tensor(token_ids) + 1, torch.arange(len(token_ids)))
+
+
+def _hashes(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Returns a digest of each token and all before it, float64 `[T, 2]`; `ids` are one more than the
+    tokens'.
+    """
+    return _halves(_mix(ids * 1_000_003 + positions).cumsum(0))
+
+
+def _halves(state: torch.Tensor) -> torch.Tensor:
+    return torch.stack([state & 0xFFFFFFFF, (state >> 32) & 0x7FFFFFFF], dim=1).double()
+
+
 def _mix(values: torch.Tensor) -> torch.Tensor:
-    """A cheap 64-bit hash with wrap-around int64 arithmetic."""
+    """Returns a cheap 64-bit hash with wrap-around int64 arithmetic."""
     values = values * -7046029254386353131
     values = values ^ (values >> 29)
     values = values * -4658895280553007687

@@ -28,7 +28,8 @@ class MtpReference:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], num_heads: int = 1) -> list[torch.Tensor]:
-        """Of each head in turn, `[len(tokens) - 1 - head, V]`: row p of head h scores the token at p + h + 2.
+        """Returns the logits of each head in turn, `[len(tokens) - 1 - head, V]`: row p of head h scores the
+        token at p + h + 2.
 
         A head after the last one is the last once more, on what it made itself.
         """
@@ -100,7 +101,7 @@ def head_logits(
 
 
 def write_mtp_model(name: str | TinyModel, directory: Path, num_heads: int = 1) -> MtpReference:
-    """A tiny model with layers of multi-token prediction after its last."""
+    """Returns a tiny model with layers of multi-token prediction after its last."""
     tiny = TINY_MODELS[name] if isinstance(name, str) else name
     tiny = replace(tiny, shard_bytes=None)
     seed = sum(tiny.model_type.encode()) + num_heads
@@ -143,6 +144,11 @@ def make_heads(model: Any, num_heads: int) -> Any:
         heads.config.layer_types = None
         heads.config._attn_implementation = "eager"
     for layer in heads.layers:
+        for name in ("enorm", "hnorm", "post_norm"):
+            # The first norm that Qwen3.5's module has is one of linear attention, with a gate.
+            if type(getattr(layer, name)) is not type(model.model.norm):
+                norm = type(model.model.norm)(model.config.hidden_size, eps=model.config.rms_norm_eps)
+                setattr(layer, name, norm)
         # GLM-5's also return what they attended to, which `MtpModel` does not expect.
         layer.mtp_block.register_forward_hook(
             lambda *call: call[-1][0] if isinstance(call[-1], tuple) else None
@@ -155,7 +161,9 @@ def _describe_heads(config: Any, num_heads: int) -> None:
     config.num_mtp_layers = num_heads
     for kinds in ("layer_types", "mlp_layer_types"):
         if getattr(config, kinds, None) is not None:
-            setattr(config, f"mtp_{kinds}", getattr(config, kinds)[-1:] * num_heads)
+            # Of models with linear attention, too, such layers attend.
+            last = getattr(config, kinds)[-1].replace("linear_attention", "full_attention")
+            setattr(config, f"mtp_{kinds}", [last] * num_heads)
 
 
 def _add(directory: Path, num_layers: int, heads: Any) -> None:
@@ -167,6 +175,9 @@ def _add(directory: Path, num_layers: int, heads: Any) -> None:
             stored = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
             for part, values in _published(stored, tensor):
                 tensors[prefix + part] = values.contiguous().clone()
+        if heads.config.model_type.startswith(("qwen3_next", "qwen3_5")):
+            tensors = {_named_by_qwen(name): tensor for name, tensor in tensors.items()}
+            continue
         tensors[prefix + "embed_tokens.weight"] = heads.embed_tokens.weight.detach().clone()
         tensors[prefix + "shared_head.head.weight"] = heads.shared_head.weight.detach().clone()
     save_file(tensors, directory / MTP_FILE, metadata={"format": "pt"})
@@ -180,6 +191,20 @@ def _add(directory: Path, num_layers: int, heads: Any) -> None:
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": len(heads.layers)})
     )
+
+
+def _named_by_qwen(name: str) -> str:
+    """`mtp.layers.0` is the decoder layer alone."""
+    own = name.split(".", 3)[3]
+    for part, stored in (
+        ("eh_proj.", "fc."),
+        ("enorm.", "pre_fc_norm_embedding."),
+        ("hnorm.", "pre_fc_norm_hidden."),
+        ("shared_head.norm.", "norm."),
+    ):
+        if own.startswith(part):
+            return f"mtp.{stored}{own.removeprefix(part)}"
+    return f"mtp.layers.0.{own}"
 
 
 def _published(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

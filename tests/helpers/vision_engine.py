@@ -37,7 +37,9 @@ class SeeingEngine:
         self._count = 0
 
     def run(self, prompts: Sequence[Prompt], *, may_fail: bool = False) -> list[Request]:
-        """All at once; the requests after their end, which has to be a good one unless they `may_fail`."""
+        """Returns all at once; the requests after their end, which has to be a good one unless they
+        `may_fail`.
+        """
         requests = [self._request(*prompt) for prompt in prompts]
         self._running.may_fail = may_fail
         self._running.run(requests)

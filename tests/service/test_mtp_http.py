@@ -35,11 +35,15 @@ def test_drafts_of_the_models_own_layer_are_accepted_over_http(tmp_path: Path) -
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    flags = ("--served-model-name", "tiny", "--dtype", "float32", "--speculative-method", "mtp")
+    flags = ("--served-model-name", "tiny", "--dtype", "float32", "--speculative-method", "auto")
     with running_stack(checkpoint, tmp_path, *flags, "--no-adaptive-drafts") as stack:
         response = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=120)
         lines = httpx.get(f"{stack.base_url}/metrics", timeout=60).text.splitlines()
     assert response.status_code == 200, response.text
     reference = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     assert response.json()["choices"][0]["token_ids"] == greedy_answer(reference, PROMPT, TOKENS)
-    assert sum(float(line.split()[-1]) for line in lines if line.startswith(ACCEPTED)) > 8
+    accepted = sum(float(line.split()[-1]) for line in lines if line.startswith(ACCEPTED))
+    assert accepted > 8
+    details = response.json()["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == accepted
+    assert details["rejected_prediction_tokens"] >= 0

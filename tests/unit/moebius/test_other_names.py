@@ -90,6 +90,19 @@ def test_every_name_leads_somewhere() -> None:
             "m --speculative-algo EAGLE --speculative-num-steps 3 --speculative-num-draft-tokens 4",
             "m --speculative-method mtp --num-draft-tokens 3",
         ),
+        (
+            'm --speculative-config {"method":"mtp","num_speculative_tokens":3}',
+            "m --speculative-method mtp --num-draft-tokens 3",
+        ),
+        (
+            'm --speculative-config {"method":"deepseek_mtp","num_speculative_tokens":1,"model":"m"}',
+            "m --speculative-method mtp --num-draft-tokens 1",
+        ),
+        (
+            "m --speculative-algorithm NEXTN --speculative-draft-model-path m/ --speculative-num-steps 1",
+            "m --speculative-method mtp --num-draft-tokens 1",
+        ),
+        ("m --spec-type draft-mtp --spec-draft-n-max 2", "m --speculative-method mtp --num-draft-tokens 2"),
         ("m --tensor_parallel_size 2 --kt-weight-path m/", "m --tensor-parallel-size 2"),
         ("m --port -1", "m --port -1"),
     ],
@@ -121,6 +134,16 @@ def test_options_are_translated(typed: str, ours: str) -> None:
         ("m -ctxcp 4 --reasoning on", "-ctxcp 4: .*--reasoning on: .* chat_template_kwargs"),
         ("m --presence-penalty 1", "--presence-penalty .* field of each request"),
         ("m --model-draft small.gguf", "--model-draft .* no second model"),
+        ("m -md small.gguf --draft-max 4", "-md small.gguf: no second model"),
+        (
+            "m --speculative-algorithm EAGLE --speculative-draft-model-path heads",
+            "--speculative-draft-model-path heads: no second model",
+        ),
+        (
+            'm --speculative-config {"method":"eagle3","model":"heads","num_speculative_tokens":3}',
+            "--speculative-config.method eagle3: no second model",
+        ),
+        ('m --speculative-config {"method":"mtp","depth":3}', "depth.*--speculative-method"),
         ("m --mm-processor-cache-gb 8", "--mm-processor-cache-gb .* --image-cache-mib"),
     ],
 )
@@ -128,6 +151,19 @@ def test_what_is_done_otherwise_here_is_named(typed: str, message: str) -> None:
     """A refused option names ours."""
     with pytest.raises(ConfigError, match=message):
         translated(typed.split(), OPTIONS)
+
+
+def test_eagle_is_not_taken_for_mtp_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang has one word for heads of their own and for a model's layers: the latter are taken, and said."""
+    options = OPTIONS | {"--speculative-method": True}
+    assert translated(["m", "--speculative-algorithm", "EAGLE"], options) == [
+        "m",
+        "--speculative-method",
+        "mtp",
+    ]
+    assert "EAGLE: draft tokens come from the model's own MTP layers" in capsys.readouterr().err
+    translated(["m", "--speculative-algorithm", "NEXTN"], options)
+    assert not capsys.readouterr().err
 
 
 def test_flat_configuration_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,8 +201,8 @@ def test_the_keys_of_the_file_that_lvllm_ships_are_known(
         load_config(path)
 
 
-def test_a_flat_key_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    """As in a section: the key is named."""
+def test_an_unknown_flat_key_is_refused(tmp_path: Path) -> None:
+    """The key is named, as in a section."""
     path = tmp_path / "config.yaml"
     path.write_text("tensor-paralel-size: 2\n")
     with pytest.raises(ConfigError, match="unknown section 'tensor-paralel-size'"):

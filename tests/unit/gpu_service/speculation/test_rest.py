@@ -1,0 +1,37 @@
+"""Guards that a device drafter whose drafts are not chosen takes time in few steps only."""
+
+from __future__ import annotations
+
+from gpu_service.speculation.rest import DrafterRest
+
+
+def run(rest: DrafterRest, steps: int, every: int = 0) -> int:
+    """Returns how often it ran in that number of steps, every `every`-th of which had drafts; 0: none."""
+    ran = 0
+    for step in range(steps):
+        if rest.counts_down():
+            continue
+        ran += 1
+        rest.planned(bool(every) and step % every == 0)
+    return ran
+
+
+def test_it_rests_longer_each_time_that_it_is_tried_in_vain() -> None:
+    """The drafter runs in a share of many steps that vanishes."""
+    rest = DrafterRest()
+    first = run(rest, 1 << 10)
+    assert 0.1 < first / (1 << 10) < 0.3
+    assert run(rest, 1 << 18) / (1 << 18) < 0.01
+
+
+def test_it_does_not_rest_where_drafts_are_chosen() -> None:
+    """And after a time of drafts its next rest is a short one."""
+    rest = DrafterRest()
+    run(rest, 1 << 14)
+    while rest.is_on:
+        rest.counts_down()
+    assert run(rest, 1 << 12, every=4) == 1 << 12
+    run(rest, 64)
+    assert rest.is_on
+    before = sum(rest.counts_down() for _ in range(1 << 14))
+    assert before == 256
