@@ -6,6 +6,7 @@ All partitions are functions of sizes and ranks only, so that every rank can com
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from gpu_service.core.parallel import ParallelContext
 from moebius.errors import ConfigError
@@ -113,9 +114,24 @@ def rank_layers(config: ModelConfig, parallel: ParallelContext) -> tuple[Layer, 
 
     The vocabulary stays whole: every rank's sampler needs all of it. Raises ConfigError as `check_divisible`.
     """
-    check_divisible(config, parallel)
-    layers = config.layers[stage_slice(config, parallel)]
-    return tuple(layer.on_rank(parallel.tp_rank, parallel.tp_size) for layer in layers)
+    _check_divisible(config, parallel.tp_size, parallel.num_stages)
+    return all_stages_layers(config, parallel)[stage_slice(config, parallel)]
+
+
+def all_stages_layers(config: ModelConfig, parallel: ParallelContext) -> tuple[Layer, ...]:
+    """Returns the layers of all stages, with the heads and widths of one rank."""
+    return _all_layers(config, parallel.tp_rank, parallel.tp_size)
+
+
+# A plan of memory asks a thousand times for the layers of few ranks.
+@lru_cache(maxsize=32)
+def _all_layers(config: ModelConfig, tp_rank: int, tp_size: int) -> tuple[Layer, ...]:
+    return tuple(layer.on_rank(tp_rank, tp_size) for layer in config.layers)
+
+
+@lru_cache(maxsize=32)
+def _check_divisible(config: ModelConfig, tp_size: int, num_stages: int) -> None:
+    check_divisible(config, ParallelContext(tp_size=tp_size, num_stages=num_stages))
 
 
 def stage_slice(config: ModelConfig, parallel: ParallelContext) -> slice:

@@ -15,7 +15,7 @@ from torch import nn
 from gpu_service.attention.base import MAX_BLOCK_SCORES
 from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import rank_layers
+from gpu_service.core.partition import all_stages_layers, rank_layers
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, pair_bytes
 from gpu_service.layers.linear import HostMemory
@@ -124,7 +124,7 @@ def activation_bytes(
 ) -> int:
     """Returns the most bytes of tensors that live at once within a step, of this rank."""
     item, hidden = config.dtype_bytes, config.hidden_size
-    layers = [layer.on_rank(parallel.tp_rank, parallel.tp_size) for layer in config.layers]
+    layers = all_stages_layers(config, parallel)
     # Residual, normed input, its output and one temporary; partial sum and answer in float32.
     stream = hidden * (4 * item + 2 * 4)
     stream += max(layer.stream_bytes(hidden, item) for layer in layers)

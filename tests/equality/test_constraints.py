@@ -369,7 +369,7 @@ def test_aborted_outputs_delay_no_other(loop: dict[str, Any]) -> None:
         other = make_request("other", prompt_of(2, 9), max_tokens=40)
         harness.engine.submit([endless])
         harness.engine.submit([other])
-        harness.wait_tokens(endless, 4)
+        harness.wait_tokens([endless], 4)
         harness.engine.abort("endless")
         harness.wait([endless, other])
         assert endless.finish_reason is FinishReason.ABORT

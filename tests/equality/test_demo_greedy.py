@@ -7,13 +7,14 @@ picked so that no choice of token or expert lies within rounding; a mismatch is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from tests.helpers.demo import REPETITION_PENALTIES, GoldenAnswer, golden_answers
+from tests.helpers.demo_engine import SERVING, demo_model, greedy_request
 from tests.helpers.demo_experts import kernel_experts
-from tests.helpers.demo_serving import Serving, demo_engine, greedy_request
+from tests.helpers.engine_harness import Knobs, running_engine
 
 pytestmark = pytest.mark.demo
 
@@ -31,17 +32,18 @@ class Outcome:
     num_preemptions: int
 
 
-def ask(answers: list[GoldenAnswer], serving: Serving, shares: tuple[int, ...], at_once: int) -> Outcome:
+def ask(answers: list[GoldenAnswer], serving: Knobs, shares: tuple[int, ...], at_once: int) -> Outcome:
     """Ask the answers' prompts, `at_once` of them together."""
     requests = [greedy_request(str(number), answer) for number, answer in enumerate(answers)]
     found: list[list[int]] = []
-    with demo_engine(kernel_experts("tensor", shares, "float32"), serving) as (engine, collector):
+    experts = kernel_experts("tensor", shares, "float32")
+    with running_engine(serving, model=demo_model(), experts=experts) as harness:
+        harness.may_fail = False
         for begin in range(0, len(requests), at_once):
             group = requests[begin : begin + at_once]
-            engine.submit(group)
-            found += collector.wait(group)
+            found += harness.run(group, together=True)
     tokens = [[token for token in tokens if token != EOS] for tokens in found]
-    return Outcome(tokens, engine.load.num_preemptions)
+    return Outcome(tokens, harness.engine.load.num_preemptions)
 
 
 def expected(answers: list[GoldenAnswer]) -> list[list[int]]:
@@ -53,12 +55,12 @@ def expected(answers: list[GoldenAnswer]) -> list[list[int]]:
 def test_one_by_one_synchronous() -> None:
     """Batch 1, whole prompts, no overlap, undivided experts: the plainest order of steps."""
     answers = golden_answers(1.1)
-    assert ask(answers, Serving(overlap=False), (1,), at_once=1).tokens == expected(answers)
+    assert ask(answers, replace(SERVING, overlap=False), (1,), at_once=1).tokens == expected(answers)
 
 
 def test_all_together_overlapped() -> None:
     """Ten requests in one batch with overlap, experts in three unequal shares."""
-    assert ask(ANSWERS, Serving(), (1, 2, 4), at_once=10).tokens == expected(ANSWERS)
+    assert ask(ANSWERS, SERVING, (1, 2, 4), at_once=10).tokens == expected(ANSWERS)
 
 
 @pytest.mark.full
@@ -66,6 +68,6 @@ def test_chunked_and_preempted() -> None:
     """A budget of 24 tokens cuts every prompt, and 20 pages are too few for ten requests at once. Tiny models
     of all families have the same in tests/parity/test_tiny_models_engine.py.
     """
-    outcome = ask(ANSWERS, Serving(budget=24, num_pages=21), (1, 1), at_once=10)
+    outcome = ask(ANSWERS, replace(SERVING, budget=24, num_pages=21), (1, 1), at_once=10)
     assert outcome.tokens == expected(ANSWERS)
     assert outcome.num_preemptions > 0

@@ -15,10 +15,10 @@ from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
 from moebius.models.read import read_geometry
 from tests.helpers.demo import WINDOW_TOKENS, golden, golden_answers, prose_ids
-from tests.helpers.demo_engine import demo_model, prefill_logits
+from tests.helpers.demo_engine import SERVING, demo_model, greedy_request, prefill_logits
 from tests.helpers.demo_reference import perplexity_of_logits
 from tests.helpers.demo_servers import Fleet, RunningFleet, demo_config, running_fleet, with_experts
-from tests.helpers.demo_serving import Serving, demo_engine, greedy_request
+from tests.helpers.engine_harness import running_engine
 
 pytestmark = pytest.mark.demo
 
@@ -88,8 +88,8 @@ def test_greedy_answers_over_two_servers(tmp_path: Path) -> None:
     with (
         running_fleet(Fleet("tensor", (1, 1)), tmp_path) as running,
         running.client("mailbox") as client,
-        demo_engine(client, Serving()) as (engine, collector),
+        running_engine(SERVING, model=demo_model(), experts=client) as harness,
     ):
-        engine.submit(requests)
-        found = collector.wait(requests)
+        harness.may_fail = False
+        found = harness.run(requests, together=True)
     assert found == [answer.output_ids for answer in answers]

@@ -162,7 +162,7 @@ def test_forgetting_by_an_operation_changes_no_token(loop: dict[str, Any]) -> No
         requests = [make_request(f"a{i}", prompt) for i, prompt in enumerate(prompts)]
         harness.engine.submit(requests)
         for count in (0, 1, 5):
-            harness.wait_tokens(requests[2], count)
+            harness.wait_tokens([requests[2]], count)
             harness.engine.call(COMPUTE_AGAIN).result(60)
         harness.wait(requests)
         assert [harness.tokens(request) for request in requests] == expected
@@ -263,7 +263,7 @@ def test_stop_aborts_what_is_left() -> None:
     with running_engine(overlap=True, context_limit=200) as harness:
         request = make_request("long", prompt_of(1, 9), max_tokens=150)
         harness.engine.submit([request])
-        harness.wait_tokens(request, 2)
+        harness.wait_tokens([request], 2)
         harness.engine.stop()
         assert request.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
         with pytest.raises(EngineStopped, match="shutting down"):

@@ -31,12 +31,12 @@ def some_cases(script: Script) -> dict[str, list[Outcome]]:
     were right.
     """
     greedy = [script.submit(f"a{i}", p, ignore_eos=True) for i, p in enumerate(script.prompts)]
-    found = {"greedy": script.wait(greedy)}
+    found = {"greedy": script.outcomes(greedy)}
     drawn = [
         script.submit(f"b{i}", p, ignore_eos=True, temperature=0.8, seed=i)
         for i, p in enumerate(script.prompts)
     ]
-    found["drawn"] = script.wait(drawn)
+    found["drawn"] = script.outcomes(drawn)
     load = script.built.engine.load
     return found | {"drafts": [Outcome([load.draft_tokens, load.accepted_tokens], "", 0)]}
 

@@ -125,7 +125,7 @@ def outputs_that_skip_steps(script: Script) -> dict[str, list[Outcome]]:
     slow = script.make("slow", prompts[0], constraint=Constraint(regex="[ab]{6}"))
     _others.append(script.make("other", prompts[1], max_tokens=90, ignore_eos=True))
     script.built.engine.submit([slow, *_others])
-    found["slow"] = script.wait([slow, *_others])
+    found["slow"] = script.outcomes([slow, *_others])
     found["meanwhile"] = [Outcome(list(_meanwhile), "", 0)]
     return found
 

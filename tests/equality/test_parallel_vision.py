@@ -67,7 +67,7 @@ def image_cases(script: Script) -> dict[str, list[Outcome]]:
         for index, (prompt, images) in enumerate(PROMPTS):
             tokens, vision = place_images(prompt, images, LAYOUT) if images else (prompt, None)
             requests.append(script.submit(f"{name}{index}", tokens, vision, ignore_eos=True))
-        cases[name] = script.wait(requests)
+        cases[name] = script.outcomes(requests)
     return cases
 
 

@@ -9,6 +9,7 @@ import torch
 
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import KVCache
+from gpu_service.core.request import Request, SamplingParams
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.context import ForwardContext
 from gpu_service.loader.load import load_weights
@@ -16,13 +17,18 @@ from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from moebius.models.config import ModelOverrides
 from moebius.models.read import read_model_config
-from tests.helpers.demo import demo_checkpoint
+from tests.helpers.demo import MAX_NEW_TOKENS, GoldenAnswer, demo_checkpoint
 from tests.helpers.demo_experts import KernelExperts
+from tests.helpers.engine_harness import Knobs
 
 if TYPE_CHECKING:
     from gpu_service.experts.client import ExpertClient
 
 PAGE_SIZE = 16
+# How an engine serves the demo model.
+SERVING = Knobs(
+    num_pages=256, page_size=PAGE_SIZE, max_num_seqs=16, budget=512, context_limit=256, overlap=True
+)
 
 
 @functools.lru_cache(maxsize=1)  # 320 MB
@@ -63,3 +69,11 @@ def prefill_logits(model: CausalLM, experts: ExpertClient | KernelExperts, ids: 
     client = cast("ExpertClient", experts)  # KernelExperts has the two calls that a forward pass makes
     context = ForwardContext(inputs=inputs, kv_cache=cache, attention=attention, experts=client)
     return model.compute_logits(model(context))
+
+
+def greedy_request(name: str, answer: GoldenAnswer) -> Request:
+    """A request for the recorded answer."""
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=answer.repetition_penalty, max_tokens=MAX_NEW_TOKENS
+    )
+    return Request(name, answer.prompt_ids, params)

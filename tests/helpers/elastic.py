@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -70,8 +71,8 @@ def run_with_long_prompt(engine: RunningEngine, streams: list[Request], long: Re
     most, least = pool.usable, resident.nbytes
     for each in (*streams, long):
         engine.built.engine.submit([each])
-    for _ in (*streams, long):
-        while not engine.ended.acquire(timeout=0.0005):
-            most, least = max(most, pool.usable), min(least, resident.nbytes)
+    while not engine.have_ended([*streams, long]):
+        time.sleep(0.0005)
+        most, least = max(most, pool.usable), min(least, resident.nbytes)
     assert [each.error_message for each in (*streams, long)] == [""] * (len(streams) + 1)
     return most, least

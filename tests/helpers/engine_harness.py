@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
+from gpu_service.attention.registry import make_attention
+from gpu_service.cache.kv_cache import make_cache
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.cache.request_states import SLOTS_PER_REQUEST, RequestStates, StatePool
-from gpu_service.core.interface import EngineObserver, OutputDelta
+from gpu_service.core.interface import EngineObserver
 from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
 from gpu_service.core.step import Batch, TokenPool
 from gpu_service.device.stream import HostDeviceStream
@@ -26,10 +29,12 @@ from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentWatch
+from gpu_service.models.common import CausalLM
 from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.scheduler.supply import PageSupply, Queues
 from gpu_service.speculation.drafter import DeviceDrafter, HostDrafter
 from gpu_service.speculation.policy import Speculation
+from tests.helpers.engine_outputs import EngineOutputs
 from tests.helpers.fake_model import VOCAB, FakeModel, NullAttention, fake_cache, fake_config
 
 
@@ -85,6 +90,9 @@ LOOPS = pytest.mark.parametrize(
     ids=["synchronous", "overlap", "device"],
 )
 
+# For one recovery of lost experts; only a hang takes as long.
+RECOVERY_TIMEOUT_S = 120.0
+
 
 class FlakyExperts:
     """Stands for an expert client that host code drives: counts recoveries, or fails or stalls them."""
@@ -130,62 +138,32 @@ class FlakyExperts:
             raise self.recovery_error
 
 
-@dataclass
-class Harness:
-    """A running engine; `deltas` are all it emitted, by request key."""
+class Harness(EngineOutputs):
+    """A running engine whose requests may fail, its model and its experts."""
 
-    engine: Engine
-    model: FakeModel
-    experts: FlakyExperts
-    deltas: dict[str, list[OutputDelta]] = field(default_factory=dict)
-    condition: threading.Condition = field(default_factory=threading.Condition)
+    may_fail = True
 
-    def on_output(self, deltas: list[OutputDelta]) -> None:
-        """Called by the engine thread."""
-        with self.condition:
-            for delta in deltas:
-                self.deltas.setdefault(delta.request.key, []).append(delta)
-            self.condition.notify_all()
-
-    def wait(self, requests: Sequence[Request]) -> None:
-        """Until each of them has emitted its end."""
-        with self.condition:
-            done = self.condition.wait_for(lambda: all(self._ended(r) for r in requests), timeout=60)
-        assert done, f"unfinished: {[r.key for r in requests if not self._ended(r)]}"
-
-    def wait_tokens(self, request: Request, count: int) -> None:
-        """Until a request has emitted `count` tokens."""
-        with self.condition:
-            done = self.condition.wait_for(lambda: len(self.tokens(request)) >= count, timeout=60)
-        assert done, f"{request.key} emitted {len(self.tokens(request))} tokens"
-
-    def tokens(self, request: Request) -> list[int]:
-        """Returns all tokens emitted so far."""
-        return [token for delta in self.deltas.get(request.key, []) for token in delta.token_ids]
+    def __init__(self, model: CausalLM | FakeModel, experts: Any) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.experts = experts
 
     def run(self, requests: Sequence[Request], *, together: bool = False) -> list[list[int]]:
-        """Submits all; returns the tokens of each.
-
-        `together`: all are queued before the first step, so that every run schedules alike.
-        """
-        for group in [requests] if together else [[request] for request in requests]:
-            self.engine.submit(group)
-        self.wait(requests)
+        """As of any engine; the tokens are those that it emitted."""
+        super().run(requests, together=together)
         return [self.tokens(request) for request in requests]
 
-    def _ended(self, request: Request) -> bool:
-        emitted = self.deltas.get(request.key)
-        return bool(emitted) and emitted[-1].finish_reason is not None
 
-
-def build_scheduler(knobs: Knobs, prefill_chunk_max: int = 0) -> Scheduler:
+def build_scheduler(
+    knobs: Knobs, prefill_chunk_max: int = 0, eos_token_ids: frozenset[int] = frozenset({0})
+) -> Scheduler:
     """Returns a scheduler with its own pool and tree; a lane's learns when it may open."""
     limits = SchedulerLimits(
         max_num_seqs=knobs.max_num_seqs,
         max_num_batched_tokens=knobs.budget,
         context_limit=min(knobs.context_limit, (knobs.num_pages - 1) * knobs.page_size),
         watermark_pages=1,
-        eos_token_ids=frozenset({0}),
+        eos_token_ids=eos_token_ids,
         prefill_chunk_max=prefill_chunk_max,
         max_rows=4 * knobs.max_num_seqs,
     )
@@ -207,50 +185,60 @@ def num_states(knobs: Knobs) -> int:
 
 def _step_runner(runner: ModelRunner, knobs: Knobs) -> StepRunner:
     if knobs.device_runner:
-        return DeviceRunner(runner, HostDeviceStream(), recovery_timeout_s=5)
-    return HostRunner(runner, CpuStream() if knobs.overlap else InlineStream(), recovery_timeout_s=5)
+        return DeviceRunner(runner, HostDeviceStream(), recovery_timeout_s=RECOVERY_TIMEOUT_S)
+    return HostRunner(runner, CpuStream() if knobs.overlap else InlineStream(), RECOVERY_TIMEOUT_S)
 
 
 @contextmanager
 def running_engine(
     knobs: Knobs | None = None,
     *,
-    model: FakeModel | None = None,
-    experts: FlakyExperts | None = None,
+    model: CausalLM | FakeModel | None = None,
+    experts: Any = None,
     **changes: object,
 ) -> Iterator[Harness]:
-    """Runs an engine; at the end stops it and checks that not a page is lost."""
+    """Runs an engine; at the end stops it and checks that not a page is lost.
+
+    Of the fake model if none is given; a real one has torch's attention and a cache of its own.
+    """
     knobs = replace(knobs or Knobs(), **changes)  # type: ignore[arg-type]
-    scheduler, model, experts = build_scheduler(knobs), model or FakeModel(), experts or FlakyExperts()
-    device = torch.device("cpu")
-    cache = fake_cache(knobs.num_pages, knobs.page_size)
+    harness = Harness(model or FakeModel(), experts or FlakyExperts())
+    device, is_fake = torch.device("cpu"), isinstance(harness.model, FakeModel)
+    if is_fake:
+        vocab_size, eos = VOCAB, {0}
+        cache: Any = fake_cache(knobs.num_pages, knobs.page_size)
+        attention: Any = NullAttention(fake_config().layers, cache)
+    else:
+        model_config = harness.model.config
+        vocab_size, eos = model_config.vocab_size, set(model_config.eos_token_ids)
+        cache = make_cache(model_config.layers, knobs.num_pages, knobs.page_size, harness.model.dtype)
+        attention = make_attention(model_config.layers, cache, device)
+    scheduler = build_scheduler(knobs, eos_token_ids=frozenset(eos))
     runner = ModelRunner(
-        model,
+        harness.model,
         cache,
-        NullAttention(fake_config().layers, cache),
-        experts,  # type: ignore[arg-type]
+        attention,
+        harness.experts,
         TokenPool(knobs.max_num_seqs, knobs.context_limit + 1, device),
-        Sampler(VOCAB, device),
+        Sampler(vocab_size, device),
         drafter=knobs.device_drafter,
         watch=knobs.watch,
     )
-    harness = Harness.__new__(Harness)
-    builder = InputBuilder(scheduler.limits, knobs.page_size)
-    engine = Engine(
+    engine = harness.engine = Engine(
         scheduler,
-        builder,
+        InputBuilder(scheduler.limits, knobs.page_size),
         _step_runner(runner, knobs),
         lambda deltas: harness.on_output(deltas),
         observer=knobs.observer,
         overlap=knobs.overlap,
         max_waiting=knobs.max_waiting,
     )
-    harness.__init__(engine, model, experts)  # type: ignore[misc]
     engine.start()
     try:
         yield harness
     finally:
-        model.gate.set()
+        if is_fake:
+            harness.model.gate.set()
         engine.stop()
     scheduler.check_integrity()
     assert not scheduler.has_work

@@ -48,6 +48,8 @@ class Script:
     text: str | None = None  # None: words drawn from the seed
     token_ids: list[int] | None = None  # exact output, instead of text
     delay_s: float = 0.0  # before each token
+    held: threading.Event | None = None  # tokens from `held_from` on wait until it is set, or the call ends
+    held_from: int = 4
     fail_after: int | None = None  # tokens before the call fails with `fail_code`
     fail_code: grpc.StatusCode = grpc.StatusCode.INTERNAL
     fail_details: str = "scripted failure"
@@ -153,6 +155,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         step = script.tokens_per_chunk
         for start in range(0, longest, step):
             time.sleep(script.delay_s)
+            while script.held and start >= script.held_from and context.is_active():
+                if script.held.wait(0.05):
+                    break
             if not context.is_active():
                 return
             if script.fail_after is not None and start >= script.fail_after:

@@ -6,17 +6,15 @@ import time
 from collections.abc import Callable
 
 
-def idle_share(cpu_seconds: Callable[[], float], *, windows: int = 6, window_s: float = 0.5) -> float:
-    """Returns the smallest share of one core over several windows.
+def becomes_idle(cpu_seconds: Callable[[], float], below: float = 0.02, window_s: float = 0.5) -> bool:
+    """Returns whether less than this share of one core is used in one of up to 120 windows.
 
     What spins does so in every window; what sleeps is quiet in at least one, however busy the machine and
-    whatever else the same process still had to do. Ends early once a window is quiet altogether.
+    whatever else the same process still had to do.
     """
-    least = float("inf")
-    for _ in range(windows):
+    for _ in range(120):
         start, used = time.monotonic(), cpu_seconds()
         time.sleep(window_s)
-        least = min(least, (cpu_seconds() - used) / (time.monotonic() - start))
-        if least == 0:
-            break
-    return least
+        if cpu_seconds() - used < below * (time.monotonic() - start):
+            return True
+    return False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,12 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from gpu_service.core.request import FinishReason, Request, SamplingParams
 from gpu_service.engine.sampler import overflow_error
+from tests.helpers.engine_outputs import EngineOutputs
 from tests.helpers.tiny_models import make_tiny_model
 
 MODEL, NUM_EXPERTS = "glm4_moe", 10
 # The token whose hidden states overflow, and the layer whose always-active experts do it.
 POISON, LAYER = 150, 2
-_WAIT_S = 120.0
 
 
 def make_overflowing(directory: Path) -> None:
@@ -37,11 +35,12 @@ def make_overflowing(directory: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def check_overflows(submit: Callable[[list[Request]], None], ended: threading.Semaphore) -> None:
+def check_overflows(engine: EngineOutputs) -> None:
     """In prompts of one chunk and of several, and in an output, each in a batch with others; twice, so that
-    others have its pages next. `ended` counts requests that have ended, however they did.
+    others have its pages next.
     """
-    expected = _run(submit, ended, alone := _good())
+    engine.may_fail = True
+    expected = engine.run(alone := _good())
     assert [request.error_message for request in alone] == [""] * len(alone)
     for _ in range(2):
         likes_it = ((POISON, 100.0),)
@@ -52,7 +51,7 @@ def check_overflows(submit: Callable[[list[Request]], None], ended: threading.Se
             Request("output", [20, 21, 22], _greedy(likes_it)),
         ]
         others = _good()
-        assert _run(submit, ended, [*bad, *others])[len(bad) :] == expected
+        assert engine.run([*bad, *others])[len(bad) :] == expected
         assert [request.error_message for request in others] == [""] * len(others)
         for request in bad:
             assert request.finish_reason is FinishReason.ERROR
@@ -69,13 +68,3 @@ def _good() -> list[Request]:
     """Returns the prompts of several lengths that never meet the token."""
     prompts = [[3 + (i * 31 + k * 7) % 140 for k in range(5 + 9 * i)] for i in range(3)]
     return [Request(f"g{i}", prompt, _greedy(((POISON, -100.0),))) for i, prompt in enumerate(prompts)]
-
-
-def _run(
-    submit: Callable[[list[Request]], None], ended: threading.Semaphore, requests: Sequence[Request]
-) -> list[list[int]]:
-    for request in requests:
-        submit([request])
-    for _ in requests:
-        assert ended.acquire(timeout=_WAIT_S)
-    return [request.output_token_ids for request in requests]

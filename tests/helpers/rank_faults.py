@@ -107,9 +107,9 @@ def _run(
         sys.exit(run_follower(config))
     script = Script(config)
     request = script.submit("r", PROMPT, max_tokens=max_tokens or 400, ignore_eos=True)
-    script.wait([request], tokens=3)
+    script.wait_tokens([request], 3)
     results.send("decoding")
-    results.send(script.wait([request])[0].token_ids)
+    results.send(script.outcomes([request])[0].token_ids)
     script.close()
 
 

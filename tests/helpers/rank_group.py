@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ from prometheus_client import CollectorRegistry
 
 from gpu_service.assembly.build import Built, WarmUpGate, build_engine
 from gpu_service.core.images import VisionPrompt
-from gpu_service.core.interface import OutputDelta
 from gpu_service.core.request import Pooling, Request, SamplingParams
 from gpu_service.experts.recorder import START, STOP
 from gpu_service.main import run_follower
@@ -31,12 +29,12 @@ from moebius.config import (
 )
 from moebius.tls import configure_tls
 from protos.engine_pb2 import Constraint
+from tests.helpers.engine_outputs import WAIT_S, EngineOutputs
 from tests.helpers.ports import free_port
 
 # Forked from a process that has imported torch: a fresh interpreter would take seconds per rank.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.helpers.rank_group"])
-WAIT_S = 120.0
 LENGTHS = (5, 33, 18, 12)
 
 
@@ -83,28 +81,19 @@ def with_rank(config: MoebiusConfig, rank: int) -> MoebiusConfig:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"rank": rank})})
 
 
-class Script:
+class Script(EngineOutputs):
     """A running engine of rank 0, and requests through it."""
 
     def __init__(self, config: MoebiusConfig) -> None:
         gate = WarmUpGate()
         telemetry = EngineTelemetry(EngineMetrics("ranks", CollectorRegistry()))
-        self._changed = threading.Condition()
-        self._emitted: dict[str, int] = {}
-        self._ended: set[str] = set()
+        super().__init__()
         self.built: Built = build_engine(config, telemetry, gate.on_output)
         self.vocab_size = self.built.model_config.vocab_size
-        self.built.engine.start()
-        gate.run(self.built.engine, self.vocab_size, WAIT_S)
-        self.built.engine.on_output = self._on_output
-
-    def _on_output(self, deltas: list[OutputDelta]) -> None:
-        with self._changed:
-            for delta in deltas:
-                self._emitted[delta.request.key] = delta.num_output_tokens
-                if delta.finish_reason is not None:
-                    self._ended.add(delta.request.key)
-            self._changed.notify_all()
+        self.engine = self.built.engine
+        self.engine.start()
+        gate.run(self.engine, self.vocab_size, WAIT_S)
+        self.engine.on_output = self.on_output
 
     def submit(self, name: str, prompt: list[int], *chosen: Any, **params: Any) -> Request:
         """Starts a request, see `make`."""
@@ -128,15 +117,9 @@ class Script:
             (request.constraint,) = self.built.compiler.make(constraint)
         return request
 
-    def wait(self, requests: list[Request], tokens: int | None = None) -> list[Outcome]:
-        """Runs until each request has ended, or emitted the given number of tokens."""
-
-        def done() -> bool:
-            keys = [request.key for request in requests]
-            return all(key in self._ended or (tokens and self._emitted.get(key, 0) >= tokens) for key in keys)
-
-        with self._changed:
-            assert self._changed.wait_for(done, WAIT_S), "requests did not end"
+    def outcomes(self, requests: list[Request]) -> list[Outcome]:
+        """Returns what each request gave, once all have ended without an error."""
+        self.wait(requests)
         return [_outcome(request) for request in requests]
 
     @property
@@ -152,7 +135,7 @@ class Script:
         pattern, after = Constraint(regex="[a-f]{2,4}-[0-9]{3}"), {"after_token_ids": [70]}
         thought = Constraint(regex="(ab|cd){3}", max_reasoning_tokens=4, **after)
         grammars = [pattern, None, thought, pattern]
-        return self.wait(
+        return self.outcomes(
             [
                 self.submit(f"f{i}", p, constraint=grammar, seed=i, temperature=0.9)
                 for i, (p, grammar) in enumerate(zip(self.prompts, grammars, strict=True))
@@ -162,36 +145,36 @@ class Script:
     def run_cases(self) -> dict[str, list[Outcome]]:
         """Mixed chunked batches, prefix hits, seeds and penalties, scores, an abort, a flush, a recording."""
         prompts = self.prompts
-        cases = {"chunked": self.wait([self.submit(f"a{i}", p) for i, p in enumerate(prompts)])}
-        cases["prefix"] = self.wait([self.submit(f"b{i}", [*p, 5, 6]) for i, p in enumerate(prompts)])
+        cases = {"chunked": self.outcomes([self.submit(f"a{i}", p) for i, p in enumerate(prompts)])}
+        cases["prefix"] = self.outcomes([self.submit(f"b{i}", [*p, 5, 6]) for i, p in enumerate(prompts)])
         sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.3}
         sampled |= {"frequency_penalty": 0.3, "logit_bias": ((9, 2.0),), "min_tokens": 3}  # type: ignore[dict-item]
         sampled |= {"allowed_token_ids": tuple(range(5, 60)), "bad_words": ((7,), (9, 8), (8, 8, 9))}  # type: ignore[dict-item]
-        cases["sampled"] = self.wait(
+        cases["sampled"] = self.outcomes(
             [self.submit(f"c{i}", p, seed=i + 1, **sampled) for i, p in enumerate(prompts)]
         )
         scored = [
             self.submit(f"d{i}", p, logprobs=2, logprob_token_ids=(4, 9), prompt_logprobs=1)
             for i, p in enumerate(prompts[:2])
         ]
-        cases["scored"] = self.wait(scored)
+        cases["scored"] = self.outcomes(scored)
         if self.built.compiler is not None:
             cases["constrained"] = self.run_constrained()
         long = self.submit("long", prompts[0], max_tokens=200, ignore_eos=True)
         concurrent = self.submit("concurrent", prompts[3], ignore_eos=True)
-        self.wait([long], tokens=3)
+        self.wait_tokens([long], 3)
         self.built.engine.abort("long")
-        aborted = self.wait([long])[0]
-        cases["aborted"] = [Outcome([], aborted.finish_reason, 0), *self.wait([concurrent])]
+        aborted = self.outcomes([long])[0]
+        cases["aborted"] = [Outcome([], aborted.finish_reason, 0), *self.outcomes([concurrent])]
         pooled = [Pooling.LAST, Pooling.MEAN]
-        cases["pooled"] = self.wait(
+        cases["pooled"] = self.outcomes(
             [self.submit(f"p{how}", prompts[0], pooling=how, max_tokens=1) for how in pooled]
         )
         assert self.built.engine.flush().result(WAIT_S) > 0
         recorder = self.built.recorder
         if recorder is not None:  # the first stage may have dense layers only
             self.built.engine.call(START, "stat").result(WAIT_S)
-        cases["flushed"] = self.wait([self.submit(f"e{i}", p) for i, p in enumerate(prompts)])
+        cases["flushed"] = self.outcomes([self.submit(f"e{i}", p) for i, p in enumerate(prompts)])
         if recorder is not None:
             self.built.engine.call(STOP).result(WAIT_S)
             # How many depends on overlapping: a request that has ended may be computed once more.
@@ -208,7 +191,6 @@ Cases = Callable[[Script], dict[str, list[Outcome]]]
 
 
 def _outcome(request: Request) -> Outcome:
-    assert not request.error_message, request.error_message
     return Outcome(
         list(request.output_token_ids),
         request.finish_reason.value if request.finish_reason else "",

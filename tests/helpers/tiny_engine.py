@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,7 @@ from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache, make_cache
 from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states
-from gpu_service.core.interface import OutputDelta
-from gpu_service.core.request import Request, SchedulerLimits
+from gpu_service.core.request import SchedulerLimits
 from gpu_service.core.step import TokenPool
 from gpu_service.device.graphs import GraphBackend
 from gpu_service.device.stream import DeviceStream, Uploader
@@ -39,6 +37,7 @@ from moebius.config import GpuConfig
 from moebius.models.config import ModelOverrides
 from moebius.models.layers.layer import Layers
 from moebius.models.read import read_model_config
+from tests.helpers.engine_outputs import EngineOutputs
 
 PAGE_SIZE = 4
 CONTEXT_LIMIT = 96
@@ -62,29 +61,18 @@ class Setup:
     device_drafter: Callable[[CausalLM, TokenPool], DeviceDrafter] | None = None
 
 
-@dataclass
-class TinyEngine:
+class TinyEngine(EngineOutputs):
     """A running engine and what is behind it."""
 
-    engine: Engine
-    graphs: DecodeGraphs | None
-    kv_cache: PagedCache
-    stream: DeviceStream
-    speculation: Speculation | None
-    _ended: threading.Semaphore
-
-    def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Submits all; the tokens of each once all have ended well."""
-        for request in requests:
-            self.engine.submit([request])
-        return self.wait(requests)
-
-    def wait(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Returns the tokens of each request once `count` have ended without an error."""
-        for _ in requests:
-            assert self._ended.acquire(timeout=120)
-        assert [request.error_message for request in requests] == [""] * len(requests)
-        return [request.output_token_ids for request in requests]
+    def __init__(
+        self,
+        graphs: DecodeGraphs | None,
+        kv_cache: PagedCache,
+        stream: DeviceStream,
+        speculation: Speculation | None,
+    ) -> None:
+        super().__init__()
+        self.graphs, self.kv_cache, self.stream, self.speculation = graphs, kv_cache, stream, speculation
 
 
 def tiny_model(directory: Path, device: torch.device, dtype: str = "float32", mtp_heads: int = 0) -> CausalLM:
@@ -151,25 +139,19 @@ def tiny_engine(
         torch.cuda.synchronize()
     steps = DeviceRunner(runner, stream, uploader=uploader, graphs=graphs, recovery_timeout_s=60)
     steps.prepare()
-    ended = threading.Semaphore(0)
-
-    def on_output(deltas: list[OutputDelta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                ended.release()
-
     speculation = Speculation(limits, setup.num_drafts, setup.drafter) if setup.num_drafts else None
     scheduler = Scheduler(limits, cache, speculation)
     builder = InputBuilder(limits, PAGE_SIZE, has_mrope=runner.has_mrope)
     lane = None
     if setup.prefill_chunk_max:
         lane = _lane(runner, attention, experts, lane_stream or stream, stream, setup.lane_min_tokens)
-    engine = Engine(scheduler, builder, steps, on_output, overlap=setup.overlap, lane=lane)
-    engine.start()
+    tiny = TinyEngine(graphs, kv_cache, stream, speculation)
+    tiny.engine = Engine(scheduler, builder, steps, tiny.on_output, overlap=setup.overlap, lane=lane)
+    tiny.engine.start()
     try:
-        yield TinyEngine(engine, graphs, kv_cache, stream, speculation, ended)
+        yield tiny
     finally:
-        engine.stop()
+        tiny.engine.stop()
     scheduler.check_integrity()
 
 

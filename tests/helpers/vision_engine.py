@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry
 
-from gpu_service.assembly.build import Built, build_engine
-from gpu_service.core.interface import OutputDelta
 from gpu_service.core.request import Request
 from gpu_service.server.validation import Bounds, make_requests
 from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
@@ -24,6 +21,7 @@ from moebius.config import (
     PlacementConfig,
 )
 from protos import engine_pb2 as pb
+from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.tiny_vision_models import IMAGE_TOKEN
 
 NUM_TOKENS = 24
@@ -34,9 +32,8 @@ Prompt = tuple[list[int], list[bytes]]
 class SeeingEngine:
     """A running engine on a checkpoint with vision."""
 
-    def __init__(self, built: Built, ended: threading.Semaphore) -> None:
-        self.built = built
-        self._ended = ended
+    def __init__(self, running: RunningEngine) -> None:
+        self._running, self.built = running, running.built
         self._count = 0
 
     def run(self, prompts: Sequence[Prompt], *, may_fail: bool = False) -> list[Request]:
@@ -44,11 +41,8 @@ class SeeingEngine:
         `may_fail`.
         """
         requests = [self._request(*prompt) for prompt in prompts]
-        for request in requests:
-            self.built.engine.submit([request])
-        assert all(self._ended.acquire(timeout=60) for _ in requests)
-        if not may_fail:
-            assert [request.error_message for request in requests] == [""] * len(requests)
+        self._running.may_fail = may_fail
+        self._running.run(requests)
         return requests
 
     def _request(self, prompt: list[int], files: list[bytes]) -> Request:
@@ -82,18 +76,6 @@ def vision_engine(
         experts=ExpertConfig(expert_transport="local"),
         placement=PlacementConfig(**placement),
     )
-    ended = threading.Semaphore(0)
-
-    def on_output(deltas: list[OutputDelta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                ended.release()
-
     telemetry = EngineTelemetry(EngineMetrics("tiny", CollectorRegistry()))
-    built = build_engine(config, telemetry, on_output)
-    built.engine.start()
-    try:
-        yield SeeingEngine(built, ended)
-    finally:
-        built.close()
-    built.engine.scheduler.check_integrity()
+    with running_engine(config, telemetry) as running:
+        yield SeeingEngine(running)

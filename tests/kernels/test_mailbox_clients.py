@@ -14,7 +14,7 @@ import pytest
 from moebius import _kernels_testing as testing
 from moebius._kernels_testing import EchoBackend
 from moebius.mailbox import Mailbox, MailboxError, MailboxServer, ServerLost, row_begin
-from tests.helpers.idle import idle_share
+from tests.helpers.idle import becomes_idle
 from tests.helpers.mailbox import Call, Killer, geometry, new_mailbox, served_mailbox
 
 
@@ -118,7 +118,7 @@ def test_server_watches_ready_lines_of_a_device_driven_client() -> None:
         call = Call(box, 3)
         call.collect(call.submit())
         # Two servers look every millisecond; a spinning one would take a whole core.
-        assert idle_share(time.process_time) < 0.25
+        assert becomes_idle(time.process_time, below=0.25)
         np.testing.assert_array_equal(ring_silently(box, call), call.expected())
 
 

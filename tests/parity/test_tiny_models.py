@@ -45,9 +45,16 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def runner(name: str, tiny: Callable[[str], tuple[Path, Any]]) -> PagedRunner:
+@pytest.fixture(scope="module")
+def loaded(name: str, tiny: Callable[[str], tuple[Path, Any]]) -> PagedRunner:
+    """Weights are loaded once; no test computes with this runner."""
     return load_runner(tiny(name)[0])
+
+
+@pytest.fixture
+def runner(loaded: PagedRunner) -> PagedRunner:
+    """A runner with pages and states of its own."""
+    return PagedRunner(loaded.model, loaded.experts)
 
 
 @torch.inference_mode()

@@ -98,8 +98,7 @@ def test_random_requests_find_their_memory(seed: int, model: Path, tmp_path: Pat
                 for each in part:
                     engine.built.engine.submit([each])
                 engine.built.engine.abort(given_up.request_id)
-                for _ in part:
-                    assert engine.ended.acquire(timeout=60)
+                engine.wait_tokens(part)
                 for number, each in enumerate(part, begin):
                     outputs = each.output_token_ids
                     assert outputs == wanted[number][: len(outputs)]

@@ -30,7 +30,7 @@ from tests.helpers.expert_cluster import (
     start_expert,
     wait_until,
 )
-from tests.helpers.idle import idle_share
+from tests.helpers.idle import becomes_idle
 
 
 @pytest.mark.parametrize("transport", ["mailbox", "grpc"])
@@ -115,7 +115,7 @@ def test_idle_servers_sleep(cluster: Cluster) -> None:
     """A server takes below 2 % of one CPU without requests, although the last request was a moment ago."""
     compute(cluster.client("mailbox"), 1, random_routing(cluster.geometry, 4))
     for process in cluster.processes:
-        assert idle_share(partial(cpu_seconds, psutil.Process(process.pid)), window_s=1.0) < 0.02
+        assert becomes_idle(partial(cpu_seconds, psutil.Process(process.pid)), window_s=1.0)
 
 
 def test_wrong_geometry_is_refused_and_named(cluster: Cluster, tmp_path: Path) -> None:

@@ -383,17 +383,23 @@ def test_a_killed_server_comes_back_without_loading(tmp_path: Path, memory: Path
     model, log = MODEL.write(tmp_path / "model"), tmp_path / "log"
     config = make_config(model, tmp_path, expert_weights_dir=str(memory))
     found = []
-    for _ in range(2):
+
+    def loads() -> list[str]:
+        """The line of each run about its load, which names its phases."""
+        return [line for line in log.read_text().splitlines() if "experts loaded" in line]
+
+    for run in (1, 2):
         process: subprocess.Popen[bytes] = start_expert(config, log)
         try:
             found.append(compute(config.experts.expert_address, MODEL))
+            # A server answers before it logs that it has loaded.
+            wait_until(lambda run=run: len(loads()) == run)
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
     assert found[0] == found[1]
-    text = log.read_text()
-    assert text.count("packing experts") == 1
-    assert text.count("packed experts are there already") == 1
+    assert ["packing experts" in line for line in loads()] == [True, False]
+    assert log.read_text().count("packed experts are there already") == 1
 
 
 def test_two_servers_of_one_file_are_one_too_many(tmp_path: Path, memory: Path) -> None:

@@ -10,6 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -164,7 +165,8 @@ def test_half_requests_do_not_shut_others_out(engine: tuple[FakeEngine, str], ha
     """With all places taken by clients who wait, whole requests are answered; there are never more places,
     and a stream that runs keeps its own."""
     with gateway(engine, max_connections=20) as (url, port), contextlib.ExitStack() as stack:
-        engine[0].script = Script(delay_s=0.05)
+        held = threading.Event()
+        engine[0].script = Script(held=held)
         body = {**BODY, "max_tokens": 60, "ignore_eos": True, "stream": True}
         response = stack.enter_context(httpx.stream("POST", f"{url}/v1/completions", json=body))
         lines = response.iter_lines()
@@ -177,13 +179,15 @@ def test_half_requests_do_not_shut_others_out(engine: tuple[FakeEngine, str], ha
         assert metric(url, "moebius:gateway_connections ") <= 20
         displaced = metric(url, 'moebius:gateway_connections_closed_total{reason="displaced"}')
         assert displaced >= 80
+        held.set()
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
 def test_beyond_the_bound_running_requests_win(engine: tuple[FakeEngine, str]) -> None:
     """When every place has a request that runs, a new connection is answered 503 at once; they go on."""
     with gateway(engine, max_connections=3) as (url, port), contextlib.ExitStack() as stack:
-        engine[0].script = Script(delay_s=0.05)
+        held = threading.Event()
+        engine[0].script = Script(held=held)
         body = {**BODY, "max_tokens": 60, "ignore_eos": True, "stream": True}
         running = [
             stack.enter_context(httpx.stream("POST", f"{url}/v1/completions", json=body)) for _ in range(3)
@@ -191,6 +195,7 @@ def test_beyond_the_bound_running_requests_win(engine: tuple[FakeEngine, str]) -
         with dial(port) as refused:
             status, error = error_in(answer_on(refused))
         assert (status, error["type"]) == (503, "server_error")
+        held.set()
         for response in running:
             assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
 

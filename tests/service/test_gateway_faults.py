@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,13 +40,14 @@ class Setup:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """Shared by this file; keep-alive comments come after 0.1 s of silence."""
+    """Shared by this file; keep-alive comments, after which a failure has status 200, come later than any
+    answer of a busy machine."""
     directory = tmp_path_factory.mktemp("faults")
     tokenizer = byte_level_tokenizer()
     write_tokenizer(directory, tokenizer)
     address = f"unix:{directory}/engine.sock"
     engine = FakeEngine(directory, tokenizer)
-    config = gateway_config(address, max_queued_requests=2, sse_keepalive_s=0.1)
+    config = gateway_config(address, max_queued_requests=2, sse_keepalive_s=4.0)
     with serving(engine, address) as health_service, running_gateway(config) as url:
         yield Setup(url, address, directory, tokenizer, engine, health_service)
 
@@ -97,8 +99,8 @@ def test_a_lost_engine_is_a_plain_sentence(setup: Setup, path: str) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_cancels_the_engine_call(setup: Setup, stream: bool) -> None:
     """A client that closes its connection stops the engine's work, streamed or not."""
-    setup.engine.script = Script(delay_s=0.05)
-    with httpx.Client(timeout=1.0 if not stream else 60) as client:
+    setup.engine.script = Script(held=threading.Event())
+    with httpx.Client(timeout=httpx.Timeout(60, read=60 if stream else 1.0)) as client:
         if stream:
             body = {**ENDLESS, "stream": True}
             with client.stream("POST", f"{setup.url}/v1/completions", json=body) as response:
@@ -185,7 +187,7 @@ def test_output_that_leaves_its_constraint_is_the_requests_fault(setup: Setup, s
 
 def test_full_gateway_answers_429(setup: Setup) -> None:
     """Beyond its bound the gateway refuses at once, says when to return, counts it, and recovers."""
-    setup.engine.script = Script(delay_s=0.05)
+    setup.engine.script = Script(held=threading.Event())
     with httpx.Client() as client:
         open_streams = [
             client.send(
@@ -212,12 +214,17 @@ def test_full_gateway_answers_429(setup: Setup) -> None:
 
 def test_silence_is_filled_with_comments(setup: Setup) -> None:
     """While the engine is silent the stream is open and carries SSE comments; clients see only the text."""
-    setup.engine.script = Script(text="fox", delay_s=0.35)
-    response = httpx.post(
-        f"{setup.url}/v1/completions", json={"model": MODEL, "prompt": "The", "stream": True, "max_tokens": 2}
-    )
-    assert ": keep-alive\n\n" in response.text
-    assert sse_payloads(response.text)[-1] == "[DONE]"
+    held = threading.Event()
+    setup.engine.script = Script(text="fox", held=held, held_from=1)
+    body = {"model": MODEL, "prompt": "The", "stream": True, "max_tokens": 2}
+    received = ""
+    with httpx.stream("POST", f"{setup.url}/v1/completions", json=body) as response:
+        for piece in response.iter_text():
+            received += piece
+            if ": keep-alive\n\n" in received:
+                held.set()
+    assert ": keep-alive\n\n" in received
+    assert sse_payloads(received)[-1] == "[DONE]"
 
 
 def test_ready_follows_the_engines_health(setup: Setup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -406,10 +407,12 @@ def test_roles_that_templates_know(setup: Setup) -> None:
 
 def test_load_counts_requests_that_are_answered(setup: Setup) -> None:
     """A request counts from admission to the last byte."""
-    setup.engine.script = Script(delay_s=0.2)
+    held = threading.Event()
+    setup.engine.script = Script(held=held)
     body = {"model": MODEL, "prompt": "The", "stream": True, "max_tokens": 5, "ignore_eos": True}
     with httpx.stream("POST", f"{setup.url}/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
         assert httpx.get(f"{setup.url}/load").json() == {"server_load": 1}
+        held.set()
         assert list(lines)[-2] == "data: [DONE]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,8 +32,8 @@ COUNTS = {"total_duration", "load_duration", "prompt_eval_count", "prompt_eval_d
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
-    """Shared by this file."""
-    with agent_gateway(tmp_path_factory.mktemp("ollama"), sse_keepalive_s=0.3) as gateway:
+    """Shared by this file; lines that fill silence come later than any answer of a busy machine."""
+    with agent_gateway(tmp_path_factory.mktemp("ollama"), sse_keepalive_s=4.0) as gateway:
         yield gateway
 
 
@@ -240,8 +241,13 @@ def test_failure_and_silence_in_a_stream(gateway: AgentGateway) -> None:
     gateway.engine.script = Script(fail_after=3)
     found = lines(post(gateway, "/api/chat", messages=HELLO))
     assert found[-1].keys() == {"error"}
-    gateway.engine.script = Script(delay_s=1.0, token_ids=[60, 61])
-    found = lines(post(gateway, "/api/chat", messages=HELLO))
+    held = threading.Event()
+    gateway.engine.script = Script(held=held, held_from=0, token_ids=[60, 61])
+    body, found = {"model": MODEL, "messages": HELLO}, []
+    with httpx.stream("POST", f"{gateway.url}/api/chat", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            found.append(json.loads(line))
+            held.set()
     assert found[0]["message"] == {"role": "assistant", "content": ""}
     assert found[-1]["done"]
 

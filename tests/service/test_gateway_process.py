@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -75,12 +76,15 @@ def test_serves_then_stops_cleanly_on_sigterm(engine: tuple[FakeEngine, str]) ->
     try:
         url = f"{tls_everywhere.scheme()}://127.0.0.1:{port}"
         wait_ready(url, process)
-        fake.script = Script(delay_s=0.03)
+        held = threading.Event()
+        fake.script = Script(held=held)
         body = {"model": MODEL, "prompt": "The", "max_tokens": 15, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
+            until_refused(f"{url}/ready")
+            held.set()
             rest = list(lines)
         assert rest[-2:] == ["data: [DONE]", ""]
         _, log = process.communicate(timeout=60)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,7 +134,8 @@ def test_a_renewed_certificate_ends_no_stream(
 ) -> None:
     """Files are replaced while a stream runs: it goes on, and a new connection gets the new certificate."""
     monkeypatch.setattr(tls, "LOOK_EVERY_S", 0.0)
-    engine[0].script = Script(text="fox dog hill lazy brown runs quick over the", delay_s=0.05)
+    held = threading.Event()
+    engine[0].script = Script(text="fox dog hill lazy brown runs quick over the", held=held)
     host, port = url.removeprefix("https://").split(":")
     own = client_context(authority, authority.issue("me"), tmp_path / "own")
 
@@ -151,6 +153,7 @@ def test_a_renewed_certificate_ends_no_stream(
             next(lines)
             write_secret(tmp_path / "secret", authority.issue("gateway"), authority.pem)
             assert serial() != before
+            held.set()
             assert [line for line in lines if line][-1] == "data: [DONE]"
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -142,11 +143,13 @@ def test_to_clients_they_are_one(engine: tuple[FakeEngine, str], tmp_path: Path)
         answers = [httpx.post(f"{running.url}/v1/responses", json=follow) for _ in range(8)]
         assert {answer.status_code for answer in answers} == {200}
 
-        engine[0].script = Script(delay_s=0.3)
+        held = threading.Event()
+        engine[0].script = Script(held=held)
         with ThreadPoolExecutor(3) as pool:
             streams = [pool.submit(running.post, STREAM) for _ in range(3)]
             running.until(lambda: running.metric("moebius:gateway_requests_in_flight") == 3)
             assert [running.post(BODY).status_code for _ in range(6)] == [429] * 6
+            held.set()
             assert all(one.result().text.endswith("data: [DONE]\n\n") for one in streams)
 
         engine[0].script = Script()
@@ -161,12 +164,14 @@ def test_to_clients_they_are_one(engine: tuple[FakeEngine, str], tmp_path: Path)
         assert running.metric(success) == finished
         assert running.metric("moebius:gateway_worker_restarts_total") == 1
 
-        engine[0].script = Script(delay_s=0.05)
+        held = threading.Event()
+        engine[0].script = Script(held=held)
         with ThreadPoolExecutor(1) as pool:
             stream = pool.submit(running.post, STREAM)
             running.until(lambda: running.metric("moebius:gateway_requests_in_flight") == 1)
             workers = running.workers()
             running.process.terminate()
+            held.set()
             assert stream.result().text.endswith("data: [DONE]\n\n")
         assert running.process.wait(60) == 0
         assert not [worker for worker in workers if worker.is_running()]

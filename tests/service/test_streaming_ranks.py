@@ -99,14 +99,14 @@ def streamer_of(script: Script) -> ExpertStreamer:
 def served(script: Script) -> dict[str, list[Outcome]]:
     """Nothing is streamed."""
     assert script.built.streamer is None
-    return {"answers": script.wait(submit(script))}
+    return {"answers": script.outcomes(submit(script))}
 
 
 def streamed(script: Script) -> dict[str, list[Outcome]]:
     """Returns all prompts, and in how many steps experts were streamed."""
     streamer = streamer_of(script)
     before = streamer.streamed_steps
-    answers = script.wait(submit(script))
+    answers = script.outcomes(submit(script))
     return {"answers": answers, "steps": [Outcome([streamer.streamed_steps - before], "", 0)]}
 
 
@@ -181,9 +181,9 @@ def aborted_in_the_lane(script: Script) -> dict[str, list[Outcome]]:
     assert lane is not None
     lane.runner.between_layers = partial(abort, lane)
     requests = submit(script)
-    outcomes = script.wait(requests)
+    outcomes = script.outcomes(requests)
     assert aborts == [1], "the prompt was in no step of the lane"
-    return {"answers": outcomes, "again": script.wait(submit(script, "again"))}
+    return {"answers": outcomes, "again": script.outcomes(submit(script, "again"))}
 
 
 def test_a_request_that_is_aborted_in_the_lane(cluster: Cluster, wanted: list[Outcome]) -> None:
@@ -215,10 +215,10 @@ def lost_while_streaming(pid: int, script: Script) -> dict[str, list[Outcome]]:
         return forward(step, layer, *given)
 
     StreamedStep.forward = killing  # type: ignore[assignment, method-assign]
-    answers = script.wait(submit(script))
+    answers = script.outcomes(submit(script))
     assert next(calls) > 4, "no step streamed"
     streamer_of(script)
-    return {"answers": answers, "again": script.wait(submit(script, "again"))}
+    return {"answers": answers, "again": script.outcomes(submit(script, "again"))}
 
 
 def test_a_server_that_is_lost_in_a_step_that_streams(cluster: Cluster, wanted: list[Outcome]) -> None:

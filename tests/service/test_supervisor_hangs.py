@@ -49,7 +49,8 @@ while first: pass
 print("moebius: error: no such checkpoint: /models/gone", flush=True)
 sys.exit({USER_ERROR_EXIT})
 """
-HASTY = replace(QUICK, hang_timeout_s=1.0)
+# A process that beats may lack a processor for as long.
+HASTY = replace(QUICK, hang_timeout_s=3.0)
 
 
 @dataclass(frozen=True)

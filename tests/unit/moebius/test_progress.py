@@ -8,7 +8,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -193,11 +193,13 @@ def test_log_lines_do_not_disturb_the_terminal() -> None:
     assert console.file.getvalue().splitlines()[-1] == info
 
 
+# Is ready once its lines were seen, which the test says.
 SLOW = """
-import time, sys
+import pathlib, sys, time
 print("12:00:00 [info     ] in progress: packing experts, 1.0 of 2.0 GB, 3 s [moebius.progress]", flush=True)
 print("12:00:00 [info     ] something else [x]", flush=True)
-time.sleep(0.5)
+while not pathlib.Path(sys.argv[1]).with_name("seen").exists():
+    time.sleep(0.01)
 """
 
 
@@ -207,9 +209,16 @@ def test_the_supervisor_shows_what_a_process_does(
 ) -> None:
     """Where progress is displayed its lines are not repeated; elsewhere they are forwarded."""
     seen: list[dict[str, str]] = []
-    on_waiting = (lambda waiting: seen.append(dict(waiting))) if shown else None
+
+    def on_waiting(waiting: Mapping[str, str]) -> None:
+        seen.append(dict(waiting))
+        if "packing experts" in waiting.get("expert", ""):
+            (tmp_path / "seen").touch()
+
+    if not shown:
+        (tmp_path / "seen").touch()
     one = plan(tmp_path, spec("expert", SLOW + OBEDIENT, tmp_path, stop_stage=0))
-    with Supervisor(one, QUICK, on_waiting=on_waiting) as supervisor:
+    with Supervisor(one, QUICK, on_waiting=on_waiting if shown else None) as supervisor:
         assert supervisor.wait_ready()
     output = capfd.readouterr().err
     assert ("packing experts" in output) is not shown
@@ -223,8 +232,14 @@ def test_lines_go_to_the_view_until_the_start_has_ended(
 ) -> None:
     """They would be written over it; afterwards they are forwarded as ever."""
     lines: list[tuple[str, str]] = []
+
+    def on_line(name: str, line: str) -> None:
+        lines.append((name, line))
+        if "something else" in line:
+            (tmp_path / "seen").touch()
+
     one = plan(tmp_path, spec("expert", SLOW + OBEDIENT, tmp_path, stop_stage=0))
-    with Supervisor(one, QUICK, on_line=lambda name, line: lines.append((name, line))) as supervisor:
+    with Supervisor(one, QUICK, on_line=on_line) as supervisor:
         assert supervisor.wait_ready()
         supervisor.silence_events()
         assert all(process.on_line is None for process in supervisor.processes)
@@ -249,8 +264,11 @@ def test_a_benchmark_shows_phases_and_no_other_information(
     """A start that compiles for minutes says so, where the command's own output is all else that is shown."""
     log_warnings_only("bench")
     structlog.get_logger("gpu_service.main").info("ready")
+    shown, end = "", time.monotonic() + 60
     with phase("running the first steps", first_s=0.01):
-        time.sleep(0.05)
-    shown = capsys.readouterr().err
-    assert "in progress: running the first steps" in shown
+        while "in progress: running the first steps" not in shown:
+            assert time.monotonic() < end, shown
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+    shown += capsys.readouterr().err
     assert "ready" not in shown

@@ -79,8 +79,19 @@ def test_a_step_is_run_again_as_often_as_it_takes(monkeypatch: pytest.MonkeyPatc
 
 def test_the_time_begins_with_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may have computed for longer than a recovery may take before it lost its servers."""
-    kills = Kills(1, seconds=0.3)
-    runner(kills, FlakyExperts(), 0.2, monkeypatch).launch(PLAN).wait()
+    now = 100.0
+
+    class Long(Kills):
+        """Each run takes a minute."""
+
+        def __call__(self) -> None:
+            nonlocal now
+            now += 60
+            super().__call__()
+
+    monkeypatch.setattr("gpu_service.engine.recovery.time.monotonic", lambda: now)
+    kills = Long(1)
+    runner(kills, FlakyExperts(), 30, monkeypatch).launch(PLAN).wait()
     assert kills.runs == 2
 
 

@@ -192,9 +192,10 @@ async def test_an_engine_without_it_is_served_by_single_calls(tmp_path: Path) ->
 async def test_an_ending_engine_closes_the_stream_once_its_calls_have_ended() -> None:
     """A stream without calls would keep a process that stops waiting."""
     requests: Outbox[pb.GenerateManyRequest] = Outbox()
-    gate = asyncio.Event()
+    begun, gate = asyncio.Event(), asyncio.Event()
 
     async def generate(one: pb.GenerateRequest, _context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        begun.set()
         await gate.wait()
         yield pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[7]))
 
@@ -207,7 +208,7 @@ async def test_an_ending_engine_closes_the_stream_once_its_calls_have_ended() ->
     requests.put(pb.GenerateManyRequest(requests=[pb.CallRequest(call=1, start=request("a"))]))
     serving_calls = calls.serve(batches())
     first = asyncio.ensure_future(anext(serving_calls))
-    await asyncio.sleep(0.01)
+    await begun.wait()
     calls.finish()
     gate.set()
     updates = [

@@ -153,6 +153,7 @@ def test_qk_norm_rope(
     assert torch.equal(fused[:, num_q + num_k :], value)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("storage", [None, torch.float8_e4m3fn], ids=["plain", "fp8"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
