@@ -279,7 +279,7 @@ class RequestCache:
         return True
 
     def take(self, count: int) -> list[int]:
-        """So many pages, at most `available`, evicting from the tree; the caller owns them."""
+        """Returns `count` pages, at most `available`, evicting from the tree; the caller owns them."""
         if count > self.pool.available:
             self.pool.free(self.tree.evict(count - self.pool.available))
         return self.pool.alloc(count)
@@ -323,7 +323,7 @@ class RequestCache:
     def wait_for_tiers(self, wait: Callable[[float], None]) -> bool:
         """Whether requests may start once something has come or gone: called where none can start now.
 
-        `wait` blocks until there is a message, at most so many seconds; what comes posts one.
+        `wait` blocks until there is a message, at most the given seconds; what comes posts one.
         """
         tiers = self.tiers
         if tiers is None or not (tiers.is_busy or tiers.has_moved):

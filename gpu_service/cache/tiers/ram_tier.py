@@ -176,7 +176,7 @@ class RamTier:
         assert not self.segment.records["is_complete"][self._free].any(), "a free slot has a record"
 
     def _use(self, entry: _Entry) -> None:
-        """Its place in the heap is mended once it comes up there: priorities only grow."""
+        """Its place in the heap is corrected once it comes up there: priorities only grow."""
         self.clock += 1
         entry.used, entry.priority = self.clock, self._floor + entry.value
 
