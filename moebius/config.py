@@ -92,11 +92,11 @@ class GpuConfig(SpeculationSettings):
         gt=0,
         description="KV cache, at least, GiB, if num_pages is unset; unset: 1 on a CPU, the rest of a GPU",
     )
-    kv_offload_gib: float | None = Field(
-        default=None,
+    # Not by default until it has run on a GPU.
+    kv_offload_gib: float = Field(
+        default=0.0,
         ge=0,
-        description="RAM for prefixes that the KV cache evicts, GiB; unset: a fifth of what is free with one "
-        "GPU, 0 on a CPU, whose KV cache is RAM",
+        description="RAM for prefixes that the KV cache evicts, GiB; on a CPU the KV cache is RAM",
     )
     kv_offload_dir: str = Field(
         default="",

@@ -30,8 +30,6 @@ from moebius.limits import available_memory
 _log = structlog.get_logger(__name__)
 # The operation that other threads post when something has come or gone.
 TIERS_MOVED = "tiers moved"
-# Of free RAM, what prefixes get where nothing is set: experts are loaded by then.
-_RAM_PART = 5
 _GIB = 2**30
 
 
@@ -63,7 +61,7 @@ def make_tiers(
     Raises UserError for more RAM than is free, and for places that cannot be used.
     """
     gpu = config.gpu
-    ram_bytes = _ram_bytes(config, kv_cache)
+    ram_bytes = _ram_bytes(config)
     if not cache.prefix_caching or parallel.size > 1 or not (ram_bytes or gpu.kv_disk_gib):
         return {}
     device = kv_cache.device
@@ -89,12 +87,9 @@ def make_tiers(
     return {TIERS_MOVED: lambda _: tiers.poll()}
 
 
-def _ram_bytes(config: MoebiusConfig, kv_cache: AttendedPages) -> int:
+def _ram_bytes(config: MoebiusConfig) -> int:
     """Raises UserError for more than there is."""
     wanted = config.gpu.kv_offload_gib
-    if wanted is None:
-        # On a CPU pages are RAM themselves: a larger kv_cache_gib saves the copy, too.
-        return available_memory() // _RAM_PART if kv_cache.device.type == "cuda" else 0
     nbytes, free = int(wanted * _GIB), available_memory()
     if nbytes > free:
         raise UserError(
@@ -117,14 +112,7 @@ def _ram_tier(
     path = ram_tier_path(directory) if directory else None
     segment = RamSegment(identity, size, slots_within(nbytes, size), path)
     if stream.device.type == "cuda":
-        try:
-            page_lock(segment.tensor, stream.device, "the RAM tier of the prefix cache")
-        except UserError as error:
-            if config.gpu.kv_offload_gib is not None:
-                raise
-            _log.warning("evicted prefixes are not kept in RAM", because=str(error))
-            segment.close()
-            return None
+        page_lock(segment.tensor, stream.device, "the RAM tier of the prefix cache")
     return RamTier(segment, page_bytes, state_bytes)
 
 

@@ -161,12 +161,12 @@ def test_packed_experts_are_the_supervisors_unless_a_directory_is_given(model: P
 
 def test_prefixes_in_ram_are_the_supervisors_unless_a_directory_is_given(model: Path, tmp_path: Path) -> None:
     """The engine knows the run directory; a user's directory, or a size of 0, needs no memory of it."""
-    serve_plan, configs = planned(model, expert_transport="local")
+    serve_plan, configs = planned(model, expert_transport="local", kv_offload_gib="1")
     directory = serve_plan.plan.directory
     assert configs["gpu"].gpu.kv_offload_dir == str(directory)
     assert [file.path for file in serve_plan.plan.prefixes] == [directory / "engine.kv"]
     shutil.rmtree(directory)
-    for given in ({"kv_offload_dir": str(tmp_path / "kv")}, {"kv_offload_gib": "0"}):
+    for given in ({"kv_offload_dir": str(tmp_path / "kv"), "kv_offload_gib": "1"}, {}):
         serve_plan, configs = planned(model, expert_transport="local", **given)
         assert configs["gpu"].gpu.kv_offload_dir == given.get(
             "kv_offload_dir", str(serve_plan.plan.directory)
