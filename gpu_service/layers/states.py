@@ -91,8 +91,8 @@ class LayerStates(NamedTuple):
         """`[T, channels]` to the same; leaves the latest inputs for the next step. `activates`: by SiLU."""
         if self.depths:
             return self._by_depth(
-                lambda own, *slots: causal_conv_update(
-                    own, self.recent, conv.taps, *slots, conv.bias, activates
+                lambda own, reads, writes: causal_conv_update(
+                    own, self.recent, conv.taps, reads, writes, conv.bias, activates
                 ),
                 rows,
             )

@@ -6,7 +6,7 @@ from gpu_service.speculation.rest import DrafterRest
 
 
 def run(rest: DrafterRest, steps: int, every: int = 0) -> int:
-    """How often it ran in that number of steps, every so many of which had drafts; 0: none."""
+    """How often it ran in that number of steps, every `every`-th of which had drafts; 0: none."""
     ran = 0
     for step in range(steps):
         if rest.counts_down():
